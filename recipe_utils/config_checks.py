@@ -1,0 +1,135 @@
+"""Collects everything that is wrong with a config, to raise it together and early."""
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Every problem of a config, one per line."""
+
+
+class Problems:
+    """A list of problems that is raised as one error.
+
+    Example:
+        >>> problems = Problems()
+        >>> with problems.collect():
+        ...     dims = resolve_parallel_dims(...)   # its ValueError is noted, not raised
+        >>> problems.add("dtype=fp16: ...")
+        >>> problems.raise_if_any()
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Notes a problem, in the form ``key=value: what is wrong; what to set instead``."""
+        self._texts.append(text)
+
+    @contextmanager
+    def collect(self, prefix: str = "") -> Iterator[None]:
+        """Notes any exception of the block, with ``prefix`` before its text."""
+        try:
+            yield
+        except Exception as error:
+            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            self.add(f"{prefix}{error}{cause}")
+
+    def raise_if_any(self) -> None:
+        """Raises what was noted.
+
+        Raises:
+            ConfigError: at least one problem was noted.
+        """
+        if self._texts:
+            noun = "problem" if len(self._texts) == 1 else "problems"
+            lines = "".join(f"\n  - {text}" for text in self._texts)
+            raise ConfigError(f"{len(self._texts)} {noun} in the config:{lines}")
+
+
+def find_unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """A problem text for each top-level key that nothing reads.
+
+    A key of the user's own is fine where another value refers to it as ``${key}``.
+
+    Args:
+        config: the unresolved config as plain containers.
+        known: the keys that the recipe reads.
+    """
+    known = sorted(known)
+    referred = set(re.findall(r"\$\{\s*([\w-]+)", str(config)))
+    texts = []
+    for key in config:
+        if key in known or key in referred:
+            continue
+        similar = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "take it out"
+        texts.append(f"{key}: this recipe has no such key; {hint}")
+    return texts
+
+
+def resolve_gradient_accumulation_steps(
+    batch_size: int,
+    gradient_accumulation_steps: int | None,
+    global_batch_size: int | None,
+    dp_degree: int,
+) -> int:
+    """Microbatches per rank and update step, from whichever of the two keys is given.
+
+    Args:
+        batch_size: samples per microbatch.
+        gradient_accumulation_steps: microbatches per rank and update step.
+        global_batch_size: samples per update step over all data-parallel ranks.
+        dp_degree: number of ranks that hold different data.
+
+    Raises:
+        ValueError: a number below 1, a global batch that does not divide, or two keys that disagree.
+    """
+    for name, value in (
+        ("batch_size", batch_size),
+        ("gradient_accumulation_steps", gradient_accumulation_steps),
+        ("global_batch_size", global_batch_size),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: it must be at least 1")
+    if global_batch_size is None:
+        return gradient_accumulation_steps or 1
+    per_pass = batch_size * dp_degree
+    steps, rest = divmod(global_batch_size, per_pass)
+    if rest:
+        raise ValueError(
+            f"global_batch_size={global_batch_size}: it is no multiple of batch_size={batch_size} * "
+            f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
+            f"{max(steps, 1) * per_pass} and {(steps + 1) * per_pass}"
+        )
+    if gradient_accumulation_steps not in (None, steps):
+        raise ValueError(
+            f"global_batch_size={global_batch_size}: batch_size={batch_size} * "
+            f"gradient_accumulation_steps={gradient_accumulation_steps} * {dp_degree} data-parallel "
+            f"ranks = {batch_size * (gradient_accumulation_steps or 1) * dp_degree}; give one of the "
+            f"two keys (~gradient_accumulation_steps on the command line takes that one out)"
+        )
+    return steps
+
+
+def check_writable_dir(key: str, path: str) -> None:
+    """Makes the directory if need be, and tries to write to it.
+
+    Raises:
+        ValueError: it cannot be made or written to.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{key}={path}: it cannot be written to ({os.strerror(error.errno or 0)}); set it to a "
+            "directory of yours"
+        ) from None

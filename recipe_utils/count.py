@@ -1,0 +1,90 @@
+"""The one CPU all-reduce per update step: what all ranks hold, agreed before the first forward.
+
+It sums the target tokens that the loss is divided by, and it settles that every rank has the whole
+update step and how many microbatches each runs. Without that agreement a rank could abandon an
+update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()``
+does not see.
+"""
+
+import threading
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_POLL_SECONDS = 0.0005
+
+
+class RankCounts(NamedTuple):
+    """What one rank holds of an update step."""
+
+    num_target_tokens: int
+    num_real_tokens: int
+    num_slots: int
+    num_microbatches: int
+
+
+class StepCounts(NamedTuple):
+    """What all ranks together hold of an update step."""
+
+    num_target_tokens: int
+    num_real_tokens: int
+    num_slots: int
+    max_microbatches: int
+    """Microbatches that every rank must run."""
+
+
+class OtherRankFailedError(RuntimeError):
+    """Another rank could not prepare its part of an update step, so no rank starts it."""
+
+
+class AbandonedError(RuntimeError):
+    """The caller closed the update steps while the ranks were still being counted."""
+
+
+def count_over_ranks(
+    local: RankCounts | None,
+    counts_once: bool,
+    group: dist.ProcessGroup | None,
+    closed: threading.Event,
+) -> StepCounts:
+    """Sums an update step's counts over the data-parallel ranks.
+
+    Every rank of ``group`` must call it once per update step, in step order. It is one sum of a
+    small table with a row per rank, so each rank also learns the maximum and who failed.
+
+    Args:
+        local: this rank's counts; None says that it could not prepare the update step.
+        counts_once: False on ranks whose data another rank counts already (all but the first of a
+            tensor-parallel group).
+        group: a CPU (gloo) group of all ranks that nothing else uses.
+        closed: once set, the other ranks are no longer waited for.
+
+    Raises:
+        AbandonedError: ``closed`` was set first. The group is of no use after that.
+        OtherRankFailedError: a rank passed None; names the ranks. Not raised on those ranks
+            themselves, who know better what happened: they get the counts of the others.
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    table = torch.zeros(num_ranks, 5, dtype=torch.int64)
+    if local is not None:
+        sums = local[:3] if counts_once else (0, 0, 0)
+        table[rank] = torch.tensor([1, local.num_microbatches, *sums])
+    work = dist.all_reduce(table, group=group, async_op=True)
+    # A rank that fails elsewhere closes its update steps. It must not sit here until the group's
+    # timeout then, because the other ranks wait for it in a collective of their own.
+    while not work.is_completed():
+        if closed.wait(_POLL_SECONDS):
+            raise AbandonedError("closed while counting an update step")
+    work.wait()
+
+    ready, num_microbatches, targets, real, slots = table.unbind(1)
+    if local is not None and not ready.all():
+        failed = (ready == 0).nonzero().flatten().tolist()
+        raise OtherRankFailedError(
+            f"rank(s) {failed} could not prepare the next update step, so no rank starts it; the "
+            "cause is in their logs"
+        )
+    return StepCounts(
+        int(targets.sum()), int(real.sum()), int(slots.sum()), int(num_microbatches.max())
+    )

@@ -1,0 +1,65 @@
+"""Optimizers, including one that steps inside the backward."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import training
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+
+class OptimizerInBackward(OptimizerInBackwardWrapper):
+    """Steps each parameter as soon as its gradient is there, and frees the gradient.
+
+    It can be used where an optimizer is, so that a loop needs no branch: the loss is scaled before
+    the backward, hence the gradients that the hooks see are final. An update step must have a single
+    microbatch, and there is no moment at which all gradients exist to be clipped.
+
+    Args:
+        model: every parameter gets an optimizer of its own.
+        make_optimizer: called with a list of one parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    ) -> None:
+        optimizers = {parameter: make_optimizer([parameter]) for parameter in model.parameters()}
+        super().__init__({name: optimizers[p] for name, p in model.named_parameters()})
+        training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Does nothing: the backward has stepped already."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the backward has freed the gradients already."""
+
+
+def build_lr_scheduler(
+    make_lr_scheduler: Callable[..., Any],
+    optimizer: Optimizer | OptimizerInBackward,
+    num_training_steps: int,
+    last_epoch: int,
+) -> Any:
+    """A learning-rate scheduler over update steps.
+
+    Args:
+        make_lr_scheduler: called with an optimizer, ``num_training_steps`` and ``last_epoch``.
+        optimizer: all its parameters follow the schedule.
+        num_training_steps: update steps of the whole training.
+        last_epoch: update steps already done, minus one.
+    """
+    in_backward = isinstance(optimizer, OptimizerInBackward)
+    scheduler = make_lr_scheduler(
+        next(iter(optimizer.optim_map.values())) if in_backward else optimizer,
+        num_training_steps=num_training_steps,
+        last_epoch=last_epoch,
+    )
+    if in_backward:
+        optimizer.set_lr_scheduler(scheduler)
+    return scheduler

@@ -1,0 +1,248 @@
+"""Process groups, device meshes, sharding and what FSDP2 is told at each backward.
+
+Mesh dimensions, as torchtune's later versions name them: ``dp_replicate`` and ``dp_shard`` hold
+different data, ``tp`` ranks hold the same.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtune import training
+from torchtune.training import get_distributed_backend
+
+GRADIENT_SYNC = ("each_microbatch", "last_microbatch")
+
+
+class ParallelDims(NamedTuple):
+    """Ranks along each mesh dimension; their product is the world size."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that hold different data."""
+        return self.dp_replicate * self.dp_shard
+
+
+def world_size_from_env() -> int:
+    """Processes of this job, as the launcher says; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def resolve_parallel_dims(
+    world_size: int,
+    data_parallel_replicate_dim: int,
+    data_parallel_shard_dim: int,
+    tensor_parallel_dim: int,
+) -> ParallelDims:
+    """Checks the mesh dimensions against the world size.
+
+    Args:
+        world_size: processes of the job.
+        data_parallel_replicate_dim: copies of the sharded model (HSDP); 1 is plain FSDP.
+        data_parallel_shard_dim: ranks that shard one copy; -1 takes what the others leave.
+        tensor_parallel_dim: ranks that split each layer.
+
+    Raises:
+        ValueError: a dimension below 1, or a product other than the world size.
+    """
+    for name, dim in (
+        ("data_parallel_replicate_dim", data_parallel_replicate_dim),
+        ("tensor_parallel_dim", tensor_parallel_dim),
+    ):
+        if dim < 1:
+            raise ValueError(f"{name}={dim}: it must be at least 1; leave it out for 1")
+    others = data_parallel_replicate_dim * tensor_parallel_dim
+    shard = data_parallel_shard_dim
+    if shard == -1:
+        shard = max(world_size // others, 1)
+    if shard < 1:
+        raise ValueError(
+            f"data_parallel_shard_dim={shard}: it must be at least 1, or -1 for what the other "
+            "dimensions leave"
+        )
+    if shard * others != world_size:
+        raise ValueError(
+            f"data_parallel_replicate_dim={data_parallel_replicate_dim} * data_parallel_shard_dim="
+            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}: they make "
+            f"{shard * others} ranks, but {world_size} run; set them so that their product is "
+            f"{world_size}, or start {shard * others} processes (--nproc_per_node)"
+        )
+    return ParallelDims(data_parallel_replicate_dim, shard, tensor_parallel_dim)
+
+
+def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
+    """Joins the job's process group, or makes one of a single process without a launcher.
+
+    On an accelerator the group can also communicate between CPUs (gloo).
+
+    Args:
+        device: where the model is.
+        timeout_seconds: how long a collective waits for a rank; None for PyTorch's default.
+
+    Returns:
+        False when the process group existed already; whoever made it then also ends it.
+    """
+    if dist.is_initialized():
+        return False
+    backend = get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+        )
+    return True
+
+
+def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
+    """A gloo group of all ranks, apart from the one that the model's collectives use."""
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
+    """The mesh (dp_replicate, dp_shard, tp) over all ranks; tp ranks are neighbours."""
+    return init_device_mesh(device.type, dims, mesh_dim_names=dims._fields)
+
+
+def dp_rank_of(mesh: DeviceMesh) -> int:
+    """This rank's data-parallel coordinate, equal on the ranks of one tensor-parallel group."""
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
+        "dp_shard"
+    )
+
+
+def is_first_in_tp_group(mesh: DeviceMesh) -> bool:
+    """True on the one rank of each tensor-parallel group that counts the group's data."""
+    return mesh.get_local_rank("tp") == 0
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    custom_sharded_layers: Sequence[str] | None,
+    cpu_offload: bool,
+    reshard_after_forward: bool,
+) -> None:
+    """Shards a model's parameters over the data-parallel ranks, in place.
+
+    FSDP2 over ``dp_shard``; with more than one ``dp_replicate`` rank HSDP, which shards within each
+    copy and all-reduces between the copies.
+
+    Args:
+        model: on the meta device or materialised.
+        mesh: of :func:`build_mesh`.
+        custom_sharded_layers: names of modules to shard as units of their own, besides each layer.
+        cpu_offload: keep parameters, gradients and optimizer state on the CPU.
+        reshard_after_forward: free each unit's gathered parameters after its forward.
+    """
+    hsdp = mesh["dp_replicate"].size() > 1
+    training.shard_model(
+        model=model,
+        shard_conditions=[
+            partial(training.get_shard_conditions, names_to_match=custom_sharded_layers)
+        ],
+        cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward,
+        dp_mesh=mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
+    )
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
+    """Around one microbatch's forward and backward: which of FSDP2's collectives run.
+
+    Gradients accumulate over the microbatches of an update step, so what is communicated before the
+    last one can wait for it. HSDP's all-reduce between the copies always waits (each all-reduce
+    of a partial sum is waste). The reduce-scatter within a copy runs at each microbatch, which keeps
+    the accumulated gradients sharded, unless ``when`` says otherwise. A model that is not sharded
+    has no collectives and needs nothing.
+
+    Args:
+        model: after :func:`shard_model`.
+        is_last: whether this is the update step's last microbatch.
+        when: ``"each_microbatch"``, or ``"last_microbatch"`` for no communication before the last
+            one, at the price of unsharded gradients in memory.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    # Resets the all-reduce, so it comes first.
+    model.set_requires_gradient_sync(is_last or when == "each_microbatch")
+    model.set_requires_all_reduce(is_last)
+    # Stops no collective by itself; until the last backward FSDP2 only keeps what it prefetched.
+    model.set_is_last_backward(is_last)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(True)
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clips gradients to ``max_norm`` in place and returns their norm before, shape [].
+
+    The norm is that of all gradients together, whichever mesh they are sharded over; PyTorch's own
+    function takes one mesh only. ``max_norm=inf`` measures and changes nothing.
+    """
+    parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            parameters_by_mesh[mesh].append(parameter)
+
+    norms = []
+    for group in parameters_by_mesh.values():
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in group])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total_norm = torch.linalg.vector_norm(torch.stack(norms))
+
+    if max_norm != float("inf"):
+        for group in parameters_by_mesh.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of a scalar over all ranks. Waits for the device.
+
+    With ``value`` a rank's sum of losses times ``dp_degree / N``, this is the mean loss over all N
+    target tokens: ranks of one tensor-parallel group contribute equal values, which the mean counts
+    once.
+    """
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def agree_on_length(name: str, length: int, group: dist.ProcessGroup) -> int:
+    """Checks that all ranks see a dataset of the same length, and returns it.
+
+    Raises:
+        ValueError: they do not; then ranks would deal out different samples, or wait for each other.
+    """
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    lengths[dist.get_rank(group)] = length
+    dist.all_reduce(lengths, group=group)
+    if lengths.min() != lengths.max():
+        raise ValueError(
+            f"{name}: rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
+            f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
+        )
+    return length

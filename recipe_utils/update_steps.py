@@ -1,0 +1,121 @@
+"""Update steps: the values that a recipe's loop consumes.
+
+Everything that one optimizer step needs is decided on the CPU before its first forward: the samples,
+their microbatches and how many target tokens they hold over all data-parallel (DP) ranks.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from recipe_utils.collate import Microbatch, collate_empty_microbatch, collate_microbatch
+from recipe_utils.count import RankCounts, StepCounts, count_over_ranks
+from recipe_utils.prefetch import Prefetched
+from recipe_utils.samples import Sample, load_samples
+
+CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
+Plan = Callable[[Sequence[int]], list[list[int]]]
+
+
+class UpdateStep:
+    """One optimizer step's data on this rank, and what all ranks hold together.
+
+    Iterate once: ``for microbatch, is_last in step``. Each microbatch is let go as it is handed out.
+
+    Args:
+        index: position of the update step in its epoch, from 0.
+        microbatches: this rank's; as many on every rank.
+        counts: totals over all ranks.
+        dp_degree: number of ranks that hold different data.
+    """
+
+    def __init__(
+        self, index: int, microbatches: list[Microbatch], counts: StepCounts, dp_degree: int
+    ) -> None:
+        self.index = index
+        self.num_target_tokens = counts.num_target_tokens
+        self.num_real_tokens = counts.num_real_tokens
+        self.num_slots = counts.num_slots
+        # FSDP2 and DDP average gradients over the DP ranks, hence the factor.
+        self.loss_scale = dp_degree / max(counts.num_target_tokens, 1)
+        self._microbatches = microbatches
+
+    def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
+        self._microbatches.reverse()
+        while self._microbatches:
+            microbatch = self._microbatches.pop()
+            yield microbatch, not self._microbatches
+
+
+def prefetch_update_steps(
+    dataset: Dataset[Sample],
+    indices_per_step: Sequence[list[int]],
+    *,
+    plan: Plan,
+    collate_fn: CollateFn,
+    ignore_index: int,
+    dp_degree: int,
+    counts_once: bool,
+    group: dist.ProcessGroup | None,
+    depth: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Prefetched[UpdateStep]:
+    """The update steps of (a part of) an epoch, prepared in the background.
+
+    Every rank of ``group`` must ask for the same number of update steps.
+
+    Args:
+        dataset: map-style dataset of samples.
+        indices_per_step: for each update step, this DP rank's dataset indices; may be empty.
+        plan: lengths of the samples [tokens] -> microbatches of positions.
+        collate_fn: samples -> dict of tensors, see :func:`recipe_utils.collate.collate_microbatch`.
+        ignore_index: the label of positions that are no targets.
+        dp_degree: number of ranks that hold different data.
+        counts_once: False on ranks whose data another rank counts already.
+        group: a CPU (gloo) group of all ranks that nothing else uses while this runs.
+        depth: update steps that may wait ready; 0 prepares each when it is asked for.
+        num_workers: DataLoader worker processes; 0 loads in the background thread.
+        pin_memory: put tensors into page-locked memory, for devices that copy from there.
+
+    Returns:
+        A context manager that iterates over :class:`UpdateStep`. It raises what the dataset or the
+        collate function raised, and :class:`recipe_utils.count.OtherRankFailedError` on all other
+        ranks: every rank stops before the same update step.
+    """
+    closed = threading.Event()
+
+    def update_steps() -> Iterator[UpdateStep]:
+        samples_per_step = load_samples(dataset, indices_per_step, num_workers)
+        for index in range(len(indices_per_step)):
+            try:
+                samples = next(samples_per_step)
+                groups = plan([len(sample["tokens"]) for sample in samples])
+                microbatches = [
+                    collate_microbatch([samples[i] for i in group], collate_fn, ignore_index)
+                    for group in groups
+                ]
+            except Exception:
+                count_over_ranks(None, counts_once, group, closed)
+                raise
+            counts = count_over_ranks(_counts_of(microbatches), counts_once, group, closed)
+            while len(microbatches) < counts.max_microbatches:
+                stand_in = samples[0] if samples else dataset[0]
+                microbatches.append(collate_empty_microbatch(stand_in, collate_fn, ignore_index))
+            if pin_memory:
+                microbatches = [microbatch.pin_memory() for microbatch in microbatches]
+            yield UpdateStep(index, microbatches, counts, dp_degree)
+
+    return Prefetched(update_steps(), depth, closed)
+
+
+def _counts_of(microbatches: list[Microbatch]) -> RankCounts:
+    return RankCounts(
+        sum(microbatch.num_target_tokens for microbatch in microbatches),
+        sum(microbatch.num_real_tokens for microbatch in microbatches),
+        sum(microbatch.num_slots for microbatch in microbatches),
+        len(microbatches),
+    )

@@ -1,0 +1,556 @@
+"""Full fine-tuning whose loop goes over update steps. One process or many.
+
+An update step is everything that one optimizer step needs, decided on the CPU before its first
+forward: the samples, their microbatches, and the number of target tokens over all data-parallel
+ranks. Each microbatch's summed loss is multiplied by one scale; gradients are never scaled. They are
+those of one big batch, however it is split over microbatches and ranks.
+
+    tune run full_finetune_update_step --config llama3_2/5M_full_update_step
+    tune run --nproc_per_node 2 full_finetune_update_step --config llama3_2/5M_full_update_step
+
+Read it from ``update`` (the mathematics) to ``train`` (the order of things) to ``setup``. To change
+it: ``tune cp full_finetune_update_step my_recipe.py && tune run my_recipe.py --config my.yaml``.
+Written for recipe_utils 0.1 and torchtune 0.6.1.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import Tensor
+from torchtune import config, training, utils
+from torchtune.config._utils import _get_component_from_path
+from torchtune.datasets import ConcatDataset
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
+from torchtune.training.lr_schedulers import get_lr
+from tqdm import tqdm
+
+from recipe_utils import config_checks, model, parallelism
+from recipe_utils.collate import Microbatch
+from recipe_utils.loss import compute_loss_in_forward
+from recipe_utils.metrics import Throughput
+from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler
+from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
+from recipe_utils.plan import PLANS
+from recipe_utils.prefetch import Prefetched
+from recipe_utils.profiler import UpdateStepProfiler
+from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
+from recipe_utils.samples import CheckedDataset
+from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
+
+log = utils.get_logger("INFO")
+
+CONFIG_KEYS = """
+    ac_mode ac_option batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
+    cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
+    data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
+    enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
+    fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
+    last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
+    metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
+    prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
+    run_val_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
+""".split()
+
+
+class FullFinetuneUpdateStep:
+    """Fine-tunes all weights of a model on a map-style dataset.
+
+    Args:
+        cfg: the config; its keys are torchtune's where torchtune has one.
+
+    Raises:
+        recipe_utils.config_checks.ConfigError: lists everything in the config that cannot work.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        problems = config_checks.Problems()
+        plain_cfg = OmegaConf.to_container(cfg, resolve=False)
+        for text in config_checks.find_unknown_keys(plain_cfg, CONFIG_KEYS):
+            problems.add(text)
+        for key in ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointer"):
+            if cfg.get(key) is None:
+                problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
+
+        # Device and precision
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        with problems.collect(f"device={cfg.get('device')}: "):
+            self.device = utils.get_device(device=cfg.get("device"))
+        if cfg.get("dtype") == "fp16":
+            problems.add("dtype=fp16: it needs loss scaling, which this recipe has not; set bf16 or fp32")
+        else:
+            with problems.collect(f"dtype={cfg.get('dtype')}: "):
+                self.dtype = training.get_dtype(cfg.get("dtype"), device=self.device)
+
+        # Ranks and batch
+        self.world_size = parallelism.world_size_from_env()
+        self.dims = parallelism.ParallelDims(1, self.world_size, 1)
+        with problems.collect():
+            self.dims = parallelism.resolve_parallel_dims(
+                self.world_size,
+                cfg.get("data_parallel_replicate_dim", 1),
+                cfg.get("data_parallel_shard_dim", -1),
+                cfg.get("tensor_parallel_dim", 1),
+            )
+        self.batch_size = cfg.get("batch_size", 1)
+        self.gradient_accumulation_steps = 1
+        with problems.collect():
+            self.gradient_accumulation_steps = config_checks.resolve_gradient_accumulation_steps(
+                self.batch_size,
+                cfg.get("gradient_accumulation_steps"),
+                cfg.get("global_batch_size"),
+                self.dims.dp_degree,
+            )
+        self.global_batch_size = (
+            self.batch_size * self.gradient_accumulation_steps * self.dims.dp_degree
+        )
+        self.batch_size_val = cfg.get("batch_size_val") or self.batch_size
+        self.microbatching = cfg.get("microbatching", "in_order")
+        self.last_update_step = cfg.get("last_update_step", "train")
+        self.gradient_sync = cfg.get("gradient_sync", "each_microbatch")
+        for key, value, allowed in (
+            ("microbatching", self.microbatching, tuple(PLANS)),
+            ("last_update_step", self.last_update_step, ("train", "drop")),
+            ("gradient_sync", self.gradient_sync, parallelism.GRADIENT_SYNC),
+        ):
+            if value not in allowed:
+                problems.add(f"{key}={value}: unknown; set it to one of {', '.join(allowed)}")
+
+        # Data
+        self.shuffle = cfg.get("shuffle", True)
+        self.num_workers = cfg.get("num_workers", 0)
+        self.prefetch_update_steps = cfg.get("prefetch_update_steps", 2)
+        self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
+        if "left_pad_sequence" in self.collate_fn:
+            problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
+
+        # Training
+        self.total_epochs = cfg.get("epochs", 1)
+        self.max_steps_per_epoch = cfg.get("max_steps_per_epoch")
+        self.log_every_n_steps = cfg.get("log_every_n_steps", 1)
+        self.run_val_every_n_steps = cfg.get("run_val_every_n_steps")
+        for key, value, least in (
+            ("num_workers", self.num_workers, 0),
+            ("prefetch_update_steps", self.prefetch_update_steps, 0),
+            ("epochs", self.total_epochs, 1),
+            ("max_steps_per_epoch", self.max_steps_per_epoch, 1),
+            ("log_every_n_steps", self.log_every_n_steps, 1),
+            ("run_val_every_n_steps", self.run_val_every_n_steps, 1),
+            ("batch_size_val", self.batch_size_val, 1),
+        ):
+            if value is not None and value < least:
+                problems.add(f"{key}={value}: it must be at least {least}")
+        if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
+            problems.add(
+                f"run_val_every_n_steps={self.run_val_every_n_steps}: there is nothing to validate "
+                "on; set dataset_val too"
+            )
+        self.clip_grad_norm = cfg.get("clip_grad_norm")
+        self.optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
+        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
+            problems.add(
+                f"clip_grad_norm={self.clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
+                "gradients; set one of the two to null / False"
+            )
+        if self.optimizer_in_bwd and self.gradient_accumulation_steps > 1:
+            problems.add(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: with "
+                "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
+                "optimizer_in_bwd=False"
+            )
+        if self.dims.tp > 1 and cfg.get("tensor_parallel_plan") is None:
+            problems.add(
+                f"tensor_parallel_dim={self.dims.tp}: set tensor_parallel_plan too, such as "
+                "torchtune.models.llama3.base_llama_tp_plan"
+            )
+        if self.dims.tp > 1 and OmegaConf.select(cfg, "optimizer.fused"):
+            problems.add("optimizer.fused=True: tensor parallelism needs it False")
+
+        # Memory
+        self.enable_activation_checkpointing = cfg.get("enable_activation_checkpointing", False)
+        self.enable_activation_offloading = cfg.get("enable_activation_offloading", False)
+        if self.enable_activation_offloading and self.device.type != "cuda":
+            problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            problems.add(
+                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+            )
+        if self.enable_activation_checkpointing and cfg.get("ac_mode") is not None:
+            problems.add(f"ac_mode={cfg.ac_mode}: enable_activation_checkpointing=True excludes it")
+        self.fsdp_cpu_offload = cfg.get("fsdp_cpu_offload", False)
+        self.log_peak_memory_stats = (
+            cfg.get("log_peak_memory_stats", False) and self.device.type != "cpu"
+        )
+
+        # Checkpoints
+        self.resume_from_checkpoint = cfg.get("resume_from_checkpoint", False)
+        self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
+        if cfg.get("output_dir") is None:
+            problems.add("output_dir: it is missing; set it to a directory for checkpoints and logs")
+        else:
+            with problems.collect():
+                config_checks.check_writable_dir("output_dir", cfg.output_dir)
+        problems.raise_if_any()
+
+        timeout_seconds = cfg.get("process_group_timeout_seconds")
+        self.owns_process_group = parallelism.init_process_group(self.device, timeout_seconds)
+        self.count_group = parallelism.new_cpu_group(timeout_seconds)
+        self.val_count_group = parallelism.new_cpu_group(timeout_seconds)
+        self.is_rank_zero = dist.get_rank() == 0
+        self.seed = training.set_seed(
+            seed=cfg.get("seed"), debug_mode=cfg.get("cudnn_deterministic_mode")
+        )
+        self.epochs_run = 0
+        self.global_step = 0
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything; loads weights only after everything else has been checked."""
+        self.mesh = parallelism.build_mesh(self.device, self.dims)
+
+        problems = config_checks.Problems()
+        with problems.collect("checkpointer: "):  # the client makes its own; this shows what lacks
+            config.instantiate(
+                cfg.checkpointer, should_load_recipe_state=self.resume_from_checkpoint
+            )
+        with problems.collect("model: "):
+            self.model = model.build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
+        with problems.collect("loss: "):
+            self.loss_fn = config.instantiate(cfg.loss)
+        with problems.collect("tokenizer: "):
+            self.tokenizer = config.instantiate(cfg.tokenizer)
+        problems.raise_if_any()
+
+        with problems.collect():
+            compute_loss_in_forward(self.model, self.loss_fn)
+        with problems.collect("collate_fn: "):
+            self.collate = partial(
+                _get_component_from_path(self.collate_fn),
+                padding_idx=self.tokenizer.pad_id,
+                ignore_idx=self.loss_fn.ignore_index,
+            )
+        with problems.collect("dataset: "):
+            self.dataset = self._load_dataset(cfg.dataset, "dataset")
+        self.dataset_val = None
+        if self.run_val_every_n_steps is not None:
+            with problems.collect("dataset_val: "):
+                self.dataset_val = self._load_dataset(cfg.dataset_val, "dataset_val")
+        problems.raise_if_any()
+
+        with problems.collect():
+            self.steps_per_epoch = num_update_steps(
+                parallelism.agree_on_length("dataset", len(self.dataset), self.count_group),
+                self.global_batch_size,
+                self.last_update_step,
+                self.max_steps_per_epoch,
+            )
+        if self.dataset_val is not None:
+            with problems.collect():
+                self.val_steps = num_update_steps(
+                    parallelism.agree_on_length(
+                        "dataset_val", len(self.dataset_val), self.count_group
+                    ),
+                    self.batch_size_val * self.dims.dp_degree,
+                    "train",
+                )
+        with problems.collect():
+            self.model = model.parallelize_model(
+                self.model,
+                self.mesh,
+                tensor_parallel_plan=config.instantiate(cfg.get("tensor_parallel_plan")),
+                enable_activation_checkpointing=self.enable_activation_checkpointing,
+                ac_mode=cfg.get("ac_mode"),
+                ac_option=cfg.get("ac_option"),
+                compile_layers=cfg.get("compile", False),
+                custom_sharded_layers=cfg.get("custom_sharded_layers"),
+                fsdp_cpu_offload=self.fsdp_cpu_offload,
+                fsdp_reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
+            )
+        problems.raise_if_any()
+        if cfg.get("compile", False):
+            training.compile_loss(self.loss_fn, verbose=self.is_rank_zero)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            self.model, self.enable_activation_offloading
+        )
+
+        self.metric_logger = None
+        if self.is_rank_zero and cfg.get("metric_logger") is not None:
+            self.metric_logger = config.instantiate(cfg.metric_logger)
+            self.metric_logger.log_config(cfg)
+
+        self.checkpoint_client = CheckpointClient(cfg)
+        checkpoint = self.checkpoint_client.load_base_checkpoint()
+        model.load_weights(
+            self.model,
+            checkpoint.pop(training.MODEL_KEY),
+            self.device,
+            self.dtype,
+            self.fsdp_cpu_offload,
+        )
+        make_optimizer = partial(config.instantiate, cfg.optimizer)
+        if self.optimizer_in_bwd:
+            self.optimizer = OptimizerInBackward(self.model, make_optimizer)
+        else:
+            self.optimizer = make_optimizer(self.model.parameters())
+        if self.resume_from_checkpoint:
+            self._restore_progress(checkpoint)
+
+        self.lr_scheduler = None
+        if cfg.get("lr_scheduler") is not None:
+            self.lr_scheduler = build_lr_scheduler(
+                partial(config.instantiate, cfg.lr_scheduler),
+                self.optimizer,
+                num_training_steps=self.total_epochs * self.steps_per_epoch,
+                last_epoch=self.global_step - 1,
+            )
+
+        cfg_profiler = cfg.get("profiler") or DictConfig({})
+        cfg_profiler.setdefault("_component_", "torchtune.training.setup_torch_profiler")
+        self.profiler = UpdateStepProfiler(
+            *config.instantiate(cfg_profiler),
+            record_memory_history=self.is_rank_zero and self.device.type == "cuda",
+        )
+
+    # ---- The mathematics ------------------------------------------------------------------------
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Cross-entropy summed over the microbatch's target tokens [nats], shape []."""
+        with self.activations_handling_ctx:
+            return self.model(**microbatch.inputs, targets=microbatch.targets)
+
+    def update(self, step: UpdateStep, measure_grad_norm: bool) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step.
+
+        Returns:
+            This rank's part of the loss, shape []; its mean over all ranks is the mean loss per
+            target token [nats]. And the gradient norm before clipping, where it was measured.
+        """
+        loss = torch.zeros((), device=self.device)
+        for microbatch, is_last in step:
+            microbatch = microbatch.to(self.device)
+            with gradient_sync(self.model, is_last, self.gradient_sync):
+                # The scale holds the target tokens of all microbatches on all ranks, so every target
+                # weighs the same and the accumulated gradient is final.
+                scaled_loss = self.loss_sum(microbatch) * step.loss_scale
+                scaled_loss.backward()
+            loss += scaled_loss.detach()
+
+        grad_norm = None
+        if self.clip_grad_norm is not None or measure_grad_norm:
+            max_norm = float("inf") if self.clip_grad_norm is None else float(self.clip_grad_norm)
+            grad_norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
+        self.model.eval()
+        loss_sum = torch.zeros((), device=self.device)
+        num_target_tokens = 0
+        with self._val_update_steps() as steps:
+            for step in steps:
+                for microbatch, _ in step:
+                    loss_sum += self.loss_sum(microbatch.to(self.device))
+                num_target_tokens += step.num_target_tokens
+        self.model.train()
+        return mean_over_ranks(loss_sum) * self.dims.dp_degree / max(num_target_tokens, 1)
+
+    # ---- The order of things --------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Runs all epochs; saves a checkpoint after each."""
+        throughput = Throughput(self.world_size)
+        self.model.train()
+        self.profiler.start()
+        for epoch in range(self.epochs_run, self.total_epochs):
+            self._warn_of_dropped_samples()
+            progress = tqdm(total=self.steps_per_epoch, disable=not self.is_rank_zero)
+            throughput.restart()
+            with self._update_steps(epoch) as steps:
+                for step in steps:
+                    progress.update(1)
+                    if step.num_target_tokens == 0:
+                        utils.log_rank_zero(
+                            log,
+                            f"epoch {epoch + 1}, update step {step.index + 1}: none of its samples "
+                            "has a target token; skipped, the weights stay as they are",
+                        )
+                        continue
+
+                    self.global_step += 1
+                    should_log = self.global_step % self.log_every_n_steps == 0
+                    lr = get_lr(self.optimizer)
+                    loss, grad_norm = self.update(
+                        step, measure_grad_norm=should_log and not self.optimizer_in_bwd
+                    )
+                    if self.lr_scheduler is not None:
+                        self.lr_scheduler.step()
+                    throughput.add(step, steps.wait_seconds)
+
+                    if should_log:  # the only place of the loop where the host waits for the device
+                        loss_value = mean_over_ranks(loss)
+                        progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {loss_value}")
+                        metrics = {
+                            "loss": loss_value,
+                            "lr": lr,
+                            "num_tokens": step.num_target_tokens,
+                            **throughput.read_and_restart(),
+                        }
+                        if grad_norm is not None:
+                            metrics["grad_norm"] = grad_norm.item()
+                        if self.log_peak_memory_stats:
+                            metrics.update(training.get_memory_stats(device=self.device))
+                        self._log_metrics(metrics)
+
+                    self.profiler.step()
+                    if self._is_time_to_validate():
+                        self._log_metrics({"val_loss": self.validate()})
+                        throughput.restart()
+            progress.close()
+            self.epochs_run += 1
+            self.save_checkpoint(epoch)
+        self.profiler.stop()
+
+    def save_checkpoint(self, epoch: int) -> None:
+        """Saves the weights and, before the last epoch's end, what is needed to go on."""
+        self.checkpoint_client.save_checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            training_progress=TrainingProgress(
+                seed=self.seed,
+                epochs_run=self.epochs_run,
+                total_epochs=self.total_epochs,
+                max_steps_per_epoch=self.max_steps_per_epoch,
+            ),
+            epoch=epoch,
+        )
+
+    def cleanup(self) -> None:
+        """Closes the logger and leaves the process group."""
+        if self.metric_logger is not None:
+            self.metric_logger.close()
+        if self.owns_process_group:
+            dist.destroy_process_group()
+
+    # ---- Data and small parts -------------------------------------------------------------------
+
+    def _load_dataset(self, cfg_dataset: DictConfig | ListConfig, name: str) -> CheckedDataset:
+        if isinstance(cfg_dataset, ListConfig):
+            parts = [config.instantiate(part, self.tokenizer) for part in cfg_dataset]
+            dataset: Any = ConcatDataset(datasets=parts)
+        else:
+            dataset = config.instantiate(cfg_dataset, self.tokenizer)
+        vocab_size, max_seq_len = model.vocab_size_and_max_seq_len(self.model)
+        return CheckedDataset(dataset, name, self.loss_fn.ignore_index, vocab_size, max_seq_len)
+
+    def _update_steps(self, epoch: int) -> Prefetched[UpdateStep]:
+        """This rank's update steps of an epoch, counted over all ranks, prepared ahead."""
+        return self._prefetch(
+            self.dataset,
+            epoch_permutation(len(self.dataset), epoch, self.shuffle),
+            self.steps_per_epoch,
+            self.global_batch_size,
+            self.batch_size,
+            self.count_group,
+        )
+
+    def _val_update_steps(self) -> Prefetched[UpdateStep]:
+        # A group of its own: the background thread of the training data goes on meanwhile.
+        return self._prefetch(
+            self.dataset_val,
+            epoch_permutation(len(self.dataset_val), epoch=0, shuffle=False),
+            self.val_steps,
+            self.batch_size_val * self.dims.dp_degree,
+            self.batch_size_val,
+            self.val_count_group,
+        )
+
+    def _prefetch(
+        self,
+        dataset: CheckedDataset,
+        permutation: Tensor,
+        num_steps: int,
+        global_batch_size: int,
+        batch_size: int,
+        count_group: dist.ProcessGroup,
+    ) -> Prefetched[UpdateStep]:
+        dp_rank = parallelism.dp_rank_of(self.mesh)
+        return prefetch_update_steps(
+            dataset,
+            [
+                update_step_indices(
+                    permutation, step, global_batch_size, dp_rank, self.dims.dp_degree
+                )
+                for step in range(num_steps)
+            ],
+            plan=partial(PLANS[self.microbatching], batch_size=batch_size),
+            collate_fn=self.collate,
+            ignore_index=self.loss_fn.ignore_index,
+            dp_degree=self.dims.dp_degree,
+            counts_once=parallelism.is_first_in_tp_group(self.mesh),
+            group=count_group,
+            depth=self.prefetch_update_steps,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def _warn_of_dropped_samples(self) -> None:
+        left_over = len(self.dataset) % self.global_batch_size
+        if self.last_update_step == "drop" and left_over and self.max_steps_per_epoch is None:
+            utils.log_rank_zero(
+                log,
+                f"last_update_step=drop: {left_over} of {len(self.dataset)} samples are left out of "
+                "this epoch",
+            )
+
+    def _is_time_to_validate(self) -> bool:
+        every = self.run_val_every_n_steps
+        return every is not None and self.global_step % every == 0
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict(metrics, step=self.global_step)
+
+    def _restore_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on at the end of the epoch that was saved last."""
+        if self.enable_async_checkpointing:
+            checkpoint = self.checkpoint_client.load_distributed_checkpoint(
+                self.model, self.optimizer
+            )
+        elif self.optimizer_in_bwd:
+            for name, optimizer in self.optimizer.optim_map.items():
+                training.load_from_full_optimizer_state_dict(
+                    self.model, optimizer, checkpoint[training.OPT_KEY][name], self.device
+                )
+        else:
+            training.load_from_full_optimizer_state_dict(
+                self.model, self.optimizer, checkpoint[training.OPT_KEY], self.device
+            )
+        for name, here in (
+            (training.SEED_KEY, self.seed),
+            (training.MAX_STEPS_KEY, self.max_steps_per_epoch),
+        ):
+            if checkpoint[name] != here:
+                utils.log_rank_zero(
+                    log, f"{name}={here}: the checkpoint was saved with {checkpoint[name]}"
+                )
+        self.epochs_run = checkpoint[training.EPOCHS_KEY]
+        self.global_step = self.epochs_run * self.steps_per_epoch
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    config.log_config(recipe_name="FullFinetuneUpdateStep", cfg=cfg)
+    recipe = FullFinetuneUpdateStep(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
