@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torchtune import training, utils
+
 
 class ConfigError(ValueError):
     """Every problem of a config, one per line."""
@@ -41,6 +44,24 @@ class Problems:
             cause = f" ({error.__cause__})" if error.__cause__ else ""
             self.add(f"{prefix}{error}{cause}")
 
+    def check_at_least(self, least: int, **values: float | None) -> None:
+        """Notes each ``key=value`` below ``least``; None is fine."""
+        for key, value in values.items():
+            if value is not None and value < least:
+                self.add(f"{key}={value}: it must be at least {least}")
+
+    def check_one_of(self, allowed: Iterable[str], **values: str) -> None:
+        """Notes each ``key=value`` that is not among ``allowed``."""
+        for key, value in values.items():
+            if value not in allowed:
+                self.add(f"{key}={value}: unknown; set it to one of {', '.join(allowed)}")
+
+    def check_not_both(self, because: str, **values: Any) -> None:
+        """Notes that two or more keys exclude each other, if each of them has a true value."""
+        if all(values.values()):
+            keys = " and ".join(f"{key}={value}" for key, value in values.items())
+            self.add(f"{keys}: {because}")
+
     def raise_if_any(self) -> None:
         """Raises what was noted.
 
@@ -72,6 +93,26 @@ def find_unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[s
         hint = f"did you mean {similar[0]}?" if similar else "take it out"
         texts.append(f"{key}: this recipe has no such key; {hint}")
     return texts
+
+
+def resolve_device_and_dtype(
+    device: str | None, dtype: str | None
+) -> tuple[torch.device, torch.dtype]:
+    """The device of this rank and the precision of the parameters.
+
+    Raises:
+        ValueError: a device that is not there, or a precision that is not supported.
+    """
+    if dtype == "fp16":
+        raise ValueError("dtype=fp16: gradients would underflow; set it to bf16 or fp32")
+    try:
+        torch_device = utils.get_device(device=device)
+    except Exception as error:
+        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
+    try:
+        return torch_device, training.get_dtype(dtype, device=torch_device)
+    except Exception as error:
+        raise ValueError(f"dtype={dtype}: {error}") from None
 
 
 def resolve_gradient_accumulation_steps(

@@ -24,7 +24,15 @@ from torchtune.datasets._sft import SFTTransform
 from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 
-SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo"}
+SKIPPED_DIRS = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "turtledemo",
+}
 
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -188,9 +196,7 @@ def _docstrings(path: Path) -> Iterator[tuple[str, str]]:
     nodes: list[tuple[str, ast.AST]] = [(module, tree)]
     while nodes:
         name, node = nodes.pop(0)
-        assert isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        )
+        assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         docstring = ast.get_docstring(node)
         if docstring and len(docstring) > 20:
             yield name, inspect.cleandoc(docstring)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
@@ -54,9 +53,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
 
-    def forward(
-        self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets
-    ) -> Tensor:
+    def forward(self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32.
 
         Args:
@@ -89,7 +86,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens_per_chunk: int
     ) -> Tensor:
-        """hidden [n, d], weight [v, d], labels [n] -> loss []."""
+        """Takes hidden [n, d], weight [v, d], labels [n] -> loss []."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None

@@ -111,7 +111,7 @@ def load_weights(
     with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is no part of the state dict
-                module.rope_init()
+                module.rope_init()  # type: ignore[operator]
     unexpected = sorted(set(state_dict) - set(model.state_dict()))
     if unexpected:
         raise RuntimeError(

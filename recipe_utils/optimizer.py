@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torchtune import training
@@ -54,12 +55,33 @@ def build_lr_scheduler(
         num_training_steps: update steps of the whole training.
         last_epoch: update steps already done, minus one.
     """
-    in_backward = isinstance(optimizer, OptimizerInBackward)
+    first = optimizer
+    if isinstance(optimizer, OptimizerInBackward):
+        first = next(iter(optimizer.optim_map.values()))
     scheduler = make_lr_scheduler(
-        next(iter(optimizer.optim_map.values())) if in_backward else optimizer,
-        num_training_steps=num_training_steps,
-        last_epoch=last_epoch,
+        first, num_training_steps=num_training_steps, last_epoch=last_epoch
     )
-    if in_backward:
-        optimizer.set_lr_scheduler(scheduler)
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer.set_lr_scheduler(scheduler)  # the others follow the first
     return scheduler
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerInBackward,
+    state_dict: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Loads a full (unsharded) optimizer state, as torchtune's recipes save it.
+
+    Args:
+        model: the optimizer's parameters, sharded or not.
+        optimizer: of the kind that was saved.
+        state_dict: for :class:`OptimizerInBackward` one state per parameter name.
+        device: of the model.
+    """
+    if isinstance(optimizer, OptimizerInBackward):
+        for name, part in optimizer.optim_map.items():
+            training.load_from_full_optimizer_state_dict(model, part, state_dict[name], device)
+    else:
+        training.load_from_full_optimizer_state_dict(model, optimizer, state_dict, device)

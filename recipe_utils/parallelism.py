@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -103,9 +104,7 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return True
 
 
@@ -209,7 +208,8 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     norms = []
     for group in parameters_by_mesh.values():
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in group])
+        grads = [parameter.grad for parameter in group if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total_norm = torch.linalg.vector_norm(torch.stack(norms))
 
@@ -231,7 +231,7 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
-def agree_on_length(name: str, length: int, group: dist.ProcessGroup) -> int:
+def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
     """Checks that all ranks see a dataset of the same length, and returns it.
 
     Raises:
@@ -242,7 +242,7 @@ def agree_on_length(name: str, length: int, group: dist.ProcessGroup) -> int:
     dist.all_reduce(lengths, group=group)
     if lengths.min() != lengths.max():
         raise ValueError(
-            f"{name}: rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
+            f"rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
             f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
         )
     return length

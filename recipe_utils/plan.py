@@ -20,9 +20,7 @@ def plan_in_order(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
         be smaller. No samples give no microbatches.
     """
     positions = list(range(len(lengths)))
-    return [
-        positions[start : start + batch_size] for start in range(0, len(positions), batch_size)
-    ]
+    return [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
 
 
 PLANS = {"in_order": plan_in_order}

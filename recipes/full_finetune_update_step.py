@@ -8,8 +8,8 @@ those of one big batch, however it is split over microbatches and ranks.
     tune run full_finetune_update_step --config llama3_2/5M_full_update_step
     tune run --nproc_per_node 2 full_finetune_update_step --config llama3_2/5M_full_update_step
 
-Read it from ``update`` (the mathematics) to ``train`` (the order of things) to ``setup``. To change
-it: ``tune cp full_finetune_update_step my_recipe.py && tune run my_recipe.py --config my.yaml``.
+Read ``update`` for the mathematics and ``train`` for the order of things. To change something:
+``tune cp full_finetune_update_step my_recipe.py && tune run my_recipe.py --config my.yaml``.
 Written for recipe_utils 0.1 and torchtune 0.6.1.
 """
 
@@ -28,11 +28,17 @@ from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from recipe_utils import config_checks, model, parallelism
+from recipe_utils import config_checks, parallelism
 from recipe_utils.collate import Microbatch
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
-from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler
+from recipe_utils.model import (
+    build_on_meta,
+    load_weights,
+    parallelize_model,
+    vocab_size_and_max_seq_len,
+)
+from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
 from recipe_utils.plan import PLANS
 from recipe_utils.prefetch import Prefetched
@@ -43,7 +49,9 @@ from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
 
 log = utils.get_logger("INFO")
 
-CONFIG_KEYS = """
+COMPONENTS = ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointer")
+CONFIG_KEYS = frozenset(
+    """
     ac_mode ac_option batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
     cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
     data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
@@ -53,7 +61,8 @@ CONFIG_KEYS = """
     metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
     prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
     run_val_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
-""".split()
+    """.split()  # noqa: SIM905
+)
 
 
 class FullFinetuneUpdateStep:
@@ -67,136 +76,41 @@ class FullFinetuneUpdateStep:
     """
 
     def __init__(self, cfg: DictConfig) -> None:
-        problems = config_checks.Problems()
-        plain_cfg = OmegaConf.to_container(cfg, resolve=False)
-        for text in config_checks.find_unknown_keys(plain_cfg, CONFIG_KEYS):
-            problems.add(text)
-        for key in ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointer"):
-            if cfg.get(key) is None:
-                problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
-
-        # Device and precision
-        self.device, self.dtype = torch.device("cpu"), torch.float32
-        with problems.collect(f"device={cfg.get('device')}: "):
-            self.device = utils.get_device(device=cfg.get("device"))
-        if cfg.get("dtype") == "fp16":
-            problems.add("dtype=fp16: it needs loss scaling, which this recipe has not; set bf16 or fp32")
-        else:
-            with problems.collect(f"dtype={cfg.get('dtype')}: "):
-                self.dtype = training.get_dtype(cfg.get("dtype"), device=self.device)
-
-        # Ranks and batch
         self.world_size = parallelism.world_size_from_env()
-        self.dims = parallelism.ParallelDims(1, self.world_size, 1)
-        with problems.collect():
-            self.dims = parallelism.resolve_parallel_dims(
-                self.world_size,
-                cfg.get("data_parallel_replicate_dim", 1),
-                cfg.get("data_parallel_shard_dim", -1),
-                cfg.get("tensor_parallel_dim", 1),
-            )
+
+        # Batch and data
         self.batch_size = cfg.get("batch_size", 1)
-        self.gradient_accumulation_steps = 1
-        with problems.collect():
-            self.gradient_accumulation_steps = config_checks.resolve_gradient_accumulation_steps(
-                self.batch_size,
-                cfg.get("gradient_accumulation_steps"),
-                cfg.get("global_batch_size"),
-                self.dims.dp_degree,
-            )
-        self.global_batch_size = (
-            self.batch_size * self.gradient_accumulation_steps * self.dims.dp_degree
-        )
         self.batch_size_val = cfg.get("batch_size_val") or self.batch_size
         self.microbatching = cfg.get("microbatching", "in_order")
         self.last_update_step = cfg.get("last_update_step", "train")
-        self.gradient_sync = cfg.get("gradient_sync", "each_microbatch")
-        for key, value, allowed in (
-            ("microbatching", self.microbatching, tuple(PLANS)),
-            ("last_update_step", self.last_update_step, ("train", "drop")),
-            ("gradient_sync", self.gradient_sync, parallelism.GRADIENT_SYNC),
-        ):
-            if value not in allowed:
-                problems.add(f"{key}={value}: unknown; set it to one of {', '.join(allowed)}")
-
-        # Data
         self.shuffle = cfg.get("shuffle", True)
+        self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
         self.num_workers = cfg.get("num_workers", 0)
         self.prefetch_update_steps = cfg.get("prefetch_update_steps", 2)
-        self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
-        if "left_pad_sequence" in self.collate_fn:
-            problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
 
         # Training
         self.total_epochs = cfg.get("epochs", 1)
         self.max_steps_per_epoch = cfg.get("max_steps_per_epoch")
-        self.log_every_n_steps = cfg.get("log_every_n_steps", 1)
         self.run_val_every_n_steps = cfg.get("run_val_every_n_steps")
-        for key, value, least in (
-            ("num_workers", self.num_workers, 0),
-            ("prefetch_update_steps", self.prefetch_update_steps, 0),
-            ("epochs", self.total_epochs, 1),
-            ("max_steps_per_epoch", self.max_steps_per_epoch, 1),
-            ("log_every_n_steps", self.log_every_n_steps, 1),
-            ("run_val_every_n_steps", self.run_val_every_n_steps, 1),
-            ("batch_size_val", self.batch_size_val, 1),
-        ):
-            if value is not None and value < least:
-                problems.add(f"{key}={value}: it must be at least {least}")
-        if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
-            problems.add(
-                f"run_val_every_n_steps={self.run_val_every_n_steps}: there is nothing to validate "
-                "on; set dataset_val too"
-            )
+        self.log_every_n_steps = cfg.get("log_every_n_steps", 1)
         self.clip_grad_norm = cfg.get("clip_grad_norm")
         self.optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
-        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
-            problems.add(
-                f"clip_grad_norm={self.clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
-                "gradients; set one of the two to null / False"
-            )
-        if self.optimizer_in_bwd and self.gradient_accumulation_steps > 1:
-            problems.add(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: with "
-                "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
-                "optimizer_in_bwd=False"
-            )
-        if self.dims.tp > 1 and cfg.get("tensor_parallel_plan") is None:
-            problems.add(
-                f"tensor_parallel_dim={self.dims.tp}: set tensor_parallel_plan too, such as "
-                "torchtune.models.llama3.base_llama_tp_plan"
-            )
-        if self.dims.tp > 1 and OmegaConf.select(cfg, "optimizer.fused"):
-            problems.add("optimizer.fused=True: tensor parallelism needs it False")
+        self.gradient_sync = cfg.get("gradient_sync", "each_microbatch")
+        self.compile = cfg.get("compile", False)
 
-        # Memory
-        self.enable_activation_checkpointing = cfg.get("enable_activation_checkpointing", False)
-        self.enable_activation_offloading = cfg.get("enable_activation_offloading", False)
-        if self.enable_activation_offloading and self.device.type != "cuda":
-            problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
-        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            problems.add(
-                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
-            )
-        if self.enable_activation_checkpointing and cfg.get("ac_mode") is not None:
-            problems.add(f"ac_mode={cfg.ac_mode}: enable_activation_checkpointing=True excludes it")
+        # Memory and checkpoints
+        self.activation_checkpointing = cfg.get("enable_activation_checkpointing", False)
+        self.activation_offloading = cfg.get("enable_activation_offloading", False)
         self.fsdp_cpu_offload = cfg.get("fsdp_cpu_offload", False)
-        self.log_peak_memory_stats = (
-            cfg.get("log_peak_memory_stats", False) and self.device.type != "cpu"
-        )
-
-        # Checkpoints
         self.resume_from_checkpoint = cfg.get("resume_from_checkpoint", False)
         self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
-        if cfg.get("output_dir") is None:
-            problems.add("output_dir: it is missing; set it to a directory for checkpoints and logs")
-        else:
-            with problems.collect():
-                config_checks.check_writable_dir("output_dir", cfg.output_dir)
-        problems.raise_if_any()
 
+        self._check_config(cfg)
+
+        self.log_peak_memory_stats = self.device.type != "cpu" and cfg.get("log_peak_memory_stats")
         timeout_seconds = cfg.get("process_group_timeout_seconds")
         self.owns_process_group = parallelism.init_process_group(self.device, timeout_seconds)
+        # One group for each stream of update steps: their background threads do not take turns.
         self.count_group = parallelism.new_cpu_group(timeout_seconds)
         self.val_count_group = parallelism.new_cpu_group(timeout_seconds)
         self.is_rank_zero = dist.get_rank() == 0
@@ -207,88 +121,66 @@ class FullFinetuneUpdateStep:
         self.global_step = 0
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything; loads weights only after everything else has been checked."""
+        """Builds everything; the weights are loaded once all the rest has been checked."""
         self.mesh = parallelism.build_mesh(self.device, self.dims)
 
         problems = config_checks.Problems()
-        with problems.collect("checkpointer: "):  # the client makes its own; this shows what lacks
+        with problems.collect("checkpointer: "):  # the client makes its own, when it loads
             config.instantiate(
                 cfg.checkpointer, should_load_recipe_state=self.resume_from_checkpoint
             )
         with problems.collect("model: "):
-            self.model = model.build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
+            self.model = build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
         with problems.collect("loss: "):
             self.loss_fn = config.instantiate(cfg.loss)
         with problems.collect("tokenizer: "):
             self.tokenizer = config.instantiate(cfg.tokenizer)
         problems.raise_if_any()
 
-        with problems.collect():
-            compute_loss_in_forward(self.model, self.loss_fn)
         with problems.collect("collate_fn: "):
             self.collate = partial(
                 _get_component_from_path(self.collate_fn),
                 padding_idx=self.tokenizer.pad_id,
                 ignore_idx=self.loss_fn.ignore_index,
             )
-        with problems.collect("dataset: "):
-            self.dataset = self._load_dataset(cfg.dataset, "dataset")
-        self.dataset_val = None
+        self.dataset, self.steps_per_epoch = self._setup_dataset(
+            cfg, "dataset", self.global_batch_size, problems
+        )
         if self.run_val_every_n_steps is not None:
-            with problems.collect("dataset_val: "):
-                self.dataset_val = self._load_dataset(cfg.dataset_val, "dataset_val")
-        problems.raise_if_any()
-
-        with problems.collect():
-            self.steps_per_epoch = num_update_steps(
-                parallelism.agree_on_length("dataset", len(self.dataset), self.count_group),
-                self.global_batch_size,
-                self.last_update_step,
-                self.max_steps_per_epoch,
+            self.dataset_val, self.num_val_steps = self._setup_dataset(
+                cfg, "dataset_val", self.batch_size_val * self.dims.dp_degree, problems
             )
-        if self.dataset_val is not None:
-            with problems.collect():
-                self.val_steps = num_update_steps(
-                    parallelism.agree_on_length(
-                        "dataset_val", len(self.dataset_val), self.count_group
-                    ),
-                    self.batch_size_val * self.dims.dp_degree,
-                    "train",
-                )
         with problems.collect():
-            self.model = model.parallelize_model(
+            compute_loss_in_forward(self.model, self.loss_fn)
+            self.model = parallelize_model(
                 self.model,
                 self.mesh,
                 tensor_parallel_plan=config.instantiate(cfg.get("tensor_parallel_plan")),
-                enable_activation_checkpointing=self.enable_activation_checkpointing,
+                enable_activation_checkpointing=self.activation_checkpointing,
                 ac_mode=cfg.get("ac_mode"),
                 ac_option=cfg.get("ac_option"),
-                compile_layers=cfg.get("compile", False),
+                compile_layers=self.compile,
                 custom_sharded_layers=cfg.get("custom_sharded_layers"),
                 fsdp_cpu_offload=self.fsdp_cpu_offload,
                 fsdp_reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
             )
         problems.raise_if_any()
-        if cfg.get("compile", False):
-            training.compile_loss(self.loss_fn, verbose=self.is_rank_zero)
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
-            self.model, self.enable_activation_offloading
-        )
 
         self.metric_logger = None
         if self.is_rank_zero and cfg.get("metric_logger") is not None:
             self.metric_logger = config.instantiate(cfg.metric_logger)
             self.metric_logger.log_config(cfg)
+        if self.compile:
+            training.compile_loss(self.loss_fn, verbose=self.is_rank_zero)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            self.model, self.activation_offloading
+        )
 
         self.checkpoint_client = CheckpointClient(cfg)
         checkpoint = self.checkpoint_client.load_base_checkpoint()
-        model.load_weights(
-            self.model,
-            checkpoint.pop(training.MODEL_KEY),
-            self.device,
-            self.dtype,
-            self.fsdp_cpu_offload,
-        )
+        weights = checkpoint.pop(training.MODEL_KEY)
+        load_weights(self.model, weights, self.device, self.dtype, self.fsdp_cpu_offload)
+
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         if self.optimizer_in_bwd:
             self.optimizer = OptimizerInBackward(self.model, make_optimizer)
@@ -296,7 +188,6 @@ class FullFinetuneUpdateStep:
             self.optimizer = make_optimizer(self.model.parameters())
         if self.resume_from_checkpoint:
             self._restore_progress(checkpoint)
-
         self.lr_scheduler = None
         if cfg.get("lr_scheduler") is not None:
             self.lr_scheduler = build_lr_scheduler(
@@ -306,7 +197,7 @@ class FullFinetuneUpdateStep:
                 last_epoch=self.global_step - 1,
             )
 
-        cfg_profiler = cfg.get("profiler") or DictConfig({})
+        cfg_profiler = DictConfig(cfg.get("profiler") or {"enabled": False})
         cfg_profiler.setdefault("_component_", "torchtune.training.setup_torch_profiler")
         self.profiler = UpdateStepProfiler(
             *config.instantiate(cfg_profiler),
@@ -367,18 +258,16 @@ class FullFinetuneUpdateStep:
         self.model.train()
         self.profiler.start()
         for epoch in range(self.epochs_run, self.total_epochs):
-            self._warn_of_dropped_samples()
             progress = tqdm(total=self.steps_per_epoch, disable=not self.is_rank_zero)
             throughput.restart()
             with self._update_steps(epoch) as steps:
                 for step in steps:
-                    progress.update(1)
                     if step.num_target_tokens == 0:
-                        utils.log_rank_zero(
-                            log,
+                        self._warn(
                             f"epoch {epoch + 1}, update step {step.index + 1}: none of its samples "
-                            "has a target token; skipped, the weights stay as they are",
+                            "has a target token; skipped, weights and schedule stay as they are"
                         )
+                        progress.update(1)
                         continue
 
                     self.global_step += 1
@@ -390,12 +279,15 @@ class FullFinetuneUpdateStep:
                     if self.lr_scheduler is not None:
                         self.lr_scheduler.step()
                     throughput.add(step, steps.wait_seconds)
+                    progress.update(1)
 
                     if should_log:  # the only place of the loop where the host waits for the device
-                        loss_value = mean_over_ranks(loss)
-                        progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {loss_value}")
+                        mean_loss = mean_over_ranks(loss)
+                        progress.set_description(
+                            f"{epoch + 1}|{self.global_step}|Loss: {mean_loss}"
+                        )
                         metrics = {
-                            "loss": loss_value,
+                            "loss": mean_loss,
                             "lr": lr,
                             "num_tokens": step.num_target_tokens,
                             **throughput.read_and_restart(),
@@ -404,11 +296,14 @@ class FullFinetuneUpdateStep:
                             metrics["grad_norm"] = grad_norm.item()
                         if self.log_peak_memory_stats:
                             metrics.update(training.get_memory_stats(device=self.device))
-                        self._log_metrics(metrics)
+                        self._log(metrics)
 
                     self.profiler.step()
-                    if self._is_time_to_validate():
-                        self._log_metrics({"val_loss": self.validate()})
+                    if (
+                        self.run_val_every_n_steps is not None
+                        and self.global_step % self.run_val_every_n_steps == 0
+                    ):
+                        self._log({"val_loss": self.validate()})
                         throughput.restart()
             progress.close()
             self.epochs_run += 1
@@ -416,7 +311,7 @@ class FullFinetuneUpdateStep:
         self.profiler.stop()
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Saves the weights and, before the last epoch's end, what is needed to go on."""
+        """Saves the weights and, unless this is the last epoch, what is needed to go on."""
         self.checkpoint_client.save_checkpoint(
             model=self.model,
             optimizer=self.optimizer,
@@ -436,46 +331,144 @@ class FullFinetuneUpdateStep:
         if self.owns_process_group:
             dist.destroy_process_group()
 
-    # ---- Data and small parts -------------------------------------------------------------------
+    # ---- Parts of the above ---------------------------------------------------------------------
 
-    def _load_dataset(self, cfg_dataset: DictConfig | ListConfig, name: str) -> CheckedDataset:
-        if isinstance(cfg_dataset, ListConfig):
-            parts = [config.instantiate(part, self.tokenizer) for part in cfg_dataset]
-            dataset: Any = ConcatDataset(datasets=parts)
-        else:
-            dataset = config.instantiate(cfg_dataset, self.tokenizer)
-        vocab_size, max_seq_len = model.vocab_size_and_max_seq_len(self.model)
-        return CheckedDataset(dataset, name, self.loss_fn.ignore_index, vocab_size, max_seq_len)
+    def _check_config(self, cfg: DictConfig) -> None:
+        """Raises everything that is wrong with the keys at once; settles device, ranks and batch."""
+        problems = config_checks.Problems()
+        for text in config_checks.find_unknown_keys(
+            OmegaConf.to_container(cfg, resolve=False), CONFIG_KEYS
+        ):
+            problems.add(text)
+        for key in COMPONENTS:
+            if cfg.get(key) is None:
+                problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        with problems.collect():
+            self.device, self.dtype = config_checks.resolve_device_and_dtype(
+                cfg.get("device"), cfg.get("dtype")
+            )
+        self.dims = parallelism.ParallelDims(1, self.world_size, 1)
+        with problems.collect():
+            self.dims = parallelism.resolve_parallel_dims(
+                self.world_size,
+                cfg.get("data_parallel_replicate_dim", 1),
+                cfg.get("data_parallel_shard_dim", -1),
+                cfg.get("tensor_parallel_dim", 1),
+            )
+        gradient_accumulation_steps = 1
+        with problems.collect():
+            gradient_accumulation_steps = config_checks.resolve_gradient_accumulation_steps(
+                self.batch_size,
+                cfg.get("gradient_accumulation_steps"),
+                cfg.get("global_batch_size"),
+                self.dims.dp_degree,
+            )
+        self.global_batch_size = self.batch_size * gradient_accumulation_steps * self.dims.dp_degree
+        with problems.collect():
+            config_checks.check_writable_dir("output_dir", cfg.get("output_dir"))
+
+        problems.check_at_least(
+            0, num_workers=self.num_workers, prefetch_update_steps=self.prefetch_update_steps
+        )
+        problems.check_at_least(
+            1,
+            epochs=self.total_epochs,
+            max_steps_per_epoch=self.max_steps_per_epoch,
+            log_every_n_steps=self.log_every_n_steps,
+            run_val_every_n_steps=self.run_val_every_n_steps,
+            batch_size_val=cfg.get("batch_size_val"),
+        )
+        problems.check_one_of(PLANS, microbatching=self.microbatching)
+        problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
+        problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
+        if "left_pad_sequence" in self.collate_fn:
+            problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
+        if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
+            problems.add(
+                f"run_val_every_n_steps={self.run_val_every_n_steps}: there is nothing to validate "
+                "on; set dataset_val too"
+            )
+        problems.check_not_both(
+            "no moment has all gradients to clip; set one of them to null or False",
+            optimizer_in_bwd=self.optimizer_in_bwd,
+            clip_grad_norm=self.clip_grad_norm,
+        )
+        if self.optimizer_in_bwd and gradient_accumulation_steps > 1:
+            problems.add(
+                f"gradient_accumulation_steps={gradient_accumulation_steps}: with "
+                "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
+                "optimizer_in_bwd=False"
+            )
+        if self.dims.tp > 1 and cfg.get("tensor_parallel_plan") is None:
+            problems.add(
+                f"tensor_parallel_dim={self.dims.tp}: set tensor_parallel_plan too, such as "
+                "torchtune.models.llama3.base_llama_tp_plan"
+            )
+        if self.dims.tp > 1 and OmegaConf.select(cfg, "optimizer.fused"):
+            problems.add("optimizer.fused=True: tensor parallelism needs it False")
+        if self.activation_offloading and self.device.type != "cuda":
+            problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
+        if self.activation_offloading and not self.activation_checkpointing:
+            problems.add(
+                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+            )
+        problems.check_not_both(
+            "they are two ways to do one thing; set one of them to False or null",
+            enable_activation_checkpointing=self.activation_checkpointing,
+            ac_mode=cfg.get("ac_mode"),
+        )
+        problems.raise_if_any()
+
+    def _setup_dataset(
+        self, cfg: DictConfig, key: str, global_batch_size: int, problems: config_checks.Problems
+    ) -> tuple[CheckedDataset | None, int]:
+        """The dataset at ``key`` and its update steps per epoch."""
+        with problems.collect(f"{key}: "):
+            if isinstance(cfg[key], ListConfig):
+                parts = [config.instantiate(part, self.tokenizer) for part in cfg[key]]
+                dataset: Any = ConcatDataset(datasets=parts)
+            else:
+                dataset = config.instantiate(cfg[key], self.tokenizer)
+            num_samples = parallelism.agree_on_length(len(dataset), self.count_group)
+            vocab_size, max_seq_len = vocab_size_and_max_seq_len(self.model)
+            checked = CheckedDataset(
+                dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len
+            )
+            if key == "dataset_val":
+                return checked, num_update_steps(num_samples, global_batch_size, "train")
+            if self.last_update_step == "drop" and num_samples % global_batch_size:
+                self._warn(
+                    f"last_update_step=drop: {num_samples % global_batch_size} of {num_samples} "
+                    "samples are left out of every epoch, other ones each time"
+                )
+            return checked, num_update_steps(
+                num_samples, global_batch_size, self.last_update_step, self.max_steps_per_epoch
+            )
+        return None, 0
 
     def _update_steps(self, epoch: int) -> Prefetched[UpdateStep]:
         """This rank's update steps of an epoch, counted over all ranks, prepared ahead."""
+        permutation = epoch_permutation(len(self.dataset), epoch, self.shuffle)
         return self._prefetch(
-            self.dataset,
-            epoch_permutation(len(self.dataset), epoch, self.shuffle),
-            self.steps_per_epoch,
-            self.global_batch_size,
-            self.batch_size,
-            self.count_group,
-        )
+            self.dataset, permutation, self.steps_per_epoch, self.batch_size,
+            self.global_batch_size, self.count_group,
+        )  # fmt: skip
 
     def _val_update_steps(self) -> Prefetched[UpdateStep]:
-        # A group of its own: the background thread of the training data goes on meanwhile.
+        permutation = epoch_permutation(len(self.dataset_val), epoch=0, shuffle=False)
         return self._prefetch(
-            self.dataset_val,
-            epoch_permutation(len(self.dataset_val), epoch=0, shuffle=False),
-            self.val_steps,
-            self.batch_size_val * self.dims.dp_degree,
-            self.batch_size_val,
-            self.val_count_group,
-        )
+            self.dataset_val, permutation, self.num_val_steps, self.batch_size_val,
+            self.batch_size_val * self.dims.dp_degree, self.val_count_group,
+        )  # fmt: skip
 
     def _prefetch(
         self,
         dataset: CheckedDataset,
         permutation: Tensor,
         num_steps: int,
-        global_batch_size: int,
         batch_size: int,
+        global_batch_size: int,
         count_group: dist.ProcessGroup,
     ) -> Prefetched[UpdateStep]:
         dp_rank = parallelism.dp_rank_of(self.mesh)
@@ -498,48 +491,31 @@ class FullFinetuneUpdateStep:
             pin_memory=self.device.type == "cuda",
         )
 
-    def _warn_of_dropped_samples(self) -> None:
-        left_over = len(self.dataset) % self.global_batch_size
-        if self.last_update_step == "drop" and left_over and self.max_steps_per_epoch is None:
-            utils.log_rank_zero(
-                log,
-                f"last_update_step=drop: {left_over} of {len(self.dataset)} samples are left out of "
-                "this epoch",
-            )
-
-    def _is_time_to_validate(self) -> bool:
-        every = self.run_val_every_n_steps
-        return every is not None and self.global_step % every == 0
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict(metrics, step=self.global_step)
-
     def _restore_progress(self, checkpoint: dict[str, Any]) -> None:
         """Goes on at the end of the epoch that was saved last."""
         if self.enable_async_checkpointing:
             checkpoint = self.checkpoint_client.load_distributed_checkpoint(
                 self.model, self.optimizer
             )
-        elif self.optimizer_in_bwd:
-            for name, optimizer in self.optimizer.optim_map.items():
-                training.load_from_full_optimizer_state_dict(
-                    self.model, optimizer, checkpoint[training.OPT_KEY][name], self.device
-                )
         else:
-            training.load_from_full_optimizer_state_dict(
-                self.model, self.optimizer, checkpoint[training.OPT_KEY], self.device
-            )
-        for name, here in (
+            state = checkpoint[training.OPT_KEY]
+            load_optimizer_state(self.model, self.optimizer, state, self.device)
+        for key, here in (
             (training.SEED_KEY, self.seed),
             (training.MAX_STEPS_KEY, self.max_steps_per_epoch),
         ):
-            if checkpoint[name] != here:
-                utils.log_rank_zero(
-                    log, f"{name}={here}: the checkpoint was saved with {checkpoint[name]}"
-                )
+            if checkpoint[key] != here:
+                self._warn(f"{key}={here}: the checkpoint was saved with {checkpoint[key]}")
         self.epochs_run = checkpoint[training.EPOCHS_KEY]
         self.global_step = self.epochs_run * self.steps_per_epoch
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict(metrics, step=self.global_step)
+
+    def _warn(self, text: str) -> None:
+        if self.is_rank_zero:
+            log.warning(text)
 
 
 @config.parse
