@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import modules, training
 from torchtune.modules.tied_linear import TiedLinear
@@ -91,12 +93,14 @@ def parallelize_model(
 
 def load_weights(
     model: nn.Module,
-    state_dict: dict[str, Tensor],
+    state_dict: Mapping[str, Tensor],
     device: torch.device,
     dtype: torch.dtype,
     cpu_offload: bool = False,
 ) -> None:
     """Materialises a meta model on ``device`` with the weights of ``state_dict``.
+
+    Each rank cuts its own shards out of the full weights; nothing is communicated.
 
     Args:
         model: after :func:`parallelize_model`.
@@ -106,19 +110,67 @@ def load_weights(
         cpu_offload: leave the parameters on the CPU, for FSDP2's CPU offload.
 
     Raises:
-        RuntimeError: weights are missing, unexpected, or of another shape.
+        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
+            divide over the ranks that shard it twice (tensor parallel and FSDP2).
+        RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
     """
     with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is no part of the state dict
                 module.rope_init()  # type: ignore[operator]
-    unexpected = sorted(set(state_dict) - set(model.state_dict()))
-    if unexpected:
-        raise RuntimeError(
-            f"checkpointer: the checkpoint has weights that the model has not: {unexpected[:5]}; "
-            "set model and checkpointer.model_type to the model of the checkpoint"
-        )
-    training.load_from_full_model_state_dict(
-        model, state_dict, device, strict=True, cpu_offload=cpu_offload
+
+    expected = model.state_dict()
+    missing, unexpected = expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys()
+    wrong_shape = [
+        f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected.keys() & state_dict.keys()
+        if state_dict[name].shape != expected[name].shape
+    ]
+    for problem, names in (
+        ("lacks weights of the model", missing),
+        ("has weights that the model has not", unexpected),
+        ("has weights of another shape", wrong_shape),
+    ):
+        if names:
+            raise ValueError(
+                f"checkpointer: the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and "
+                "checkpointer must be of one kind and size"
+            )
+
+    weights_device = torch.device("cpu") if cpu_offload else device
+    model.load_state_dict(
+        {
+            name: _shard_like(parameter, name, state_dict[name], weights_device, dtype)
+            for name, parameter in expected.items()
+        },
+        strict=True,
+        assign=True,  # a meta tensor cannot be copied to
     )
     training.validate_no_params_on_meta_device(model)
+
+
+def _shard_like(
+    like: Tensor, name: str, full: Tensor, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return full.to(device, dtype, copy=True)
+    # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
+    shape, offset = compute_local_shape_and_global_offset(
+        full.shape, like.device_mesh, like.placements
+    )
+    if tuple(shape) != tuple(like.to_local().shape):
+        raise ValueError(
+            f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
+            f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
+        )
+    slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+    local = full[slices].to(device, dtype, copy=True)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

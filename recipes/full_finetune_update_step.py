@@ -197,7 +197,7 @@ class FullFinetuneUpdateStep:
                 last_epoch=self.global_step - 1,
             )
 
-        cfg_profiler = DictConfig(cfg.get("profiler") or {"enabled": False})
+        cfg_profiler = cfg.get("profiler") or DictConfig({"enabled": False})
         cfg_profiler.setdefault("_component_", "torchtune.training.setup_torch_profiler")
         self.profiler = UpdateStepProfiler(
             *config.instantiate(cfg_profiler),

@@ -1,0 +1,34 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = str(Path(__file__).parent / "support")
+# The fork server and `tune run` start fresh interpreters, which must find the tests' components.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
+)
+sys.path.insert(0, SUPPORT)
+
+import recipe_runs  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def weights_folder(tmp_path_factory):
+    """A folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    recipe_runs.save_weights(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_config(weights_folder, tmp_path):
+    """Makes tiny configs whose output goes to this test's own folder."""
+
+    def make(**changes):
+        config = recipe_runs.tiny_config(weights_folder, **changes)
+        config["output_dir"] = config["checkpointer"]["output_dir"] = str(tmp_path / "out")
+        return config
+
+    return make

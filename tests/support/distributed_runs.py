@@ -1,0 +1,98 @@
+"""Runs a function on several processes with gloo, as an ordinary test.
+
+A fork server imports torch and torchtune once; each process forks from it in milliseconds.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tiny", "recipe_runs"])
+
+
+def run_distributed(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 120,
+    expect_failures: bool = False,
+) -> list[Any]:
+    """Calls ``function(*args)`` on ``world_size`` ranks and returns what each returned.
+
+    The launcher's variables (RANK, WORLD_SIZE, ...) are set as torchrun sets them. A rank that raises
+    fails the test with its traceback; with ``expect_failures`` the result is the traceback instead.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_run_rank, args=(function, args, rank, world_size, port, timeout_seconds, theirs)
+        )
+        process.start()
+        theirs.close()
+        ranks.append(process)
+        pipes.append(ours)
+
+    results: dict[int, tuple[bool, Any]] = {}
+    try:
+        while len(results) < world_size:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            ready = wait(waiting, timeout=timeout_seconds)
+            assert ready, f"rank(s) {set(range(world_size)) - set(results)} hang; got {results}"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    results[rank] = (False, f"rank {rank} died")
+                ok, value = results[rank]
+                assert ok or expect_failures, f"rank {rank}:\n{value}"
+        for process in ranks:
+            process.join(timeout=timeout_seconds)
+            assert process.exitcode is not None, "a rank has answered but does not end"
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+    return [results[rank][1] for rank in range(world_size)]
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_seconds: float,
+    pipe: Connection,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    try:
+        # Made here and not by the recipe, so that one launch can run several configs.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        # Plain pickles: tensors sent the usual way live in the sender's memory, which ends first.
+        pipe.send_bytes(pickle.dumps((True, function(*args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        raise SystemExit(1) from None

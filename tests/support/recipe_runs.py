@@ -1,0 +1,104 @@
+"""Runs a recipe file in this process and returns what it logged."""
+
+import runpy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from recipe_utils.registry import ROOT
+
+RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
+
+
+class ListLogger(MetricLoggerInterface):
+    """Keeps metrics in a list that outlives the recipe."""
+
+    logged: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        self.log_dict({name: data}, step)
+
+    def log_config(self, config: Any) -> None:
+        pass
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        ListLogger.logged.append({"step": step, **payload})
+
+    def close(self) -> None:
+        pass
+
+
+@cache
+def recipe_class() -> Any:
+    return runpy.run_path(str(RECIPE))["FullFinetuneUpdateStep"]
+
+
+def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+    """A config whose model, data and weights are tiny; ``folder`` holds the weights."""
+    config = {
+        "output_dir": f"{folder}/out",
+        "model": tiny.MODEL,
+        "tokenizer": {"_component_": "tiny.tiny_tokenizer"},
+        "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 32},
+        "loss": {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
+            "checkpoint_dir": f"{folder}/weights",
+            "checkpoint_files": ["weights.pt"],
+            "model_type": "LLAMA3_2",
+            "output_dir": f"{folder}/out",
+        },
+        "metric_logger": {"_component_": "recipe_runs.ListLogger"},
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "seed": 0,
+        "shuffle": True,
+        "device": "cpu",
+        "dtype": "fp32",
+        "process_group_timeout_seconds": 60,
+        **changes,
+    }
+    if config["model"] == tiny.UNTIED_MODEL:
+        config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trains with ``config``; the metrics that rank 0 logged, empty on the others."""
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    recipe.cleanup()
+    return list(ListLogger.logged)
+
+
+def run_recipe_recording_gradients(config: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The full float64 gradients of each update step, by parameter name."""
+    tiny.RecordingSGD.recorded.clear()
+    cfg = OmegaConf.create(
+        {**config, "dtype": "fp64", "optimizer": {"_component_": "tiny.RecordingSGD", "lr": 0.0}}
+    )
+    with tiny.float64_throughout():
+        recipe = recipe_class()(cfg)
+        recipe.setup(cfg)
+        names = [name for name, _ in recipe.model.named_parameters()]
+        recipe.train()
+        recipe.cleanup()
+    return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
+
+
+def save_weights(folder: Path) -> None:
+    """Weights of ``tiny.MODEL`` as weights.pt and of ``tiny.UNTIED_MODEL`` as untied.pt."""
+    (folder / "weights").mkdir(parents=True)
+    torch.save(tiny.tiny_model().state_dict(), folder / "weights" / "weights.pt")
+    untied = tiny.tiny_model(tiny.UNTIED_MODEL)
+    torch.save(untied.state_dict(), folder / "weights" / "untied.pt")

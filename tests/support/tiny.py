@@ -1,0 +1,147 @@
+"""Tiny components for configs under test, and gradients computed another way."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from torchtune import config
+from torchtune.datasets import PackedDataset
+
+VOCAB_SIZE = 67
+IGNORE = -100
+
+MODEL = {
+    "_component_": "torchtune.models.llama3_2.llama3_2",
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+    "scale_factor": 1,
+}
+UNTIED_MODEL = {
+    **{key: value for key, value in MODEL.items() if key != "scale_factor"},
+    "_component_": "torchtune.models.llama3.llama3",
+}
+
+
+class TinyTokenizer:
+    """Knows nothing but the padding id; the tiny datasets hold tokens already."""
+
+    pad_id = 0
+    max_seq_len = 64
+
+
+def tiny_tokenizer() -> TinyTokenizer:
+    return TinyTokenizer()
+
+
+class Samples(Dataset[dict[str, Any]]):
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[index]
+
+
+def make_samples(
+    num_samples: int, num_without_targets: int = 0, mask_prompts: bool = True, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Samples of 2 to 40 tokens with very uneven numbers of targets.
+
+    The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the other ones
+    have every token as a target.
+    """
+    rng = random.Random(seed)
+    samples = []
+    for i in range(num_samples):
+        length = rng.choice([2, 3, 5, 9, 17, 40])
+        tokens = [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+        masked = rng.randrange(0, length - 1) if mask_prompts else 0
+        if i >= num_samples - num_without_targets:
+            masked = length
+        samples.append({"tokens": tokens, "labels": [IGNORE] * masked + tokens[masked:]})
+    return samples
+
+
+def tiny_dataset(
+    tokenizer: Any,
+    num_samples: int,
+    num_without_targets: int = 0,
+    mask_prompts: bool = True,
+    packed: bool = False,
+    seed: int = 0,
+    replace: dict[int, dict[str, Any]] | None = None,
+) -> Dataset[Any]:
+    """``replace`` puts a sample of the test's own at an index; None as its tokens raises."""
+    samples = make_samples(num_samples, num_without_targets, mask_prompts, seed)
+    for index, sample in (replace or {}).items():
+        samples[int(index)] = dict(sample)
+    dataset = Samples(samples)
+    return PackedDataset(dataset, max_seq_len=64) if packed else dataset
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Keeps the full gradients that each step sees in :attr:`recorded`."""
+
+    recorded: list[list[Tensor]] = []  # noqa: RUF012
+
+    def step(self, closure: Any = None) -> None:
+        gradients = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                gradients.append(full.detach().clone())
+        RecordingSGD.recorded.append(gradients)
+        super().step(closure)
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """torchtune's norms and RoPE compute in fp32 whatever the model's precision; here in float64."""
+    to_float32 = Tensor.float
+    Tensor.float = lambda self: self if self.dtype == torch.float64 else to_float32(self)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.float = to_float32  # type: ignore[method-assign]
+
+
+def big_batch_gradients(
+    model: nn.Module, samples: list[dict[str, Any]]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of all samples as one padded batch, in plain PyTorch."""
+    longest = max(len(sample["tokens"]) for sample in samples)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels = torch.full((len(samples), longest), IGNORE)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
+        labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
+    model.zero_grad()
+    logits = model(tokens)[:, :-1]
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def tiny_model(sizes: dict[str, Any] = MODEL, seed: int = 0) -> nn.Module:
+    """A model of ``MODEL`` or ``UNTIED_MODEL`` with weights of its own."""
+    torch.manual_seed(seed)
+    model = config.instantiate(OmegaConf.create(sizes))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    return model
