@@ -60,7 +60,8 @@ def parallelize_model(
         fsdp_reshard_after_forward: likewise.
 
     Raises:
-        ValueError: token embeddings that the output layer shares would be sharded on their own.
+        ValueError: token embeddings that the output layer shares would be sharded on their own, or
+            split over ``tp`` ranks.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in custom_sharded_layers or ()]
@@ -69,9 +70,15 @@ def parallelize_model(
             f"custom_sharded_layers={list(custom_sharded_layers or ())}: this model's output layer "
             "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
         )
+    tp_degree = mesh["tp"].size()
+    if isinstance(decoder.output, TiedLinear) and tp_degree > 1:
+        raise ValueError(
+            f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
+            "tok_embeddings, which torchtune's plans cannot split; set tensor_parallel_dim=1"
+        )
     if compile_layers:
         training.compile_model(model, verbose=torch.distributed.get_rank() == 0)
-    if mesh["tp"].size() > 1:
+    if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, mesh["tp"])
         parallelize_module(model, mesh["tp"], parallelize_plan=dict(tensor_parallel_plan or {}))
     if enable_activation_checkpointing:

@@ -16,7 +16,7 @@ def model_and_reference(request):
     """A model and, per update step of 16 samples, its big-batch gradients in plain PyTorch."""
     sizes = tiny.MODEL if request.param == "tied" else tiny.UNTIED_MODEL
     model = tiny.tiny_model(sizes).double()
-    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3)
+    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
     order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
     with tiny.float64_throughout():
         return sizes, [
@@ -43,6 +43,15 @@ LAYOUTS = {
 TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 
 
+DATA = {
+    "_component_": "tiny.tiny_dataset",
+    "num_samples": NUM_SAMPLES,
+    "num_without_targets": 3,
+    "mask_prompts": False,
+}
+STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
+
+
 def gradients_of_all_splits(configs):
     return [run_recipe_recording_gradients(config) for config in configs]
 
@@ -52,25 +61,14 @@ def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_refere
     sizes, reference = model_and_reference
     world_size, dims = LAYOUTS[layout]
     if "tp" in layout:
-        dims |= TP_PLAN
+        dims = {**dims, **TP_PLAN}
         if sizes == tiny.MODEL:
-            pytest.skip("torchtune's plans shard no tied output layer")
-    data = {
-        "_component_": "tiny.tiny_dataset",
-        "num_samples": NUM_SAMPLES,
-        "num_without_targets": 3,
-    }
+            pytest.skip("torchtune's plans split no tied output layer")
     configs = [
         tiny_config(
-            model=sizes,
-            dataset=data,
-            batch_size=batch_size,
-            global_batch_size=16,
-            gradient_accumulation_steps=...,
-            gradient_sync=gradient_sync,
-            **dims,
+            model=sizes, batch_size=batch_size, gradient_sync=gradient_sync, **STEP_OF_16, **dims
         )
-        for batch_size in (1, 2, 4)
+        for batch_size in ((1, 4) if "tp" in layout else (1, 2, 4))
         for gradient_sync in ("each_microbatch", "last_microbatch")
     ]
     for splits in run_distributed(gradients_of_all_splits, world_size, configs):
@@ -78,3 +76,41 @@ def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_refere
             assert len(gradients) == len(reference)
             for step, expected in zip(gradients, reference, strict=True):
                 assert error(step, expected) < TOLERANCE
+
+
+MUTANTS = {
+    "mean of means": (
+        1,
+        ("* step.loss_scale", "/ max(microbatch.num_target_tokens, 1) / 8"),
+    ),
+    "a microbatch left out": (
+        1,
+        ("microbatch = microbatch.to(self.device)", "if is_last: continue"),
+    ),
+    "scale of one rank": (2, ("* step.loss_scale", "/ step.num_target_tokens")),
+    "tensor-parallel ranks counted twice": (
+        2,
+        ("counts_once=parallelism.is_first_in_tp_group(self.mesh)", "counts_once=True"),
+    ),
+    "no sync at the last microbatch": (
+        2,
+        ("is_last, self.gradient_sync)", "False, 'last_microbatch')"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_reference):
+    sizes, reference = model_and_reference
+    if sizes != tiny.UNTIED_MODEL:
+        pytest.skip("one model is enough")
+    world_size, mutation = MUTANTS[mutant]
+    dims = {"tensor_parallel_dim": 2, **TP_PLAN} if "tensor-parallel" in mutant else {}
+    config = tiny_config(model=sizes, batch_size=2, **STEP_OF_16, **dims)
+    (gradients, *_) = run_distributed(
+        run_recipe_recording_gradients, world_size, config, mutation, expect_failures=True
+    )
+    if isinstance(gradients, str):  # without its sync a rank's gradient is missing altogether
+        assert "grad" in gradients
+        return
+    assert error(gradients[0], reference[0]) > 1e-2

@@ -1,6 +1,7 @@
 """Runs a recipe file in this process and returns what it logged."""
 
 import runpy
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,16 @@ class ListLogger(MetricLoggerInterface):
 
 
 @cache
-def recipe_class() -> Any:
-    return runpy.run_path(str(RECIPE))["FullFinetuneUpdateStep"]
+def recipe_class(*mutation: str) -> Any:
+    """The recipe as it is, or with one piece of its text replaced by another."""
+    if not mutation:
+        return runpy.run_path(str(RECIPE))["FullFinetuneUpdateStep"]
+    text, (old, new) = RECIPE.read_text(), mutation
+    assert text.count(old) == 1, f"the recipe has {text.count(old)} times: {old}"
+    with tempfile.TemporaryDirectory() as folder:
+        mutant = Path(folder, "mutant.py")
+        mutant.write_text(text.replace(old, new))
+        return runpy.run_path(str(mutant))["FullFinetuneUpdateStep"]
 
 
 def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
@@ -81,14 +90,16 @@ def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     return list(ListLogger.logged)
 
 
-def run_recipe_recording_gradients(config: dict[str, Any]) -> list[dict[str, Tensor]]:
+def run_recipe_recording_gradients(
+    config: dict[str, Any], mutation: tuple[str, ...] = ()
+) -> list[dict[str, Tensor]]:
     """The full float64 gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
     cfg = OmegaConf.create(
         {**config, "dtype": "fp64", "optimizer": {"_component_": "tiny.RecordingSGD", "lr": 0.0}}
     )
     with tiny.float64_throughout():
-        recipe = recipe_class()(cfg)
+        recipe = recipe_class(*mutation)(cfg)
         recipe.setup(cfg)
         names = [name for name, _ in recipe.model.named_parameters()]
         recipe.train()

@@ -61,15 +61,15 @@ def make_samples(
 ) -> list[dict[str, Any]]:
     """Samples of 2 to 40 tokens with very uneven numbers of targets.
 
-    The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the other ones
-    have every token as a target.
+    The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the labels of the
+    other ones are all their tokens, the first included.
     """
     rng = random.Random(seed)
     samples = []
     for i in range(num_samples):
         length = rng.choice([2, 3, 5, 9, 17, 40])
         tokens = [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
-        masked = rng.randrange(0, length - 1) if mask_prompts else 0
+        masked = rng.randrange(1, length) if mask_prompts else 0
         if i >= num_samples - num_without_targets:
             masked = length
         samples.append({"tokens": tokens, "labels": [IGNORE] * masked + tokens[masked:]})

@@ -1,0 +1,111 @@
+"""Loss curves: the same for every split and layout, and those of the stock recipe and of others."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torchtune
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import ListLogger, run_recipe
+
+STOCK_RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
+STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+
+
+def losses(logged):
+    return [metrics["loss"] for metrics in logged if "loss" in metrics]
+
+
+def run_recipes(configs):
+    return [run_recipe(config) for config in configs]
+
+
+@pytest.fixture
+def one_process_losses(tiny_config):
+    config = tiny_config(dataset=DATA, batch_size=16, gradient_accumulation_steps=1)
+    return losses(run_distributed(run_recipe, 1, config)[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, one_process_losses):
+    configs = [
+        tiny_config(
+            dataset=DATA, batch_size=b, global_batch_size=16, gradient_accumulation_steps=...
+        )
+        for b in (1, 4, 16)
+        if b * world_size <= 16
+    ]
+    assert len(one_process_losses) == 10
+    for logged in run_distributed(run_recipes, world_size, configs)[0]:
+        assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
+
+
+def run_stock_recipe(config):
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    recipe = runpy.run_path(str(STOCK_RECIPE))["FullFinetuneRecipeSingleDevice"](cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    return list(ListLogger.logged)
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
+    config = tiny_config(
+        dataset=DATA,
+        loss=STOCK_LOSS,
+        batch_size=4,
+        gradient_accumulation_steps=4,
+        epochs=1,
+        max_steps_per_epoch=10,
+        optimizer_in_bwd=False,
+        compile=False,
+        resume_from_checkpoint=False,
+        clip_grad_norm=clip_grad_norm,
+    )
+    stock_config = {k: v for k, v in config.items() if k != "process_group_timeout_seconds"}
+    stock_config["checkpointer"] = {**config["checkpointer"], "output_dir": config["output_dir"]}
+    (stock,) = run_distributed(run_stock_recipe, 1, stock_config)
+    own_loss = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
+    ((with_stock_loss, with_own_loss),) = run_distributed(
+        run_recipes, 1, [config, {**config, "loss": own_loss}]
+    )
+    assert len(losses(stock)) == 10
+    assert losses(with_stock_loss) == pytest.approx([float(x) for x in losses(stock)], rel=1e-4)
+    assert losses(with_own_loss) == pytest.approx([float(x) for x in losses(stock)], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefetch_update_steps": 0},
+        {"num_workers": 2},
+        {"enable_activation_checkpointing": True},
+        {"ac_mode": "selective", "ac_option": 2},
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "batch_size": 16},
+        {"loss": STOCK_LOSS},
+        {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
+        {"fsdp_cpu_offload": True},
+        {"log_every_n_steps": 2},
+    ],
+    ids=str,
+)
+def test_what_must_not_change_the_curve_does_not(changes, tiny_config, one_process_losses):
+    config = tiny_config(**{"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4} | changes)
+    every = changes.get("log_every_n_steps", 1)
+    (logged,) = run_distributed(run_recipe, 1, config)
+    assert losses(logged) == pytest.approx(one_process_losses[every - 1 :: every], rel=1e-5)
+
+
+def test_losses_are_those_of_hugging_face_trainer(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    import hugging_face_runs
+
+    config = hugging_face_runs.config(tmp_path)
+    (ours,) = run_distributed(run_recipe, 1, config)
+    (theirs,) = run_distributed(hugging_face_runs.trainer_losses, 1, config)
+    assert len(theirs) == 10
+    assert losses(ours) == pytest.approx(theirs, rel=1e-4)
