@@ -157,7 +157,10 @@ class SummedLoss:
             # A mean over nothing is NaN. One label, weighted 0, gives 0 with a graph instead.
             labels = labels.clone()
             labels[0, 0] = 0
-        if not isinstance(logits, list):
+        if isinstance(logits, list):
+            num_padding = sum(chunk.size(1) for chunk in logits) - labels.size(1)
+            labels = F.pad(labels, (0, num_padding), value=self.ignore_index)
+        else:
             logits, labels = logits.reshape(-1, logits.size(-1)), labels.reshape(-1)
         loss = self._loss_fn(logits, labels)
         if self._is_sum:
@@ -210,7 +213,16 @@ def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
 
     summed_loss = SummedLoss(loss_fn)
     if hasattr(loss_fn, "num_output_chunks"):
-        model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
+        num_chunks = loss_fn.num_output_chunks
+        model.set_num_output_chunks(num_chunks)  # type: ignore[operator]
+
+        def chunked_output(hidden: Tensor) -> list[Tensor]:
+            # torch.chunk makes fewer chunks of a short sequence. The ranks' sequences differ, and an
+            # output layer that FSDP2 shards on its own must be called equally often on all of them.
+            hidden = F.pad(hidden, (0, 0, 0, -hidden.size(1) % num_chunks))
+            return [decoder.output(chunk) for chunk in hidden.chunk(num_chunks, dim=1)]
+
+        decoder.chunked_output = torch.compiler.disable(chunked_output)
 
     def logits_to_loss(_: nn.Module, __: tuple[Any, ...], logits: Any) -> Any:
         return summed_loss(logits, targets_in_forward.pop()) if targets_in_forward else logits

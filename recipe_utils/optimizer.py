@@ -62,7 +62,9 @@ def build_lr_scheduler(
         first, num_training_steps=num_training_steps, last_epoch=last_epoch
     )
     if isinstance(optimizer, OptimizerInBackward):
-        optimizer.set_lr_scheduler(scheduler)  # the others follow the first
+        optimizer.set_lr_scheduler(scheduler)  # from here on the others follow the first
+        for group in optimizer.param_groups:
+            group["lr"] = scheduler.get_last_lr()[0]
     return scheduler
 
 

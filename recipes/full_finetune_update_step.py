@@ -101,7 +101,7 @@ class FullFinetuneUpdateStep:
         # Memory and checkpoints
         self.activation_checkpointing = cfg.get("enable_activation_checkpointing", False)
         self.activation_offloading = cfg.get("enable_activation_offloading", False)
-        self.fsdp_cpu_offload = cfg.get("fsdp_cpu_offload", False)
+        self.fsdp_cpu_offload = cfg.get("fsdp_cpu_offload", False) and cfg.get("device") != "cpu"
         self.resume_from_checkpoint = cfg.get("resume_from_checkpoint", False)
         self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
 

@@ -1,0 +1,78 @@
+"""Every stock 0.6.1 config of the two full fine-tuning recipes runs with this recipe."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torchtune
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import run_recipe
+from torchtune import config
+from torchtune._recipe_registry import get_all_recipes
+
+from recipe_utils.collate import Targets
+from recipe_utils.loss import compute_loss_in_forward
+
+STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+STOCK = sorted(
+    recipe_config.file_path
+    for recipe in get_all_recipes()
+    if recipe.name in ("full_finetune_single_device", "full_finetune_distributed")
+    for recipe_config in recipe.configs
+)
+
+
+def on_this_machine(stock, tiny_config):
+    """What a machine without GPU, downloads and bitsandbytes must replace, and nothing else."""
+    cfg = OmegaConf.load(STOCK_CONFIGS / stock)
+    tiny_values = OmegaConf.create(tiny_config)
+    for key in ("output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"):
+        cfg[key] = tiny_values[key]
+    cfg.pop("collate_fn", None)  # of the three vision configs; their samples have images
+    cfg.device, cfg.dtype = "cpu", "fp32"
+    cfg.enable_activation_offloading = False
+    if "bitsandbytes" in cfg.optimizer._component_:
+        cfg.optimizer._component_ = "torch.optim.AdamW"
+    if "decoder.tok_embeddings" in (cfg.get("custom_sharded_layers") or []):
+        cfg.custom_sharded_layers = ["tok_embeddings"]
+    cfg.compile = False
+    cfg.max_steps_per_epoch = 2
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def run_all(configs):
+    return [run_recipe(cfg) for cfg in configs]
+
+
+def test_all_44_configs_are_here():
+    assert len(STOCK) == 44
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "single"), (2, "distributed")])
+def test_stock_configs_train(world_size, kind, tiny_config):
+    data = {"_component_": "tiny.tiny_dataset", "num_samples": 130}
+    tiny_values = tiny_config(model=tiny.UNTIED_MODEL, dataset=data)
+    configs = [on_this_machine(stock, tiny_values) for stock in STOCK]
+    for stock, logged in zip(STOCK, run_distributed(run_all, world_size, configs)[0], strict=True):
+        losses = [metrics["loss"] for metrics in logged]
+        assert len(losses) == 2, stock
+        assert losses == pytest.approx([4.2, 4.2], abs=1.0), stock
+
+
+@pytest.mark.parametrize("stock", STOCK)
+def test_stock_configs_fit_their_own_model(stock):
+    """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
+    from recipe_utils.model import build_on_meta, vocab_size_and_max_seq_len
+
+    if "vision" in stock:
+        pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py
+    cfg = OmegaConf.load(STOCK_CONFIGS / stock)
+    model = build_on_meta(lambda: config.instantiate(cfg.model), torch.bfloat16)
+    vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    assert vocab_size > 30_000
+    assert max_seq_len >= 4096
+    compute_loss_in_forward(model, config.instantiate(cfg.loss))
+    for name in cfg.get("custom_sharded_layers") or []:
+        model.get_submodule(name)
