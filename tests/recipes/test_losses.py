@@ -93,7 +93,9 @@ def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     ids=str,
 )
 def test_what_must_not_change_the_curve_does_not(changes, tiny_config, one_process_losses):
-    config = tiny_config(**{"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4} | changes)
+    config = tiny_config(
+        **{"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4} | changes
+    )
     every = changes.get("log_every_n_steps", 1)
     (logged,) = run_distributed(run_recipe, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses[every - 1 :: every], rel=1e-5)

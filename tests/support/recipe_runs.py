@@ -1,5 +1,6 @@
 """Runs a recipe file in this process and returns what it logged."""
 
+import logging
 import runpy
 import tempfile
 from functools import cache
@@ -11,10 +12,16 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune.training.metric_logging import MetricLoggerInterface
+from torchtune.utils import get_logger
 
 from recipe_utils.registry import ROOT
 
 RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
+
+
+# The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
+# extra step with zero gradients before it saves one.
+RECORDING_SGD = {"_component_": "tiny.RecordingSGD", "lr": 0.0, "momentum": 0.9}
 
 
 class ListLogger(MetricLoggerInterface):
@@ -90,14 +97,21 @@ def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     return list(ListLogger.logged)
 
 
+def run_recipe_keeping_warnings(config: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    return run_recipe(config), warnings
+
+
 def run_recipe_recording_gradients(
     config: dict[str, Any], mutation: tuple[str, ...] = ()
 ) -> list[dict[str, Tensor]]:
     """The full float64 gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
-    cfg = OmegaConf.create(
-        {**config, "dtype": "fp64", "optimizer": {"_component_": "tiny.RecordingSGD", "lr": 0.0}}
-    )
+    cfg = OmegaConf.create({**config, "dtype": "fp64", "optimizer": RECORDING_SGD})
     with tiny.float64_throughout():
         recipe = recipe_class(*mutation)(cfg)
         recipe.setup(cfg)

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from torchtune import config
+from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
+from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
+from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 
 VOCAB_SIZE = 67
 IGNORE = -100
@@ -91,6 +94,51 @@ def tiny_dataset(
         samples[int(index)] = dict(sample)
     dataset = Samples(samples)
     return PackedDataset(dataset, max_seq_len=64) if packed else dataset
+
+
+def tiny_image_dataset(tokenizer: Any, num_samples: int) -> Dataset[Any]:
+    """Samples with one made-up image of 3 features in 4 patches each."""
+    generator = torch.Generator().manual_seed(0)
+    samples = make_samples(num_samples)
+    return Samples([{**s, "image": torch.randn(4, 3, generator=generator)} for s in samples])
+
+
+def collate_images(batch: Any, padding_idx: int, ignore_idx: int) -> dict[str, Any]:
+    """A custom ``collate_fn`` whose batch has more than tokens and labels."""
+    collated = padded_collate_sft(batch, padding_idx, ignore_idx)
+    images = torch.stack([torch.as_tensor(sample["image"]) for sample in batch])
+    return {**collated, "encoder_input": {"images": images}}
+
+
+class ImageEncoder(nn.Linear):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.to(self.weight.dtype))
+
+
+def tiny_fusion_model() -> DeepFusionModel:
+    """A decoder that looks at images, built from the parts that torchtune's vision models use."""
+    decoder = tiny_model(UNTIED_MODEL)
+    dim, heads = UNTIED_MODEL["embed_dim"], UNTIED_MODEL["num_heads"]
+    attention = MultiHeadAttention(
+        embed_dim=dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim // heads,
+        q_proj=nn.Linear(dim, dim, bias=False),
+        k_proj=nn.Linear(dim, dim, bias=False),
+        v_proj=nn.Linear(dim, dim, bias=False),
+        output_proj=nn.Linear(dim, dim, bias=False),
+        is_causal=False,
+    )
+    cross_attention = TransformerCrossAttentionLayer(attn=attention, mlp=nn.Linear(dim, dim))
+    decoder.layers[1] = FusionLayer(layer=decoder.layers[1], fusion_layer=cross_attention)
+    return DeepFusionModel(
+        decoder=decoder,
+        encoder=ImageEncoder(3, dim),
+        encoder_trainable=True,
+        decoder_trainable=True,
+        fusion_trainable=True,
+    )
 
 
 class RecordingSGD(torch.optim.SGD):

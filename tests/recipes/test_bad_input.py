@@ -1,0 +1,143 @@
+"""Bad input is refused before training, by the name of its key or sample; nothing is half-written."""
+
+import os
+
+import pytest
+import tiny
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import recipe_class, run_recipe
+
+
+def refused(config):
+    """The text of the error that the recipe raises before it trains."""
+    cfg = OmegaConf.create(config)
+    with pytest.raises(ValueError, match="problem") as error:
+        recipe_class()(cfg).setup(cfg)
+    return str(error.value)
+
+
+def sample(**changes):
+    return {"tokens": [1, 2, 3], "labels": [1, 2, 3]} | changes
+
+
+def data(**more):
+    return {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8, **more}}
+
+
+BAD_CONFIGS = {
+    "unknown key": (
+        {"batchsize": 3},
+        "batchsize: this recipe has no such key; did you mean batch_",
+    ),
+    "fp16": ({"dtype": "fp16"}, "dtype=fp16"),
+    "no such dtype": ({"dtype": "fp8"}, "dtype=fp8"),
+    "cuda without CUDA": ({"device": "cuda"}, "device=cuda"),
+    "global batch": ({"global_batch_size": 7}, "batch_size=2 * 1 data-parallel ranks = 2"),
+    "two batch sizes": (
+        {"global_batch_size": 8, "gradient_accumulation_steps": 2},
+        "batch_size=2 * gradient_accumulation_steps=2 * 1 data-parallel ranks = 4",
+    ),
+    "ranks": (
+        {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 3},
+        "they make 6 ranks, but 1 run",
+    ),
+    "empty dataset": (
+        {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 0}},
+        "0 samples",
+    ),
+    "no full step": (
+        data() | {"last_update_step": "drop", "batch_size": 9},
+        "8 samples do not fill one update step of 18 samples",
+    ),
+    "no dataset class": ({"dataset": {"_component_": "tiny.no_such"}}, "dataset: "),
+    "plan": ({"microbatching": "at_random"}, "microbatching=at_random: unknown"),
+    "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),
+    "sync": ({"gradient_sync": "never"}, "gradient_sync=never: unknown"),
+    "epochs": ({"epochs": 0}, "epochs=0: it must be at least 1"),
+    "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+    "nothing to validate on": ({"run_val_every_n_steps": 2}, "set dataset_val too"),
+    "padding for inference": ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn="),
+    "in backward, accumulating": ({"optimizer_in_bwd": True}, "gradient_accumulation_steps=2"),
+    "in backward, clipping": (
+        {"optimizer_in_bwd": True, "clip_grad_norm": 1.0, "gradient_accumulation_steps": 1},
+        "clip_grad_norm=1.0",
+    ),
+    "offloading": ({"enable_activation_offloading": True}, "it needs device=cuda"),
+    "two kinds of recomputing": (
+        {"enable_activation_checkpointing": True, "ac_mode": "full"},
+        "ac_mode=full",
+    ),
+    "missing component": ({"optimizer": None}, "optimizer: it is missing"),
+    "class weights": (
+        {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "reduction": "none"}},
+        "loss.reduction=none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_bad_config_is_refused_by_the_name_of_its_key(case, tiny_config, tmp_path):
+    changes, expected = BAD_CONFIGS[case]
+    assert expected in refused(tiny_config(**changes))
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_all_problems_are_raised_together(tiny_config):
+    text = refused(tiny_config(dtype="fp16", epochs=0, batchsize=3, device="cuda"))
+    for key in ("4 problems", "dtype=fp16", "epochs=0", "batchsize", "device=cuda"):
+        assert key in text
+
+
+def test_keys_of_the_users_own_are_fine_where_they_are_used(tiny_config):
+    config = tiny_config(my_length=8)
+    assert "my_length: this recipe has no such key" in refused(config)
+    config["dataset"]["num_samples"] = "${my_length}"
+    cfg = OmegaConf.create(config)
+    recipe_class()(cfg).setup(cfg)
+
+
+def test_a_missing_checkpoint_file_is_named(tiny_config):
+    config = tiny_config()
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["gone.pt"]}
+    assert "checkpointer: No file with name: gone.pt" in refused(config)
+
+
+def test_an_unwritable_output_directory_is_named(tiny_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = tiny_config()
+    config["output_dir"] = f"{tmp_path}/file/out"
+    assert f"output_dir={tmp_path}/file/out: it cannot be written to" in refused(config)
+
+
+def test_a_checkpoint_of_another_size_is_refused_before_training(tiny_config):
+    cfg = OmegaConf.create(tiny_config(model={**tiny.MODEL, "intermediate_dim": 64}))
+    with pytest.raises(ValueError, match=r"another shape: layers.0.mlp.w1.weight \(48, 32\)"):
+        recipe_class()(cfg).setup(cfg)
+
+
+BAD_SAMPLES = {
+    "without labels": ({"tokens": [1, 2]}, "it has no 'labels'"),
+    "fewer labels": (sample(labels=[1, 2]), "2 labels for 3 tokens"),
+    "empty": ({"tokens": [], "labels": []}, "it has no tokens"),
+    "too long": ({"tokens": [1] * 65, "labels": [1] * 65}, "65 tokens are more than the model's"),
+    "label out of vocabulary": (sample(labels=[1, 67, 2]), "label 67 is outside"),
+    "token out of vocabulary": (sample(tokens=[1, -1, 2]), "token -1 is outside"),
+}
+
+
+def train_into_error(config):
+    with pytest.raises(ValueError, match="sample") as error:
+        run_recipe(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", BAD_SAMPLES)
+def test_a_bad_sample_is_named_before_its_update_step(case, num_workers, tiny_config, tmp_path):
+    bad, expected = BAD_SAMPLES[case]
+    config = tiny_config(**data(replace={"5": bad}), num_workers=num_workers)
+    (text,) = run_distributed(train_into_error, 1, config)
+    assert "sample 5 of dataset" in text
+    assert expected in text
+    assert not os.listdir(tmp_path / "out")

@@ -1,0 +1,84 @@
+"""Packed, concatenated and image data: the gradient is that of the samples by themselves."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from distributed_runs import run_distributed
+from recipe_runs import run_recipe, run_recipe_recording_gradients
+
+STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+OWN_LOSS = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
+
+
+def assert_equal_gradients(gradients, reference, tolerance):
+    scale = max(grad.abs().max() for grad in reference.values())
+    for name, expected in reference.items():
+        assert (gradients[name] - expected).abs().max() < tolerance * scale, name
+
+
+@pytest.mark.parametrize("loss", [OWN_LOSS, STOCK_LOSS], ids=["own", "stock"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_packed_documents_do_not_see_or_predict_each_other(world_size, loss, tiny_config):
+    """Every token a target: stock trains the first token of a document from the one before."""
+    data = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
+    config = tiny_config(
+        dataset={**data, "packed": True}, loss=loss, batch_size=2, gradient_accumulation_steps=8
+    )
+    with tiny.float64_throughout():
+        model = tiny.tiny_model().double()
+        _, reference = tiny.big_batch_gradients(model, tiny.make_samples(24, mask_prompts=False))
+    for gradients in run_distributed(run_recipe_recording_gradients, world_size, config):
+        assert len(gradients) == 1
+        # torchtune's own unembed rounds the logits to fp32 for the stock losses
+        assert_equal_gradients(gradients[0], reference, 1e-10 if loss == OWN_LOSS else 1e-6)
+
+
+def test_a_list_of_datasets_is_one_dataset(tiny_config):
+    parts = [
+        {"_component_": "tiny.tiny_dataset", "num_samples": 10, "seed": seed} for seed in (0, 1)
+    ]
+    config = tiny_config(dataset=parts, batch_size=4, gradient_accumulation_steps=5)
+    with tiny.float64_throughout():
+        _, reference = tiny.big_batch_gradients(
+            tiny.tiny_model().double(), tiny.make_samples(10) + tiny.make_samples(10, seed=1)
+        )
+    ((gradients,),) = run_distributed(run_recipe_recording_gradients, 1, config)
+    assert_equal_gradients(gradients, reference, 1e-10)
+
+
+@pytest.fixture
+def fusion_weights(weights_folder):
+    path = weights_folder / "weights" / "fusion.pt"
+    model = tiny.tiny_fusion_model()
+    torch.save(model.state_dict(), path)
+    return model
+
+
+@pytest.mark.parametrize("loss", [OWN_LOSS, STOCK_LOSS], ids=["own", "stock"])
+def test_a_fusion_model_trains_on_images_with_its_own_collate_fn(loss, tiny_config, fusion_weights):
+    """3 samples on 2 ranks: the rank without a last sample runs an image without targets."""
+    config = tiny_config(
+        model={"_component_": "tiny.tiny_fusion_model"},
+        dataset={"_component_": "tiny.tiny_image_dataset", "num_samples": 3},
+        collate_fn="tiny.collate_images",
+        loss=loss,
+        batch_size=1,
+        gradient_accumulation_steps=2,
+        clip_grad_norm="inf",
+    )
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["fusion.pt"]}
+    ((metrics,), _) = run_distributed(run_recipe, 2, config)
+
+    dataset = tiny.tiny_image_dataset(None, 3)
+    loss_sum, num_targets = 0.0, 0
+    for sample in dataset.samples:
+        tokens, labels = torch.tensor([sample["tokens"]]), torch.tensor(sample["labels"])[1:]
+        logits = fusion_weights(tokens, encoder_input={"images": sample["image"][None]})
+        loss_sum += F.cross_entropy(logits[0, :-1], labels, reduction="sum")
+        num_targets += int((labels != tiny.IGNORE).sum())
+    (loss_sum / num_targets).backward()
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in fusion_weights.parameters()])
+    assert metrics["num_tokens"] == num_targets
+    assert metrics["loss"] == pytest.approx(loss_sum.item() / num_targets, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-4)

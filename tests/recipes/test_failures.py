@@ -1,0 +1,88 @@
+"""A rank that fails or leaves does not let the others hang."""
+
+import time
+
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import recipe_class, run_recipe
+
+TIMEOUT_SECONDS = 15
+
+
+def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(tiny_config):
+    """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
+    config = tiny_config(
+        dataset={
+            "_component_": "tiny.tiny_dataset",
+            "num_samples": 32,
+            "replace": {"9": {"tokens": [], "labels": []}},
+        },
+        shuffle=False,
+    )
+    good, bad = run_distributed(
+        run_recipe, 2, config, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
+    )
+    assert "sample 9 of dataset: it has no tokens" in bad
+    assert "check_sample" in bad  # the background thread's traceback
+    assert "rank(s) [1] could not prepare the next update step" in good
+
+
+def fail_inside_a_step(config, failing_rank, at_microbatch):
+    """Rank ``failing_rank`` raises in its forward; returns how long each rank took to end."""
+    import torch.distributed as dist
+
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    num_calls = 0
+    loss_sum = recipe.loss_sum
+
+    def failing_loss_sum(microbatch):
+        nonlocal num_calls
+        num_calls += 1
+        if dist.get_rank() == failing_rank and num_calls == at_microbatch:
+            raise RuntimeError("lightning struck")
+        return loss_sum(microbatch)
+
+    recipe.loss_sum = failing_loss_sum
+    recipe.train()
+
+
+def test_raising_inside_a_step_ends_all_ranks_within_the_timeout(tiny_config):
+    config = tiny_config(
+        dataset={"_component_": "tiny.tiny_dataset", "num_samples": 64},
+        gradient_sync="last_microbatch",
+        process_group_timeout_seconds=TIMEOUT_SECONDS,
+    )
+    started = time.monotonic()
+    healthy, failing = run_distributed(
+        fail_inside_a_step,
+        2,
+        config,
+        1,
+        6,
+        expect_failures=True,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    assert "lightning struck" in failing
+    assert isinstance(healthy, str)
+    assert time.monotonic() - started < 2 * TIMEOUT_SECONDS + 10
+
+
+def leave_early(config):
+    """Takes two update steps of an epoch of many, then leaves the ``with`` block."""
+    import threading
+
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    with recipe._update_steps(epoch=0) as steps:
+        for step in steps:
+            if step.index == 1:
+                break
+    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_leaving_the_update_steps_early_leaves_no_thread_and_hangs_no_rank(tiny_config):
+    config = tiny_config(dataset={"_component_": "tiny.tiny_dataset", "num_samples": 400})
+    assert run_distributed(leave_early, 2, config, timeout_seconds=30) == [[], []]

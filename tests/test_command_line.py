@@ -1,0 +1,101 @@
+"""The recipe as users start it: `tune ls`, `tune cp`, `tune validate` and `tune run`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from recipe_runs import tiny_config as make_tiny_config
+
+TUNE = str(Path(sys.executable).with_name("tune"))
+NAME = "full_finetune_update_step"
+DEFAULT = "llama3_2/5M_full_update_step"
+
+
+def tune(*arguments, cwd):
+    return subprocess.run(
+        [TUNE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def logged_losses(folder):
+    text = "".join(path.read_text() for path in Path(folder).glob("logs/*.txt"))
+    return [float(loss) for loss in re.findall(r"\| loss:([\d.]+)", text)]
+
+
+@pytest.fixture
+def config_file(weights_folder, tmp_path):
+    config = make_tiny_config(weights_folder, max_steps_per_epoch=3)
+    config["metric_logger"] = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": "${output_dir}/logs",
+    }
+    config["output_dir"] = config["checkpointer"]["output_dir"] = f"{tmp_path}/out"
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_ls_lists_the_recipe_and_its_configs(tmp_path):
+    listed = tune("ls", cwd=tmp_path).stdout
+    assert NAME in listed
+    assert DEFAULT in listed
+    assert "full_finetune_single_device" in listed
+
+
+def test_validate_knows_configs_by_name_and_by_path(tmp_path):
+    assert "well-formed" in tune("validate", DEFAULT, cwd=tmp_path).stdout
+    tune("cp", DEFAULT, "copy.yaml", cwd=tmp_path)
+    assert "well-formed" in tune("validate", "copy.yaml", cwd=tmp_path).stdout
+
+
+def test_run_by_name_and_from_a_copy_give_the_same_losses(config_file, tmp_path):
+    by_name = tune("run", NAME, "--config", str(config_file), cwd=tmp_path)
+    assert by_name.returncode == 0, by_name.stderr
+    losses = logged_losses(tmp_path / "out")
+    assert len(losses) == 3
+
+    assert tune("cp", NAME, "my_recipe.py", cwd=tmp_path).returncode == 0
+    output_dir = f"output_dir={tmp_path}/copy"
+    from_copy = tune("run", "my_recipe.py", "--config", "my.yaml", output_dir, cwd=tmp_path)
+    assert from_copy.returncode == 0, from_copy.stderr
+    assert logged_losses(tmp_path / "copy") == losses
+
+
+def test_two_processes_log_the_losses_of_one(config_file, tmp_path):
+    batch = ["global_batch_size=4", "~gradient_accumulation_steps"]
+    one = tune("run", NAME, "--config", str(config_file), *batch, cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    output_dir = f"output_dir={tmp_path}/two"
+    two = tune(
+        "run", "--nproc_per_node", "2", NAME, "--config", str(config_file), *batch, output_dir,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    losses = logged_losses(tmp_path / "two")
+    assert len(losses) == 3
+    assert losses == pytest.approx(logged_losses(tmp_path / "out"), rel=1e-5)
+    assert two.stderr.count("100%") <= 3, "more than one rank shows a bar"
+
+
+def test_a_missing_config_is_said_so(tmp_path):
+    done = tune("run", NAME, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "The '--config' argument is required" in done.stderr
+
+
+def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
+    """The registration runs at every `import torch` of the environment."""
+    script = "import sys, torch; print([m for m in sys.modules if m.startswith(('recipe_utils', 'torchtune'))])"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "['recipe_utils', 'recipe_utils.registry']"
