@@ -95,22 +95,33 @@ def find_unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[s
     return texts
 
 
-def resolve_device_and_dtype(
-    device: str | None, dtype: str | None
-) -> tuple[torch.device, torch.dtype]:
-    """The device of this rank and the precision of the parameters.
+def resolve_device(device: str | None) -> torch.device:
+    """The device of this rank; None takes what the machine has.
 
     Raises:
-        ValueError: a device that is not there, or a precision that is not supported.
+        ValueError: a device that is not there. (torchtune would go on with the CPU.)
+    """
+    try:
+        found = utils.get_device(device=device)
+    except Exception as error:
+        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
+    if device is not None and found.type != torch.device(device).type:
+        raise ValueError(
+            f"device={device}: this machine has none that PyTorch can use; set device={found.type}"
+        )
+    return found
+
+
+def resolve_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+    """The precision of parameters, gradients and optimizer state.
+
+    Raises:
+        ValueError: a precision that is unknown, or that full fine-tuning on ``device`` cannot use.
     """
     if dtype == "fp16":
         raise ValueError("dtype=fp16: gradients would underflow; set it to bf16 or fp32")
     try:
-        torch_device = utils.get_device(device=device)
-    except Exception as error:
-        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
-    try:
-        return torch_device, training.get_dtype(dtype, device=torch_device)
+        return training.get_dtype(dtype, device=device)
     except Exception as error:
         raise ValueError(f"dtype={dtype}: {error}") from None
 

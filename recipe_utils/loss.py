@@ -213,7 +213,7 @@ def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
 
     summed_loss = SummedLoss(loss_fn)
     if hasattr(loss_fn, "num_output_chunks"):
-        num_chunks = loss_fn.num_output_chunks
+        num_chunks: int = loss_fn.num_output_chunks  # type: ignore[assignment]
         model.set_num_output_chunks(num_chunks)  # type: ignore[operator]
 
         def chunked_output(hidden: Tensor) -> list[Tensor]:

@@ -345,9 +345,9 @@ class FullFinetuneUpdateStep:
                 problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
         self.device, self.dtype = torch.device("cpu"), torch.float32
         with problems.collect():
-            self.device, self.dtype = config_checks.resolve_device_and_dtype(
-                cfg.get("device"), cfg.get("dtype")
-            )
+            self.device = config_checks.resolve_device(cfg.get("device"))
+        with problems.collect():
+            self.dtype = config_checks.resolve_dtype(cfg.get("dtype"), self.device)
         self.dims = parallelism.ParallelDims(1, self.world_size, 1)
         with problems.collect():
             self.dims = parallelism.resolve_parallel_dims(

@@ -69,7 +69,7 @@ BAD_CONFIGS = {
         "ac_mode=full",
     ),
     "missing component": ({"optimizer": None}, "optimizer: it is missing"),
-    "class weights": (
+    "unreduced loss": (
         {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "reduction": "none"}},
         "loss.reduction=none",
     ),
@@ -132,8 +132,9 @@ def train_into_error(config):
     return str(error.value)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("case", BAD_SAMPLES)
+@pytest.mark.parametrize(
+    ("case", "num_workers"), [*((case, 0) for case in BAD_SAMPLES), ("empty", 1)]
+)
 def test_a_bad_sample_is_named_before_its_update_step(case, num_workers, tiny_config, tmp_path):
     bad, expected = BAD_SAMPLES[case]
     config = tiny_config(**data(replace={"5": bad}), num_workers=num_workers)

@@ -1,0 +1,75 @@
+"""What the recipe logs, and that it does not wait for the device to log nothing."""
+
+import pytest
+import tiny
+import torch
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import recipe_class, run_recipe
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 16}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_have_their_names_and_count_what_they_say(world_size, tiny_config):
+    config = tiny_config(
+        dataset=DATA,
+        shuffle=False,
+        batch_size=4,
+        global_batch_size=8,
+        gradient_accumulation_steps=...,
+    )
+    logged = run_distributed(run_recipe, world_size, config)[0]
+    assert set(logged[0]) == {
+        "step", "loss", "lr", "grad_norm", "num_tokens", "tokens_per_second_per_gpu",
+        "real_tokens_per_second_per_gpu", "padding_fraction", "data_wait_seconds",
+    }  # fmt: skip
+    samples = tiny.make_samples(16)
+    for step, metrics in enumerate(logged):
+        rows = [len(sample["tokens"]) for sample in samples[8 * step : 8 * step + 8]]
+        microbatches = [rows[:4], rows[4:]] if world_size == 1 else [rows[0::2], rows[1::2]]
+        num_slots = sum(len(rows) * max(rows) for rows in microbatches)
+        assert metrics["padding_fraction"] == pytest.approx(1 - sum(rows) / num_slots)
+        ratio = metrics["real_tokens_per_second_per_gpu"] / metrics["tokens_per_second_per_gpu"]
+        assert ratio == pytest.approx(sum(rows) / metrics["num_tokens"])
+        assert metrics["data_wait_seconds"] >= 0
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what a host must wait for a device to answer: item() and shapes that depend on data."""
+
+    WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reads += func in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+def num_reads_while_training(config):
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    with recipe._update_steps(epoch=0) as steps, CountReads() as counter:
+        for step in steps:
+            recipe.update(step, measure_grad_norm=False)
+    return counter.num_reads
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "loss",
+    ["recipe_utils.loss.LinearCrossEntropyLoss", "torchtune.modules.loss.CEWithChunkedOutputLoss"],
+)
+def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_config):
+    config = tiny_config(
+        dataset={**DATA, "num_samples": 17},
+        loss={"_component_": loss},
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+        clip_grad_norm=1.0,
+    )
+    assert run_distributed(num_reads_while_training, world_size, config) == [0] * world_size
