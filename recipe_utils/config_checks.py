@@ -56,12 +56,6 @@ class Problems:
             if value not in allowed:
                 self.add(f"{key}={value}: unknown; set it to one of {', '.join(allowed)}")
 
-    def check_not_both(self, because: str, **values: Any) -> None:
-        """Notes that two or more keys exclude each other, if each of them has a true value."""
-        if all(values.values()):
-            keys = " and ".join(f"{key}={value}" for key, value in values.items())
-            self.add(f"{keys}: {because}")
-
     def raise_if_any(self) -> None:
         """Raises what was noted.
 
@@ -74,25 +68,83 @@ class Problems:
             raise ConfigError(f"{len(self._texts)} {noun} in the config:{lines}")
 
 
-def find_unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """A problem text for each top-level key that nothing reads.
+def check_keys(
+    problems: Problems, config: Mapping[str, Any], known: Iterable[str], required: Iterable[str]
+) -> None:
+    """Notes top-level keys that nothing reads, and components that are missing.
 
     A key of the user's own is fine where another value refers to it as ``${key}``.
 
     Args:
+        problems: where to note them.
         config: the unresolved config as plain containers.
         known: the keys that the recipe reads.
+        required: keys of components that the recipe cannot do without.
     """
     known = sorted(known)
     referred = set(re.findall(r"\$\{\s*([\w-]+)", str(config)))
-    texts = []
     for key in config:
-        if key in known or key in referred:
-            continue
-        similar = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {similar[0]}?" if similar else "take it out"
-        texts.append(f"{key}: this recipe has no such key; {hint}")
-    return texts
+        if key not in known and key not in referred:
+            similar = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "take it out"
+            problems.add(f"{key}: this recipe has no such key; {hint}")
+    for key in required:
+        if config.get(key) is None:
+            problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
+
+
+def check_optimizer_in_bwd(
+    problems: Problems,
+    optimizer_in_bwd: bool,
+    clip_grad_norm: float | str | None,
+    gradient_accumulation_steps: int,
+) -> None:
+    """Notes what excludes an optimizer that steps inside the backward."""
+    if optimizer_in_bwd and clip_grad_norm is not None:
+        problems.add(
+            f"clip_grad_norm={clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
+            "gradients to clip; set one of the two to null or False"
+        )
+    if optimizer_in_bwd and gradient_accumulation_steps > 1:
+        problems.add(
+            f"gradient_accumulation_steps={gradient_accumulation_steps}: with "
+            "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
+            "optimizer_in_bwd=False"
+        )
+
+
+def check_tensor_parallel(
+    problems: Problems, tensor_parallel_dim: int, has_plan: bool, fused: bool
+) -> None:
+    """Notes what tensor parallelism lacks or excludes."""
+    if tensor_parallel_dim > 1 and not has_plan:
+        problems.add(
+            f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
+            "torchtune.models.llama3.base_llama_tp_plan"
+        )
+    if tensor_parallel_dim > 1 and fused:
+        problems.add("optimizer.fused=True: tensor parallelism needs it False")
+
+
+def check_activation_memory(
+    problems: Problems,
+    device: torch.device,
+    enable_activation_checkpointing: bool,
+    enable_activation_offloading: bool,
+    ac_mode: str | None,
+) -> None:
+    """Notes ways to save activation memory that exclude each other or need another device."""
+    if enable_activation_offloading and device.type != "cuda":
+        problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
+    if enable_activation_offloading and not enable_activation_checkpointing:
+        problems.add(
+            "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+        )
+    if enable_activation_checkpointing and ac_mode is not None:
+        problems.add(
+            f"ac_mode={ac_mode}: enable_activation_checkpointing=True recomputes all layers "
+            "already; set one of the two to null or False"
+        )
 
 
 def resolve_device(device: str | None) -> torch.device:

@@ -49,8 +49,6 @@ def num_update_steps(
             f"last_update_step={last_update_step}: unknown; set it to 'train' (the short update "
             "step at an epoch's end is trained on) or 'drop' (its samples are left out)"
         )
-    if num_samples == 0:
-        raise ValueError("dataset: it holds 0 samples; give a dataset that holds at least 1")
     full_steps, left_over = divmod(num_samples, global_batch_size)
     if last_update_step == "drop" and full_steps == 0:
         raise ValueError(

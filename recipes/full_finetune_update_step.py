@@ -25,6 +25,7 @@ from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.datasets import ConcatDataset
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
+from torchtune.training.checkpointing._checkpointer import DistributedCheckpointer
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
@@ -126,9 +127,8 @@ class FullFinetuneUpdateStep:
 
         problems = config_checks.Problems()
         with problems.collect("checkpointer: "):  # the client makes its own, when it loads
-            config.instantiate(
-                cfg.checkpointer, should_load_recipe_state=self.resume_from_checkpoint
-            )
+            loads_recipe_state = self.resume_from_checkpoint and not self.enable_async_checkpointing
+            config.instantiate(cfg.checkpointer, should_load_recipe_state=loads_recipe_state)
         with problems.collect("model: "):
             self.model = build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
         with problems.collect("loss: "):
@@ -143,12 +143,25 @@ class FullFinetuneUpdateStep:
                 padding_idx=self.tokenizer.pad_id,
                 ignore_idx=self.loss_fn.ignore_index,
             )
-        self.dataset, self.steps_per_epoch = self._setup_dataset(
-            cfg, "dataset", self.global_batch_size, problems
-        )
+        self.dataset = self._load_dataset(cfg, "dataset", problems)
         if self.run_val_every_n_steps is not None:
-            self.dataset_val, self.num_val_steps = self._setup_dataset(
-                cfg, "dataset_val", self.batch_size_val * self.dims.dp_degree, problems
+            self.dataset_val = self._load_dataset(cfg, "dataset_val", problems)
+        elif cfg.get("dataset_val") is not None:
+            self._warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        problems.raise_if_any()
+
+        with problems.collect():
+            self.steps_per_epoch = num_update_steps(
+                len(self.dataset),
+                self.global_batch_size,
+                self.last_update_step,
+                self.max_steps_per_epoch,
+            )
+        num_left_over = len(self.dataset) % self.global_batch_size
+        if self.last_update_step == "drop" and num_left_over:
+            self._warn(
+                f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are left "
+                "out of every epoch, other ones each time"
             )
         with problems.collect():
             compute_loss_in_forward(self.model, self.loss_fn)
@@ -177,6 +190,13 @@ class FullFinetuneUpdateStep:
         )
 
         self.checkpoint_client = CheckpointClient(cfg)
+        if self.enable_async_checkpointing:
+            # The client's own would save in a thread over the group that the next step computes in.
+            self.checkpoint_client._dcp_checkpointer = DistributedCheckpointer(
+                checkpoint_dir=cfg.checkpointer.checkpoint_dir,
+                output_dir=cfg.checkpointer.output_dir,
+                process_group=parallelism.new_cpu_group(),
+            )
         checkpoint = self.checkpoint_client.load_base_checkpoint()
         weights = checkpoint.pop(training.MODEL_KEY)
         load_weights(self.model, weights, self.device, self.dtype, self.fsdp_cpu_offload)
@@ -336,13 +356,9 @@ class FullFinetuneUpdateStep:
     def _check_config(self, cfg: DictConfig) -> None:
         """Raises everything that is wrong with the keys at once; settles device, ranks and batch."""
         problems = config_checks.Problems()
-        for text in config_checks.find_unknown_keys(
-            OmegaConf.to_container(cfg, resolve=False), CONFIG_KEYS
-        ):
-            problems.add(text)
-        for key in COMPONENTS:
-            if cfg.get(key) is None:
-                problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
+        config_checks.check_keys(
+            problems, OmegaConf.to_container(cfg, resolve=False), CONFIG_KEYS, COMPONENTS
+        )
         self.device, self.dtype = torch.device("cpu"), torch.float32
         with problems.collect():
             self.device = config_checks.resolve_device(cfg.get("device"))
@@ -386,66 +402,41 @@ class FullFinetuneUpdateStep:
             problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
         if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
             problems.add(
-                f"run_val_every_n_steps={self.run_val_every_n_steps}: there is nothing to validate "
-                "on; set dataset_val too"
+                f"run_val_every_n_steps={self.run_val_every_n_steps}: set dataset_val, too"
             )
-        problems.check_not_both(
-            "no moment has all gradients to clip; set one of them to null or False",
-            optimizer_in_bwd=self.optimizer_in_bwd,
-            clip_grad_norm=self.clip_grad_norm,
+        config_checks.check_optimizer_in_bwd(
+            problems, self.optimizer_in_bwd, self.clip_grad_norm, gradient_accumulation_steps
         )
-        if self.optimizer_in_bwd and gradient_accumulation_steps > 1:
-            problems.add(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}: with "
-                "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
-                "optimizer_in_bwd=False"
-            )
-        if self.dims.tp > 1 and cfg.get("tensor_parallel_plan") is None:
-            problems.add(
-                f"tensor_parallel_dim={self.dims.tp}: set tensor_parallel_plan too, such as "
-                "torchtune.models.llama3.base_llama_tp_plan"
-            )
-        if self.dims.tp > 1 and OmegaConf.select(cfg, "optimizer.fused"):
-            problems.add("optimizer.fused=True: tensor parallelism needs it False")
-        if self.activation_offloading and self.device.type != "cuda":
-            problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
-        if self.activation_offloading and not self.activation_checkpointing:
-            problems.add(
-                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
-            )
-        problems.check_not_both(
-            "they are two ways to do one thing; set one of them to False or null",
-            enable_activation_checkpointing=self.activation_checkpointing,
-            ac_mode=cfg.get("ac_mode"),
+        config_checks.check_tensor_parallel(
+            problems,
+            self.dims.tp,
+            has_plan=cfg.get("tensor_parallel_plan") is not None,
+            fused=bool(OmegaConf.select(cfg, "optimizer.fused")),
+        )
+        config_checks.check_activation_memory(
+            problems,
+            self.device,
+            self.activation_checkpointing,
+            self.activation_offloading,
+            cfg.get("ac_mode"),
         )
         problems.raise_if_any()
 
-    def _setup_dataset(
-        self, cfg: DictConfig, key: str, global_batch_size: int, problems: config_checks.Problems
-    ) -> tuple[CheckedDataset | None, int]:
-        """The dataset at ``key`` and its update steps per epoch."""
+    def _load_dataset(
+        self, cfg: DictConfig, key: str, problems: config_checks.Problems
+    ) -> CheckedDataset | None:
+        """The dataset at ``key``, or None where that is noted as a problem."""
         with problems.collect(f"{key}: "):
             if isinstance(cfg[key], ListConfig):
                 parts = [config.instantiate(part, self.tokenizer) for part in cfg[key]]
                 dataset: Any = ConcatDataset(datasets=parts)
             else:
                 dataset = config.instantiate(cfg[key], self.tokenizer)
-            num_samples = parallelism.agree_on_length(len(dataset), self.count_group)
+            if parallelism.agree_on_length(len(dataset), self.count_group) == 0:
+                raise ValueError("it holds 0 samples; give it at least 1")
             vocab_size, max_seq_len = vocab_size_and_max_seq_len(self.model)
-            checked = CheckedDataset(
-                dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len
-            )
-            if key == "dataset_val":
-                return checked, num_update_steps(num_samples, global_batch_size, "train")
-            if self.last_update_step == "drop" and num_samples % global_batch_size:
-                self._warn(
-                    f"last_update_step=drop: {num_samples % global_batch_size} of {num_samples} "
-                    "samples are left out of every epoch, other ones each time"
-                )
-            return checked, num_update_steps(
-                num_samples, global_batch_size, self.last_update_step, self.max_steps_per_epoch
-            )
-        return None, 0
+            return CheckedDataset(dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len)
+        return None
 
     def _update_steps(self, epoch: int) -> Prefetched[UpdateStep]:
         """This rank's update steps of an epoch, counted over all ranks, prepared ahead."""
@@ -456,10 +447,13 @@ class FullFinetuneUpdateStep:
         )  # fmt: skip
 
     def _val_update_steps(self) -> Prefetched[UpdateStep]:
+        """The same for ``dataset_val``, in its own order and with one microbatch per step."""
         permutation = epoch_permutation(len(self.dataset_val), epoch=0, shuffle=False)
+        global_batch_size = self.batch_size_val * self.dims.dp_degree
+        num_steps = num_update_steps(len(self.dataset_val), global_batch_size, "train")
         return self._prefetch(
-            self.dataset_val, permutation, self.num_val_steps, self.batch_size_val,
-            self.batch_size_val * self.dims.dp_degree, self.val_count_group,
+            self.dataset_val, permutation, num_steps, self.batch_size_val,
+            global_batch_size, self.val_count_group,
         )  # fmt: skip
 
     def _prefetch(

@@ -56,7 +56,7 @@ BAD_CONFIGS = {
     "sync": ({"gradient_sync": "never"}, "gradient_sync=never: unknown"),
     "epochs": ({"epochs": 0}, "epochs=0: it must be at least 1"),
     "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
-    "nothing to validate on": ({"run_val_every_n_steps": 2}, "set dataset_val too"),
+    "nothing to validate on": ({"run_val_every_n_steps": 2}, "set dataset_val, too"),
     "padding for inference": ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn="),
     "in backward, accumulating": ({"optimizer_in_bwd": True}, "gradient_accumulation_steps=2"),
     "in backward, clipping": (
