@@ -32,6 +32,13 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
     return embeddings.weight.shape[0] + extra, decoder.max_seq_len
 
 
+def equal_attention_length(model: nn.Module) -> float:
+    """N / (L * d) of :class:`recipe_utils.plan.MicrobatchCost` [tokens]."""
+    decoder: Any = getattr(model, "decoder", model)
+    num_layers, embed_dim = len(decoder.layers), decoder.tok_embeddings.weight.shape[1]
+    return sum(parameter.numel() for parameter in model.parameters()) / (num_layers * embed_dim)
+
+
 def parallelize_model(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -35,18 +35,19 @@ from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
 from recipe_utils.model import (
     build_on_meta,
+    equal_attention_length,
     load_weights,
     parallelize_model,
     vocab_size_and_max_seq_len,
 )
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
-from recipe_utils.plan import PLANS
+from recipe_utils.plan import PLANS, MicrobatchCost
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.profiler import UpdateStepProfiler
 from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
 from recipe_utils.samples import CheckedDataset
-from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
+from recipe_utils.update_steps import Plan, UpdateStep, prefetch_update_steps
 
 log = utils.get_logger("INFO")
 
@@ -59,7 +60,7 @@ CONFIG_KEYS = frozenset(
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
     last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
-    metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
+    max_tokens_per_microbatch metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
     prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
     run_val_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
@@ -83,6 +84,7 @@ class FullFinetuneUpdateStep:
         self.batch_size = cfg.get("batch_size", 1)
         self.batch_size_val = cfg.get("batch_size_val") or self.batch_size
         self.microbatching = cfg.get("microbatching", "in_order")
+        self.max_tokens_per_microbatch = cfg.get("max_tokens_per_microbatch")
         self.last_update_step = cfg.get("last_update_step", "train")
         self.shuffle = cfg.get("shuffle", True)
         self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
@@ -136,6 +138,8 @@ class FullFinetuneUpdateStep:
         with problems.collect("tokenizer: "):
             self.tokenizer = config.instantiate(cfg.tokenizer)
         problems.raise_if_any()
+        # What the tokenizer truncates samples to; None if it does not.
+        self.max_seq_len = getattr(self.tokenizer, "max_seq_len", None)
 
         with problems.collect("collate_fn: "):
             self.collate = partial(
@@ -157,6 +161,13 @@ class FullFinetuneUpdateStep:
                 self.last_update_step,
                 self.max_steps_per_epoch,
             )
+        if self.max_tokens_per_microbatch is not None and (
+            self.max_seq_len is None or self.max_tokens_per_microbatch < self.max_seq_len
+        ):
+            self._warn(
+                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: a sample with more "
+                f"tokens (tokenizer.max_seq_len={self.max_seq_len}) gets a microbatch of its own"
+            )
         num_left_over = len(self.dataset) % self.global_batch_size
         if self.last_update_step == "drop" and num_left_over:
             self._warn(
@@ -164,6 +175,9 @@ class FullFinetuneUpdateStep:
                 "out of every epoch, other ones each time"
             )
         with problems.collect():
+            self.microbatch_cost = MicrobatchCost(
+                equal_attention_length=equal_attention_length(self.model)
+            )
             compute_loss_in_forward(self.model, self.loss_fn)
             self.model = parallelize_model(
                 self.model,
@@ -394,8 +408,14 @@ class FullFinetuneUpdateStep:
             log_every_n_steps=self.log_every_n_steps,
             run_val_every_n_steps=self.run_val_every_n_steps,
             batch_size_val=cfg.get("batch_size_val"),
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
         problems.check_one_of(PLANS, microbatching=self.microbatching)
+        if self.microbatching == "in_order" and self.max_tokens_per_microbatch is not None:
+            problems.add(
+                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: microbatching="
+                "in_order counts samples, not tokens; set microbatching=least_padding"
+            )
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
         if "left_pad_sequence" in self.collate_fn:
@@ -474,7 +494,7 @@ class FullFinetuneUpdateStep:
                 )
                 for step in range(num_steps)
             ],
-            plan=partial(PLANS[self.microbatching], batch_size=batch_size),
+            plan=self._plan(batch_size),
             collate_fn=self.collate,
             ignore_index=self.loss_fn.ignore_index,
             dp_degree=self.dims.dp_degree,
@@ -484,6 +504,16 @@ class FullFinetuneUpdateStep:
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
         )
+
+    def _plan(self, batch_size: int) -> Plan:
+        """How this rank's samples of an update step become microbatches, given their lengths."""
+        plan = partial(PLANS[self.microbatching], batch_size=batch_size)
+        if self.microbatching == "in_order":
+            return plan
+        max_tokens = self.max_tokens_per_microbatch
+        if max_tokens is None and self.max_seq_len is not None:
+            max_tokens = batch_size * self.max_seq_len
+        return partial(plan, max_tokens_per_microbatch=max_tokens, cost=self.microbatch_cost)
 
     def _restore_progress(self, checkpoint: dict[str, Any]) -> None:
         """Goes on at the end of the epoch that was saved last."""

@@ -52,6 +52,15 @@ DATA = {
 STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
 
 
+SPLITS = [
+    (1, "each_microbatch", "in_order"),
+    (2, "last_microbatch", "in_order"),
+    (4, "last_microbatch", "least_padding"),
+    (4, "each_microbatch", "in_order"),
+    (2, "each_microbatch", "least_padding"),
+]
+
+
 def gradients_of_all_splits(configs):
     return [run_recipe_recording_gradients(config) for config in configs]
 
@@ -66,10 +75,14 @@ def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_refere
             pytest.skip("torchtune's plans split no tied output layer")
     configs = [
         tiny_config(
-            model=sizes, batch_size=batch_size, gradient_sync=gradient_sync, **STEP_OF_16, **dims
+            model=sizes,
+            batch_size=batch_size,
+            gradient_sync=gradient_sync,
+            microbatching=microbatching,
+            **STEP_OF_16,
+            **dims,
         )
-        for batch_size in ((1, 4) if "tp" in layout else (1, 2, 4))
-        for gradient_sync in ("each_microbatch", "last_microbatch")
+        for batch_size, gradient_sync, microbatching in SPLITS[:: 2 if "tp" in layout else 1]
     ]
     for splits in run_distributed(gradients_of_all_splits, world_size, configs):
         for gradients in splits:

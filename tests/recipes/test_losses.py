@@ -32,9 +32,18 @@ def one_process_losses(tiny_config):
 def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, one_process_losses):
     configs = [
         tiny_config(
-            dataset=DATA, batch_size=b, global_batch_size=16, gradient_accumulation_steps=...
+            dataset=DATA,
+            batch_size=b,
+            global_batch_size=16,
+            gradient_accumulation_steps=...,
+            microbatching=microbatching,
         )
-        for b in (1, 4, 16)
+        for b, microbatching in (
+            (1, "in_order"),
+            (4, "in_order"),
+            (4, "least_padding"),
+            (16, "in_order"),
+        )
         if b * world_size <= 16
     ]
     assert len(one_process_losses) == 10
