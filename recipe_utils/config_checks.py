@@ -210,7 +210,7 @@ def resolve_gradient_accumulation_steps(
         raise ValueError(
             f"global_batch_size={global_batch_size}: it is no multiple of batch_size={batch_size} * "
             f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
-            f"{max(steps, 1) * per_pass} and {(steps + 1) * per_pass}"
+            f"{max(steps, 1) * per_pass} and {(max(steps, 1) + 1) * per_pass}"
         )
     if gradient_accumulation_steps not in (None, steps):
         raise ValueError(

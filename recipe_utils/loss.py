@@ -219,7 +219,8 @@ def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
         def chunked_output(hidden: Tensor) -> list[Tensor]:
             # torch.chunk makes fewer chunks of a short sequence. The ranks' sequences differ, and an
             # output layer that FSDP2 shards on its own must be called equally often on all of them.
-            hidden = F.pad(hidden, (0, 0, 0, -hidden.size(1) % num_chunks))
+            if targets_in_forward:
+                hidden = F.pad(hidden, (0, 0, 0, -hidden.size(1) % num_chunks))
             return [decoder.output(chunk) for chunk in hidden.chunk(num_chunks, dim=1)]
 
         decoder.chunked_output = torch.compiler.disable(chunked_output)

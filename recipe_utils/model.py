@@ -25,18 +25,17 @@ def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn
 def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
     """What samples are checked against: number of token embeddings, longest sequence [tokens]."""
     decoder: Any = getattr(model, "decoder", model)
-    embeddings = decoder.tok_embeddings
-    # Models with special-token embeddings of their own (Llama 3.2 Vision) accept both kinds.
-    num_fusion_tokens = getattr(embeddings, "fusion_embedding", None)
-    extra = 0 if num_fusion_tokens is None else num_fusion_tokens.num_embeddings
-    return embeddings.weight.shape[0] + extra, decoder.max_seq_len
+    # Llama 3.2 Vision embeds its special tokens with a second table.
+    tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
+    return sum(table.num_embeddings for table in tables), decoder.max_seq_len
 
 
 def equal_attention_length(model: nn.Module) -> float:
     """N / (L * d) of :class:`recipe_utils.plan.MicrobatchCost` [tokens]."""
     decoder: Any = getattr(model, "decoder", model)
-    num_layers, embed_dim = len(decoder.layers), decoder.tok_embeddings.weight.shape[1]
-    return sum(parameter.numel() for parameter in model.parameters()) / (num_layers * embed_dim)
+    num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    embed_dim = decoder.num_heads * decoder.head_dim
+    return num_parameters / (len(decoder.layers) * embed_dim)
 
 
 def parallelize_model(

@@ -76,6 +76,8 @@ class Prefetched(Generic[T]):
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+        self._queue = queue.Queue()  # lets go of what was prepared
+        self._queue.put(_END)
         if hasattr(self._items, "close"):
             self._items.close()
 

@@ -90,9 +90,14 @@ def prefetch_update_steps(
 
     def update_steps() -> Iterator[UpdateStep]:
         samples_per_step = load_samples(dataset, indices_per_step, num_workers)
+        stand_in = None
         for index in range(len(indices_per_step)):
             try:
                 samples = next(samples_per_step)
+                if stand_in is None and dp_degree > 1:
+                    # Now, since nothing may fail any more once the ranks have agreed on the step.
+                    sample = samples[0] if samples else dataset[0]
+                    stand_in = collate_empty_microbatch(sample, collate_fn, ignore_index)
                 groups = plan([len(sample["tokens"]) for sample in samples])
                 microbatches = [
                     collate_microbatch([samples[i] for i in group], collate_fn, ignore_index)
@@ -102,9 +107,8 @@ def prefetch_update_steps(
                 count_over_ranks(None, counts_once, group, closed)
                 raise
             counts = count_over_ranks(_counts_of(microbatches), counts_once, group, closed)
-            while len(microbatches) < counts.max_microbatches:
-                stand_in = samples[0] if samples else dataset[0]
-                microbatches.append(collate_empty_microbatch(stand_in, collate_fn, ignore_index))
+            if stand_in is not None:
+                microbatches += [stand_in] * (counts.max_microbatches - len(microbatches))
             if pin_memory:
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(index, microbatches, counts, dp_degree)

@@ -56,7 +56,9 @@ def test_slots_are_all_positions_and_real_tokens_those_of_samples():
     lengths = [len(sample["tokens"]) for sample in samples]
     microbatch = collate(samples)
     assert microbatch.num_real_tokens == sum(lengths)
-    assert microbatch.num_slots == max(lengths) * len(lengths) == microbatch.inputs["tokens"].numel()
+    assert (
+        microbatch.num_slots == max(lengths) * len(lengths) == microbatch.inputs["tokens"].numel()
+    )
 
 
 def test_labels_do_not_go_to_the_model():

@@ -94,7 +94,6 @@ def test_max_steps_per_epoch_is_an_upper_bound():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 8, "train"), "holds 0 samples"),
         ((7, 8, "drop"), "7 samples do not fill one update step of 8"),
         ((7, 8, "keep"), "last_update_step=keep"),
     ],

@@ -55,7 +55,9 @@ def test_what_a_dataset_raises_is_named_with_the_sample_and_chained():
             raise FileNotFoundError("page.txt")
 
     dataset = CheckedDataset(Unreadable(), "dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
-    with pytest.raises(SampleError, match="sample 2 of dataset: FileNotFoundError: page.txt") as e:
+    with pytest.raises(
+        SampleError, match=r"sample 2 of dataset: FileNotFoundError: page\.txt"
+    ) as e:
         dataset[2]
     assert isinstance(e.value.__cause__, FileNotFoundError)
 
