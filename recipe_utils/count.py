@@ -70,21 +70,44 @@ def count_over_ranks(
     if local is not None:
         sums = local[:3] if counts_once else (0, 0, 0)
         table[rank] = torch.tensor([1, local.num_microbatches, *sums])
-    work = dist.all_reduce(table, group=group, async_op=True)
-    # A rank that fails elsewhere closes its update steps. It must not sit here until the group's
-    # timeout then, because the other ranks wait for it in a collective of their own.
-    while not work.is_completed():
-        if closed.wait(_POLL_SECONDS):
-            raise AbandonedError("closed while counting an update step")
-    work.wait()
+    wait_unless_closed(dist.all_reduce(table, group=group, async_op=True), closed)
 
     ready, num_microbatches, targets, real, slots = table.unbind(1)
-    if local is not None and not ready.all():
+    if local is not None:
+        check_all_ready(ready)
+    return StepCounts(
+        int(targets.sum()), int(real.sum()), int(slots.sum()), int(num_microbatches.max())
+    )
+
+
+def wait_unless_closed(work: dist.Work | None, closed: threading.Event) -> None:
+    """Waits for a collective, but not for ranks that may never come.
+
+    A rank that fails elsewhere closes its update steps. It must not sit in their collectives until
+    the group's timeout then, because the other ranks wait for it in a collective of their own.
+
+    Raises:
+        AbandonedError: ``closed`` was set first.
+    """
+    assert work is not None
+    while not work.is_completed():
+        if closed.wait(_POLL_SECONDS):
+            raise AbandonedError("closed while the ranks agreed on an update step")
+    work.wait()
+
+
+def check_all_ready(ready: torch.Tensor) -> None:
+    """Checks that no rank has reported a failure.
+
+    Args:
+        ready: nonzero for each rank that has its part of the update step, shape [ranks].
+
+    Raises:
+        OtherRankFailedError: names the ranks that have not.
+    """
+    if not ready.all():
         failed = (ready == 0).nonzero().flatten().tolist()
         raise OtherRankFailedError(
             f"rank(s) {failed} could not prepare the next update step, so no rank starts it; the "
             "cause is in their logs"
         )
-    return StepCounts(
-        int(targets.sum()), int(real.sum()), int(slots.sum()), int(num_microbatches.max())
-    )

@@ -131,6 +131,14 @@ def is_first_in_tp_group(mesh: DeviceMesh) -> bool:
     return mesh.get_local_rank("tp") == 0
 
 
+def dp_peers_of(mesh: DeviceMesh) -> list[int]:
+    """Ranks that hold the different data, in the order of their data-parallel coordinate.
+
+    Of each tensor-parallel group the one with this rank's place in it.
+    """
+    return mesh.mesh[..., mesh.get_local_rank("tp")].flatten().tolist()
+
+
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,

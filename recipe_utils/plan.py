@@ -5,6 +5,7 @@ group. The loss is normalised over the whole update step, so no plan changes the
 what it costs to compute.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,6 +95,34 @@ def plan_least_padding(
         microbatches.append(longest_first[start_of_last[end] : end])
         end = start_of_last[end]
     return microbatches[::-1]
+
+
+def deal_evenly(
+    lengths: Sequence[int], num_ranks: int, cost: MicrobatchCost = _DEFAULT_COST
+) -> list[list[int]]:
+    """Deals the samples of a whole update step to the ranks, so that each computes about as much.
+
+    Longest first, each to the rank with the least so far (Graham 1969, doi:10.1137/0117039). The
+    cost of a sample is that of its row without padding.
+
+    Args:
+        lengths: tokens of each sample of the update step, shape [n].
+        num_ranks: data-parallel ranks.
+        cost: of a microbatch; its overhead does not enter.
+
+    Returns:
+        Positions in ``lengths`` for each rank, ascending; each position exactly once. O(n log n).
+    """
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    least_loaded = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    for position in sorted(
+        range(len(lengths)), key=lambda position: (-lengths[position], position)
+    ):
+        load, rank = least_loaded[0]
+        row_cost = cost(1, lengths[position]) - cost.overhead_slots
+        heapq.heapreplace(least_loaded, (load + row_cost, rank))
+        ranks[rank].append(position)
+    return [sorted(positions) for positions in ranks]
 
 
 PLANS = {"in_order": plan_in_order, "least_padding": plan_least_padding}

@@ -17,6 +17,7 @@ from recipe_utils.prefetch import Prefetched
 from recipe_utils.samples import Sample, load_samples
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
+Exchange = Callable[..., list[Sample]]
 Plan = Callable[[Sequence[int]], list[list[int]]]
 
 
@@ -61,6 +62,7 @@ def prefetch_update_steps(
     counts_once: bool,
     group: dist.ProcessGroup | None,
     depth: int,
+    exchange: Exchange | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Prefetched[UpdateStep]:
@@ -78,6 +80,8 @@ def prefetch_update_steps(
         counts_once: False on ranks whose data another rank counts already.
         group: a CPU (gloo) group of all ranks that nothing else uses while this runs.
         depth: update steps that may wait ready; 0 prepares each when it is asked for.
+        exchange: moves samples between the ranks before the plan is made, see
+            :func:`recipe_utils.exchange.exchange_samples`; None leaves them where they are.
         num_workers: DataLoader worker processes; 0 loads in the background thread.
         pin_memory: put tensors into page-locked memory, for devices that copy from there.
 
@@ -98,6 +102,16 @@ def prefetch_update_steps(
                     # Now, since nothing may fail any more once the ranks have agreed on the step.
                     sample = samples[0] if samples else dataset[0]
                     stand_in = collate_empty_microbatch(sample, collate_fn, ignore_index)
+            except Exception:
+                # The other ranks learn of it in the collective that they enter next.
+                if exchange is not None:
+                    exchange(None, closed=closed)
+                else:
+                    count_over_ranks(None, counts_once, group, closed)
+                raise
+            if exchange is not None:
+                samples = exchange(samples, closed=closed)
+            try:
                 groups = plan([len(sample["tokens"]) for sample in samples])
                 microbatches = [
                     collate_microbatch([samples[i] for i in group], collate_fn, ignore_index)

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from recipe_utils import config_checks, parallelism
 from recipe_utils.collate import Microbatch
+from recipe_utils.exchange import exchange_samples
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
 from recipe_utils.model import (
@@ -42,7 +43,7 @@ from recipe_utils.model import (
 )
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
-from recipe_utils.plan import PLANS, MicrobatchCost
+from recipe_utils.plan import PLANS, MicrobatchCost, deal_evenly
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.profiler import UpdateStepProfiler
 from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
@@ -54,7 +55,7 @@ log = utils.get_logger("INFO")
 COMPONENTS = ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointer")
 CONFIG_KEYS = frozenset(
     """
-    ac_mode ac_option batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
+    ac_mode ac_option balance_over_ranks batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
     cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
     data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
@@ -85,6 +86,7 @@ class FullFinetuneUpdateStep:
         self.batch_size_val = cfg.get("batch_size_val") or self.batch_size
         self.microbatching = cfg.get("microbatching", "in_order")
         self.max_tokens_per_microbatch = cfg.get("max_tokens_per_microbatch")
+        self.balance_over_ranks = cfg.get("balance_over_ranks", self.microbatching != "in_order")
         self.last_update_step = cfg.get("last_update_step", "train")
         self.shuffle = cfg.get("shuffle", True)
         self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
@@ -416,6 +418,11 @@ class FullFinetuneUpdateStep:
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: microbatching="
                 "in_order counts samples, not tokens; set microbatching=least_padding"
             )
+        if self.microbatching == "in_order" and self.balance_over_ranks:
+            problems.add(
+                "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
+                "microbatching=least_padding"
+            )
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
         if "left_pad_sequence" in self.collate_fn:
@@ -486,6 +493,15 @@ class FullFinetuneUpdateStep:
         count_group: dist.ProcessGroup,
     ) -> Prefetched[UpdateStep]:
         dp_rank = parallelism.dp_rank_of(self.mesh)
+        exchange = None
+        if self.balance_over_ranks and self.dims.dp_degree > 1:
+            exchange = partial(
+                exchange_samples,
+                deal=partial(deal_evenly, num_ranks=self.dims.dp_degree, cost=self.microbatch_cost),
+                max_samples=global_batch_size // self.dims.dp_degree,
+                dp_peers=parallelism.dp_peers_of(self.mesh),
+                group=count_group,
+            )
         return prefetch_update_steps(
             dataset,
             [
@@ -501,6 +517,7 @@ class FullFinetuneUpdateStep:
             counts_once=parallelism.is_first_in_tp_group(self.mesh),
             group=count_group,
             depth=self.prefetch_update_steps,
+            exchange=exchange,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
         )

@@ -110,6 +110,18 @@ def test_prefetching_changes_nothing(unequal_steps):
         assert without == ahead
 
 
+def scales_of_ranks_with_the_same_data():
+    indices = [[0, 1, 2], [3]]
+    with update_steps(SAMPLES, indices, dp_degree=1, counts_once=dist.get_rank() == 0) as steps:
+        return [(step.num_target_tokens, step.loss_scale) for step in steps]
+
+
+def test_data_that_two_ranks_share_counts_once():
+    totals = [num_targets(SAMPLES[:3]), num_targets(SAMPLES[3:4])]
+    for rank in run_distributed(scales_of_ranks_with_the_same_data, 2):
+        assert rank == [(total, 1 / total) for total in totals]
+
+
 def run_until_it_stops(samples, indices_of_rank, collate_fn=COLLATE):
     seen = 0
     try:

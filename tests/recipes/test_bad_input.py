@@ -52,6 +52,12 @@ BAD_CONFIGS = {
     ),
     "no dataset class": ({"dataset": {"_component_": "tiny.no_such"}}, "dataset: "),
     "plan": ({"microbatching": "at_random"}, "microbatching=at_random: unknown"),
+    "budget in samples": ({"max_tokens_per_microbatch": 64}, "max_tokens_per_microbatch=64"),
+    "no budget": (
+        {"microbatching": "least_padding", "max_tokens_per_microbatch": 0},
+        "max_tokens_per_microbatch=0: it must be at least 1",
+    ),
+    "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),
     "sync": ({"gradient_sync": "never"}, "gradient_sync=never: unknown"),
     "epochs": ({"epochs": 0}, "epochs=0: it must be at least 1"),

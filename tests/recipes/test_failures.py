@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import recipe_class, run_recipe
@@ -9,7 +10,11 @@ from recipe_runs import recipe_class, run_recipe
 TIMEOUT_SECONDS = 15
 
 
-def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(tiny_config):
+PLANS = pytest.mark.parametrize("microbatching", ["in_order", "least_padding"])
+
+
+@PLANS
+def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching, tiny_config):
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
     config = tiny_config(
         dataset={
@@ -18,6 +23,7 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(tiny_config):
             "replace": {"9": {"tokens": [], "labels": []}},
         },
         shuffle=False,
+        microbatching=microbatching,
     )
     good, bad = run_distributed(
         run_recipe, 2, config, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
@@ -83,6 +89,10 @@ def leave_early(config):
     return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_leaving_the_update_steps_early_leaves_no_thread_and_hangs_no_rank(tiny_config):
-    config = tiny_config(dataset={"_component_": "tiny.tiny_dataset", "num_samples": 400})
+@PLANS
+def test_leaving_the_update_steps_early_leaves_no_thread_and_hangs_no_rank(
+    microbatching, tiny_config
+):
+    data = {"_component_": "tiny.tiny_dataset", "num_samples": 400}
+    config = tiny_config(dataset=data, microbatching=microbatching)
     assert run_distributed(leave_early, 2, config, timeout_seconds=30) == [[], []]
