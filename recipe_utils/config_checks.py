@@ -98,8 +98,15 @@ def check_optimizer_in_bwd(
     optimizer_in_bwd: bool,
     clip_grad_norm: float | str | None,
     gradient_accumulation_steps: int,
+    microbatching: str,
 ) -> None:
     """Notes what excludes an optimizer that steps inside the backward."""
+    if optimizer_in_bwd and microbatching != "in_order":
+        problems.add(
+            f"microbatching={microbatching}: it may cut an update step into several microbatches, and "
+            "with optimizer_in_bwd=True every backward updates the weights; set one of the two to "
+            "in_order or False"
+        )
     if optimizer_in_bwd and clip_grad_norm is not None:
         problems.add(
             f"clip_grad_norm={clip_grad_norm}: with optimizer_in_bwd=True no moment has all "

@@ -432,7 +432,11 @@ class FullFinetuneUpdateStep:
                 f"run_val_every_n_steps={self.run_val_every_n_steps}: set dataset_val, too"
             )
         config_checks.check_optimizer_in_bwd(
-            problems, self.optimizer_in_bwd, self.clip_grad_norm, gradient_accumulation_steps
+            problems,
+            self.optimizer_in_bwd,
+            self.clip_grad_norm,
+            gradient_accumulation_steps,
+            self.microbatching,
         )
         config_checks.check_tensor_parallel(
             problems,

@@ -20,8 +20,8 @@ def test_all_problems_come_in_one_error():
     problems.add("dtype=fp16: no")
     problems.check_at_least(1, epochs=0, log_every_n_steps=1, max_steps_per_epoch=None)
     problems.check_one_of(("train", "drop"), last_update_step="keep", other="drop")
-    check_optimizer_in_bwd(problems, True, 1.0, 1)
-    check_optimizer_in_bwd(problems, False, 1.0, 4)
+    check_optimizer_in_bwd(problems, True, 1.0, 1, "in_order")
+    check_optimizer_in_bwd(problems, False, 1.0, 4, "least_padding")
     with problems.collect("dataset: "):
         try:
             raise OSError("disk gone")

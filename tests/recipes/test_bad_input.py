@@ -65,6 +65,14 @@ BAD_CONFIGS = {
     "nothing to validate on": ({"run_val_every_n_steps": 2}, "set dataset_val, too"),
     "padding for inference": ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn="),
     "in backward, accumulating": ({"optimizer_in_bwd": True}, "gradient_accumulation_steps=2"),
+    "in backward, regrouped": (
+        {
+            "optimizer_in_bwd": True,
+            "microbatching": "least_padding",
+            "gradient_accumulation_steps": 1,
+        },
+        "microbatching=least_padding",
+    ),
     "in backward, clipping": (
         {"optimizer_in_bwd": True, "clip_grad_norm": 1.0, "gradient_accumulation_steps": 1},
         "clip_grad_norm=1.0",
