@@ -229,12 +229,14 @@ def resolve_gradient_accumulation_steps(
     return steps
 
 
-def check_writable_dir(key: str, path: str) -> None:
+def check_writable_dir(key: str, path: str | None) -> None:
     """Makes the directory if need be, and tries to write to it.
 
     Raises:
-        ValueError: it cannot be made or written to.
+        ValueError: it is None, or cannot be made or written to.
     """
+    if path is None:
+        raise ValueError(f"{key}: it is missing; set it to a directory for checkpoints and logs")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

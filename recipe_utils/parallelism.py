@@ -219,7 +219,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
         grads = [parameter.grad for parameter in group if parameter.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total_norm = torch.linalg.vector_norm(torch.stack(norms))
+    total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     if max_norm != float("inf"):
         for group in parameters_by_mesh.values():

@@ -42,9 +42,11 @@ class Prefetched(Generic[T]):
             started = time.perf_counter()
             item = next(self._items, _END) if self._thread is None else self._queue.get()
             self.wait_seconds = time.perf_counter() - started
-            if isinstance(item, _Raised):
-                raise item.error
-            if item is _END:
+            if item is _END or isinstance(item, _Raised):
+                if self._thread is not None:
+                    self._queue.put(item)  # for whoever iterates again; the thread puts no more
+                if isinstance(item, _Raised):
+                    raise item.error
                 return
             yield item  # type: ignore[misc]
 

@@ -10,6 +10,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
 )
 sys.path.insert(0, SUPPORT)
+# The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/
+# must not hide torchtune's package of that name.
+sys.path.append(str(Path(__file__).parents[1]))
 
 import recipe_runs  # noqa: E402
 

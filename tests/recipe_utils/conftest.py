@@ -1,12 +1,5 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-# The fork server imports the test modules, whose functions it is handed. At the end of the path: the
-# checkout's recipes/ must not hide torchtune's package of that name.
-sys.path.append(str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(autouse=True)

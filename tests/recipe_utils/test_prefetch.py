@@ -151,3 +151,9 @@ def test_the_time_waited_for_an_item_is_reported():
         asked.set()
         next(iter(items))
         assert items.wait_seconds > 0
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_iterating_again_after_the_end_ends_at_once(depth):
+    with prefetched(iter(range(3)), depth) as items:
+        assert [list(items), list(items)] == [[0, 1, 2], []]

@@ -111,6 +111,12 @@ def test_keys_of_the_users_own_are_fine_where_they_are_used(tiny_config):
     recipe_class()(cfg).setup(cfg)
 
 
+def test_a_missing_output_directory_is_named(tiny_config):
+    config = tiny_config()
+    del config["output_dir"]
+    assert "output_dir: it is missing" in refused(config)
+
+
 def test_a_missing_checkpoint_file_is_named(tiny_config):
     config = tiny_config()
     config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["gone.pt"]}

@@ -3,6 +3,7 @@
 A fork server imports torch and torchtune once; each process forks from it in milliseconds.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -91,8 +92,12 @@ def _run_rank(
     try:
         # Made here and not by the recipe, so that one launch can run several configs.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        result = function(*args)
+        # Rank 0 holds the store by which the others find each other, so it leaves with them.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
         # Plain pickles: tensors sent the usual way live in the sender's memory, which ends first.
-        pipe.send_bytes(pickle.dumps((True, function(*args))))
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
