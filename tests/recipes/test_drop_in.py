@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from recipe_runs import run_recipe
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
+from torchtune.models.convert_weights import tune_to_meta
 
 from recipe_utils.loss import compute_loss_in_forward
 
@@ -76,3 +77,27 @@ def test_stock_configs_fit_their_own_model(stock):
     compute_loss_in_forward(model, config.instantiate(cfg.loss))
     for name in cfg.get("custom_sharded_layers") or []:
         model.get_submodule(name)
+
+
+def test_a_meta_checkpoint_trains_as_a_torchtune_one(weights_folder, tiny_config, tmp_path):
+    config_of_ours = tiny_config(model=tiny.UNTIED_MODEL)
+    weights = torch.load(weights_folder / "weights" / "untied.pt", weights_only=True)
+    (tmp_path / "meta").mkdir()
+    torch.save(tune_to_meta(weights), tmp_path / "meta" / "consolidated.00.pth")
+    config_of_meta = {
+        **config_of_ours,
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelMetaCheckpointer",
+            "checkpoint_dir": f"{tmp_path}/meta",
+            "checkpoint_files": ["consolidated.00.pth"],
+            "model_type": "LLAMA3",
+            "output_dir": f"{tmp_path}/out_meta",
+        },
+    }
+    ((ours, meta),) = run_distributed(run_all, 1, [config_of_ours, config_of_meta])
+    assert [m["loss"] for m in meta] == [m["loss"] for m in ours]
+    (saved,) = tmp_path.glob("out_meta/epoch_0/*.bin")
+    (saved_ours,) = tmp_path.glob("out/epoch_0/*.bin")
+    trained = torch.load(saved, weights_only=True)
+    for name, weight in tune_to_meta(torch.load(saved_ours, weights_only=True)).items():
+        assert torch.equal(trained[name], weight), name
