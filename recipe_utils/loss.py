@@ -66,6 +66,8 @@ class LinearCrossEntropyLoss(nn.Module):
         labels = targets.labels.flatten().index_select(0, targets.positions)
         weight = _plain_weight(output)
         if weight is not None:
+            if not torch.is_grad_enabled():
+                weight = weight.detach()  # or a validation would compute its gradient
             return _ChunkedLinearCrossEntropy.apply(hidden, weight, labels, self.tokens_per_chunk)
         loss = hidden.new_zeros((), dtype=_sum_dtype(hidden))
         for hidden_chunk, labels_chunk in zip(

@@ -268,3 +268,25 @@ def test_logits_that_overflow_on_ignored_positions_do_not_matter():
 def test_a_loss_that_would_be_wrong_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class CountGradientProducts(TorchDispatchMode):
+    """Counts the products that accumulate the output weight's gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func is torch.ops.aten.addmm_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("grad_enabled", "num_products"), [(True, 2), (False, 0)])
+def test_a_validation_computes_no_gradient(grad_enabled, num_products):
+    output = nn.Linear(8, 11, bias=False)
+    targets = Targets(torch.arange(6).view(1, 6), torch.arange(6))
+    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=3)
+    with torch.set_grad_enabled(grad_enabled), CountGradientProducts() as counter:
+        loss_fn(output, torch.randn(1, 6, 8), targets)
+    assert counter.num_products == num_products
