@@ -116,6 +116,8 @@ def load_samples(
         batch_sampler=indices_per_step,
         num_workers=num_workers,
         collate_fn=_keep_as_list,
+        # Of its own: from a background thread the global generator would be drawn from at any moment.
+        generator=torch.Generator(),
     )
 
 
