@@ -7,6 +7,7 @@ does not see.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,12 +66,10 @@ def count_over_ranks(
         OtherRankFailedError: a rank passed None; names the ranks. Not raised on those ranks
             themselves, who know better what happened: they get the counts of the others.
     """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    table = torch.zeros(num_ranks, 5, dtype=torch.int64)
+    row: tuple[int, ...] = ()
     if local is not None:
-        sums = local[:3] if counts_once else (0, 0, 0)
-        table[rank] = torch.tensor([1, local.num_microbatches, *sums])
-    wait_unless_closed(dist.all_reduce(table, group=group, async_op=True), closed)
+        row = (1, local.num_microbatches, *(local[:3] if counts_once else (0, 0, 0)))
+    table = gather_rows(row, 5, group, closed)
 
     ready, num_microbatches, targets, real, slots = table.unbind(1)
     if local is not None:
@@ -78,6 +77,29 @@ def count_over_ranks(
     return StepCounts(
         int(targets.sum()), int(real.sum()), int(slots.sum()), int(num_microbatches.max())
     )
+
+
+def gather_rows(
+    row: Sequence[int], width: int, group: dist.ProcessGroup | None, closed: threading.Event
+) -> torch.Tensor:
+    """Every rank's row of numbers, by one sum of a table in which each fills its own.
+
+    Args:
+        row: of this rank, at most ``width`` numbers; zeros follow a shorter one.
+        width: the same on all ranks.
+        group: a CPU (gloo) group that nothing else uses.
+        closed: once set, the other ranks are no longer waited for.
+
+    Returns:
+        Shape [ranks, width], int64.
+
+    Raises:
+        AbandonedError: ``closed`` was set first.
+    """
+    table = torch.zeros(dist.get_world_size(group), width, dtype=torch.int64)
+    table[dist.get_rank(group), : len(row)] = torch.tensor(row, dtype=torch.int64)
+    wait_unless_closed(dist.all_reduce(table, group=group, async_op=True), closed)
+    return table
 
 
 def wait_unless_closed(work: dist.Work | None, closed: threading.Event) -> None:

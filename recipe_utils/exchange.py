@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from recipe_utils.count import check_all_ready, wait_unless_closed
+from recipe_utils.count import check_all_ready, gather_rows, wait_unless_closed
 from recipe_utils.samples import Sample
 
 Deal = Callable[[Sequence[int]], list[list[int]]]
@@ -47,13 +47,11 @@ def exchange_samples(
         recipe_utils.count.OtherRankFailedError: another rank passed None.
         recipe_utils.count.AbandonedError: ``closed`` was set first.
     """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     # A row per rank: its number of samples plus one, so that 0 says it failed, and their lengths.
-    table = torch.zeros(num_ranks, 1 + max_samples, dtype=torch.int64)
+    own: list[int] = []
     if samples is not None:
         own = [len(samples) + 1, *(len(sample["tokens"]) for sample in samples)]
-        table[rank, : len(own)] = torch.tensor(own)
-    wait_unless_closed(dist.all_reduce(table, group=group, async_op=True), closed)
+    table = gather_rows(own, 1 + max_samples, group, closed)
     if samples is None:
         return []
     check_all_ready(table[:, 0])
@@ -66,9 +64,9 @@ def exchange_samples(
     if all(owner[position] == to for to, positions in enumerate(dealt) for position in positions):
         return list(samples)
 
-    me = list(dp_peers).index(rank)
+    me = list(dp_peers).index(dist.get_rank(group))
     first = sum(num_samples[:me])
-    outgoing = [b""] * num_ranks
+    outgoing = [b""] * len(table)
     for to, positions in enumerate(dealt):
         leaving = [samples[p - first] for p in positions if owner[p] == me and to != me]
         if leaving:
