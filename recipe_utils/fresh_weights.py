@@ -14,7 +14,7 @@ from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
-from recipe_utils.docstrings import build_once
+from recipe_utils.build_once import build_once
 
 
 def fresh_llama_checkpointer(

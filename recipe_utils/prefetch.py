@@ -20,7 +20,7 @@ class Prefetched(Generic[T]):
     the traceback of the thread.
 
     Args:
-        items: consumed in the background thread, from the first ``next`` on.
+        items: consumed in the background thread, which starts at once.
         depth: how many items may wait in the queue; one more is in the making. 0 prepares each item
             in the calling thread when it is asked for.
         closed: set by :meth:`close`; share it with ``items`` where these can wait for long.

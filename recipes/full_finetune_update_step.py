@@ -478,7 +478,7 @@ class FullFinetuneUpdateStep:
         )  # fmt: skip
 
     def _val_update_steps(self) -> Prefetched[UpdateStep]:
-        """The same for ``dataset_val``, in its own order and with one microbatch per step."""
+        """The same for ``dataset_val``, in its own order."""
         permutation = epoch_permutation(len(self.dataset_val), epoch=0, shuffle=False)
         global_batch_size = self.batch_size_val * self.dims.dp_degree
         num_steps = num_update_steps(len(self.dataset_val), global_batch_size, "train")

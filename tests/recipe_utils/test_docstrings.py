@@ -6,8 +6,8 @@ import re
 import pytest
 import tiny
 
+from recipe_utils.build_once import build_once
 from recipe_utils.docstrings import (
-    build_once,
     docstring_dataset,
     docstring_tokenizer,
     question_answer_pairs,
