@@ -18,6 +18,9 @@ RECIPES = {
     "full_finetune_update_step": (
         "llama3_2/5M_full_update_step",
         "llama3_2/5M_generation",
+        "llama3_2/1B_full_update_step",
+        "llama3_2/3B_full_update_step",
+        "llama3_1/8B_full_update_step",
     ),
 }
 """Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
