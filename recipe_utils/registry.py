@@ -21,6 +21,9 @@ RECIPES = {
         "llama3_2/1B_full_update_step",
         "llama3_2/3B_full_update_step",
         "llama3_1/8B_full_update_step",
+        "qwen2_5/0.5B_full_update_step",
+        "qwen2_5/1.5B_full_update_step",
+        "qwen2_5/7B_full_update_step",
     ),
 }
 """Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
