@@ -24,6 +24,9 @@ RECIPES = {
         "qwen2_5/0.5B_full_update_step",
         "qwen2_5/1.5B_full_update_step",
         "qwen2_5/7B_full_update_step",
+        "gemma2/2B_full_update_step",
+        "mistral/7B_full_update_step",
+        "phi4/14B_full_update_step",
     ),
 }
 """Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
