@@ -1,6 +1,6 @@
-"""Moves samples between the data-parallel ranks, before an update step is planned.
+"""Moves samples between the data-parallel ranks, to where the plan of an update step wants them.
 
-All in the background thread and over its CPU group. Every rank computes the same deal from the
+All in the background thread and over its CPU group. Every rank computes the same plan from the
 same lengths, so what goes where needs no further word.
 """
 
@@ -14,26 +14,32 @@ import torch.distributed as dist
 from recipe_utils.count import check_all_ready, gather_rows, wait_unless_closed
 from recipe_utils.samples import Sample
 
-Deal = Callable[[Sequence[int]], list[list[int]]]
-"""Lengths of an update step's samples, rank after rank -> their positions for each rank."""
+Plan = Callable[[Sequence[int], int], list[list[list[int]]]]
+"""Lengths of samples [tokens], number of ranks -> for each rank its microbatches of positions."""
+
+
+def group_samples(samples: Sequence[Sample], plan: Plan) -> list[list[Sample]]:
+    """The samples of each microbatch, planned for this rank alone."""
+    (microbatches,) = plan([len(sample["tokens"]) for sample in samples], 1)
+    return [[samples[position] for position in microbatch] for microbatch in microbatches]
 
 
 def exchange_samples(
     samples: Sequence[Sample] | None,
-    deal: Deal,
+    plan: Plan,
     max_samples: int,
     dp_peers: Sequence[int],
     group: dist.ProcessGroup | None,
     closed: threading.Event,
-) -> list[Sample]:
-    """Deals the samples of one update step to the ranks and sends each where it belongs.
+) -> list[list[Sample]]:
+    """Plans one update step over all ranks and sends each sample where it belongs.
 
     Every rank of ``group`` must call it once per update step, in step order: one sum of a small
     table of lengths and, unless every sample stays where it is, two all-to-alls of bytes.
 
     Args:
         samples: this rank's; None says that it could not load them.
-        deal: pure and deterministic.
+        plan: pure and deterministic.
         max_samples: the most samples a rank has.
         dp_peers: the ranks of ``group`` among which samples move, by data-parallel coordinate; with
             tensor parallelism those of the same coordinate in their group.
@@ -41,7 +47,7 @@ def exchange_samples(
         closed: once set, the other ranks are no longer waited for.
 
     Returns:
-        The samples dealt to this rank; nothing where it passed None.
+        The samples of each of this rank's microbatches; nothing where it passed None.
 
     Raises:
         recipe_utils.count.OtherRankFailedError: another rank passed None.
@@ -60,25 +66,24 @@ def exchange_samples(
     num_samples = [row[0] - 1 for row in rows]
     lengths = [length for row in rows for length in row[1 : row[0]]]
     owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
-    dealt = deal(lengths)
-    if all(owner[position] == to for to, positions in enumerate(dealt) for position in positions):
-        return list(samples)
-
+    first_of = [sum(num_samples[:source]) for source in range(len(num_samples))]
+    planned = plan(lengths, len(dp_peers))
     me = list(dp_peers).index(dist.get_rank(group))
-    first = sum(num_samples[:me])
-    outgoing = [b""] * len(table)
-    for to, positions in enumerate(dealt):
-        leaving = [samples[p - first] for p in positions if owner[p] == me and to != me]
-        if leaving:
-            outgoing[dp_peers[to]] = pickle.dumps(leaving)
-    incoming = _all_to_all(outgoing, group, closed)
+    held = {first_of[me] + i: sample for i, sample in enumerate(samples)}
 
-    mine = []
-    arrived = [iter(pickle.loads(incoming[peer]) if incoming[peer] else ()) for peer in dp_peers]
-    for position in dealt[me]:
-        source = owner[position]
-        mine.append(samples[position - first] if source == me else next(arrived[source]))
-    return mine
+    moves = [
+        [p for microbatch in microbatches for p in microbatch if owner[p] != to]
+        for to, microbatches in enumerate(planned)
+    ]
+    if any(moves):
+        outgoing = [b""] * len(table)
+        for to, positions in enumerate(moves):
+            leaving = {p: samples[p - first_of[me]] for p in positions if owner[p] == me}
+            if leaving:
+                outgoing[dp_peers[to]] = pickle.dumps(leaving)
+        for part in _all_to_all(outgoing, group, closed):
+            held.update(pickle.loads(part) if part else {})
+    return [[held[p] for p in microbatch] for microbatch in planned[me]]
 
 
 def _all_to_all(

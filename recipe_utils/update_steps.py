@@ -6,19 +6,17 @@ their microbatches and how many target tokens they hold over all data-parallel (
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from recipe_utils.collate import Microbatch, collate_empty_microbatch, collate_microbatch
+from recipe_utils.collate import Collate, Microbatch, collate_empty_microbatch
 from recipe_utils.count import RankCounts, StepCounts, count_over_ranks
+from recipe_utils.exchange import Plan, group_samples
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.samples import Sample, load_samples
 
-CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
-Exchange = Callable[..., list[Sample]]
-Plan = Callable[[Sequence[int]], list[list[int]]]
+Exchange = Callable[..., list[list[Sample]]]
 
 
 class UpdateStep:
@@ -56,7 +54,7 @@ def prefetch_update_steps(
     indices_per_step: Sequence[list[int]],
     *,
     plan: Plan,
-    collate_fn: CollateFn,
+    collate: Collate,
     ignore_index: int,
     dp_degree: int,
     counts_once: bool,
@@ -73,15 +71,15 @@ def prefetch_update_steps(
     Args:
         dataset: map-style dataset of samples.
         indices_per_step: for each update step, this DP rank's dataset indices; may be empty.
-        plan: lengths of the samples [tokens] -> microbatches of positions.
-        collate_fn: samples -> dict of tensors, see :func:`recipe_utils.collate.collate_microbatch`.
+        plan: of :mod:`recipe_utils.plan`, with all but lengths and ranks bound.
+        collate: of :mod:`recipe_utils.collate`, with all but the samples bound.
         ignore_index: the label of positions that are no targets.
         dp_degree: number of ranks that hold different data.
         counts_once: False on ranks whose data another rank counts already.
         group: a CPU (gloo) group of all ranks that nothing else uses while this runs.
         depth: update steps that may wait ready; 0 prepares each when it is asked for.
-        exchange: moves samples between the ranks before the plan is made, see
-            :func:`recipe_utils.exchange.exchange_samples`; None leaves them where they are.
+        exchange: :func:`recipe_utils.exchange.exchange_samples` with all but samples, plan and
+            ``closed`` bound, to plan over all ranks. None leaves every sample on its rank.
         num_workers: DataLoader worker processes; 0 loads in the background thread.
         pin_memory: put tensors into page-locked memory, for devices that copy from there.
 
@@ -101,22 +99,18 @@ def prefetch_update_steps(
                 if stand_in is None and dp_degree > 1:
                     # Now, since nothing may fail any more once the ranks have agreed on the step.
                     sample = samples[0] if samples else dataset[0]
-                    stand_in = collate_empty_microbatch(sample, collate_fn, ignore_index)
+                    stand_in = collate_empty_microbatch(sample, collate, ignore_index)
             except Exception:
                 # The other ranks learn of it in the collective that they enter next.
                 if exchange is not None:
-                    exchange(None, closed=closed)
+                    exchange(None, plan, closed=closed)
                 else:
                     count_over_ranks(None, counts_once, group, closed)
                 raise
-            if exchange is not None:
-                samples = exchange(samples, closed=closed)
+            moved = exchange(samples, plan, closed=closed) if exchange is not None else None
             try:
-                groups = plan([len(sample["tokens"]) for sample in samples])
-                microbatches = [
-                    collate_microbatch([samples[i] for i in group], collate_fn, ignore_index)
-                    for group in groups
-                ]
+                parts = group_samples(samples, plan) if moved is None else moved
+                microbatches = [collate(part) for part in parts]
             except Exception:
                 count_over_ranks(None, counts_once, group, closed)
                 raise

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SUPPORT = str(Path(__file__).parent / "support")
 # The fork server and `tune run` start fresh interpreters, which must find the tests' components.
@@ -15,6 +16,10 @@ sys.path.insert(0, SUPPORT)
 sys.path.append(str(Path(__file__).parents[1]))
 
 import recipe_runs  # noqa: E402
+
+# No test is timed: the machine may be busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 from torchtune.data import padded_collate_sft
 
+from recipe_utils.collate import collate_microbatch
 from recipe_utils.count import OtherRankFailedError, StepCounts
 from recipe_utils.parallelism import init_process_group
 from recipe_utils.plan import plan_in_order
@@ -35,7 +36,7 @@ def num_targets(samples):
 def update_steps(samples, indices_per_step, collate_fn=COLLATE, **changes):
     arguments = {
         "plan": partial(plan_in_order, batch_size=2),
-        "collate_fn": collate_fn,
+        "collate": partial(collate_microbatch, collate_fn=collate_fn, ignore_index=tiny.IGNORE),
         "ignore_index": tiny.IGNORE,
         "dp_degree": dist.get_world_size(),
         "counts_once": True,
