@@ -30,8 +30,9 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 from recipe_utils import config_checks, parallelism
-from recipe_utils.collate import Microbatch
-from recipe_utils.exchange import exchange_samples
+from recipe_utils.collate import Collate, Microbatch, collate_microbatch, collate_packed_microbatch
+from recipe_utils.document_attention import attend_within_documents, other_attention
+from recipe_utils.exchange import Plan, exchange_samples
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
 from recipe_utils.model import (
@@ -43,12 +44,12 @@ from recipe_utils.model import (
 )
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
-from recipe_utils.plan import PLANS, MicrobatchCost, deal_evenly
+from recipe_utils.plan import PLANS, MicrobatchCost
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.profiler import UpdateStepProfiler
 from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
 from recipe_utils.samples import CheckedDataset
-from recipe_utils.update_steps import Plan, UpdateStep, prefetch_update_steps
+from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
 
 log = utils.get_logger("INFO")
 
@@ -144,11 +145,7 @@ class FullFinetuneUpdateStep:
         self.max_seq_len = getattr(self.tokenizer, "max_seq_len", None)
 
         with problems.collect("collate_fn: "):
-            self.collate = partial(
-                _get_component_from_path(self.collate_fn),
-                padding_idx=self.tokenizer.pad_id,
-                ignore_idx=self.loss_fn.ignore_index,
-            )
+            _get_component_from_path(self.collate_fn)
         self.dataset = self._load_dataset(cfg, "dataset", problems)
         if self.run_val_every_n_steps is not None:
             self.dataset_val = self._load_dataset(cfg, "dataset_val", problems)
@@ -176,9 +173,36 @@ class FullFinetuneUpdateStep:
                 f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are left "
                 "out of every epoch, other ones each time"
             )
+        # Compiled code and flex attention are made for one shape.
+        self.has_static_shapes = bool(self.compile) or self.device.type != "cpu"
+        other = other_attention(self.model)
+        self.merges_packed_rows = other is None and not self.has_static_shapes
+        if self.microbatching == "packed" and other is not None:
+            problems.add(
+                f"microbatching=packed: the model's {other} cannot keep documents of a row apart; set "
+                "microbatching=least_padding"
+            )
+        if (
+            self.microbatching == "packed"
+            and self.has_static_shapes
+            and self._max_tokens(self.batch_size) is None
+        ):
+            problems.add(
+                "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len "
+                "rows have no fixed length, which compile=True and CUDA need; set one of the two"
+            )
         with problems.collect():
             self.microbatch_cost = MicrobatchCost(
                 equal_attention_length=equal_attention_length(self.model)
+            )
+            longest_sample = vocab_size_and_max_seq_len(self.model)[1]
+            attend_within_documents(
+                self.model,
+                self.device,
+                max_row_length=max(
+                    self.max_tokens_per_microbatch or 0,
+                    max(self.batch_size, self.batch_size_val) * longest_sample,
+                ),
             )
             compute_loss_in_forward(self.model, self.loss_fn)
             self.model = parallelize_model(
@@ -416,15 +440,20 @@ class FullFinetuneUpdateStep:
         if self.microbatching == "in_order" and self.max_tokens_per_microbatch is not None:
             problems.add(
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: microbatching="
-                "in_order counts samples, not tokens; set microbatching=least_padding"
+                "in_order counts samples, not tokens; set microbatching=packed or least_padding"
             )
         if self.microbatching == "in_order" and self.balance_over_ranks:
             problems.add(
                 "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
-                "microbatching=least_padding"
+                "microbatching=packed or least_padding"
             )
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
+        if self.microbatching == "packed" and cfg.get("collate_fn") is not None:
+            problems.add(
+                f"collate_fn={self.collate_fn}: microbatching=packed makes its rows itself; leave the key "
+                "out, or set microbatching=least_padding"
+            )
         if "left_pad_sequence" in self.collate_fn:
             problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
         if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
@@ -501,7 +530,6 @@ class FullFinetuneUpdateStep:
         if self.balance_over_ranks and self.dims.dp_degree > 1:
             exchange = partial(
                 exchange_samples,
-                deal=partial(deal_evenly, num_ranks=self.dims.dp_degree, cost=self.microbatch_cost),
                 max_samples=global_batch_size // self.dims.dp_degree,
                 dp_peers=parallelism.dp_peers_of(self.mesh),
                 group=count_group,
@@ -515,7 +543,7 @@ class FullFinetuneUpdateStep:
                 for step in range(num_steps)
             ],
             plan=self._plan(batch_size),
-            collate_fn=self.collate,
+            collate=self._collate(batch_size),
             ignore_index=self.loss_fn.ignore_index,
             dp_degree=self.dims.dp_degree,
             counts_once=parallelism.is_first_in_tp_group(self.mesh),
@@ -527,14 +555,39 @@ class FullFinetuneUpdateStep:
         )
 
     def _plan(self, batch_size: int) -> Plan:
-        """How this rank's samples of an update step become microbatches, given their lengths."""
-        plan = partial(PLANS[self.microbatching], batch_size=batch_size)
+        """How samples of an update step become microbatches, given their lengths."""
+        plan: Plan = partial(PLANS[self.microbatching], batch_size=batch_size)
         if self.microbatching == "in_order":
             return plan
-        max_tokens = self.max_tokens_per_microbatch
-        if max_tokens is None and self.max_seq_len is not None:
-            max_tokens = batch_size * self.max_seq_len
-        return partial(plan, max_tokens_per_microbatch=max_tokens, cost=self.microbatch_cost)
+        return partial(
+            plan,
+            max_tokens_per_microbatch=self._max_tokens(batch_size),
+            cost=self.microbatch_cost,
+        )
+
+    def _max_tokens(self, batch_size: int) -> int | None:
+        """Bound on the slots of a microbatch; None where nothing bounds the samples."""
+        if self.max_tokens_per_microbatch is None and self.max_seq_len is not None:
+            return batch_size * self.max_seq_len
+        return self.max_tokens_per_microbatch
+
+    def _collate(self, batch_size: int) -> Collate:
+        """How the samples of a microbatch become tensors."""
+        ignore_index, pad_id = self.loss_fn.ignore_index, self.tokenizer.pad_id
+        if self.microbatching == "packed":
+            return partial(
+                collate_packed_microbatch,
+                ignore_index=ignore_index,
+                padding_idx=pad_id,
+                row_length=self._max_tokens(batch_size) if self.has_static_shapes else None,
+            )
+        collate_fn = _get_component_from_path(self.collate_fn)
+        return partial(
+            collate_microbatch,
+            collate_fn=partial(collate_fn, padding_idx=pad_id, ignore_idx=ignore_index),
+            ignore_index=ignore_index,
+            merge_packed_rows=self.merges_packed_rows,
+        )
 
     def _restore_progress(self, checkpoint: dict[str, Any]) -> None:
         """Goes on at the end of the epoch that was saved last."""

@@ -8,7 +8,12 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.collate import collate_empty_microbatch, collate_microbatch
+from recipe_utils.collate import (
+    collate_empty_microbatch,
+    collate_microbatch,
+    collate_packed_microbatch,
+    num_real_tokens,
+)
 
 COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=tiny.IGNORE)
 
@@ -91,13 +96,70 @@ def test_a_full_packed_row_has_no_padding_to_discount():
     assert collate(packed_rows(samples)).num_real_tokens == 64
 
 
-def test_tokens_of_packed_rows_attend_within_their_document_only():
+def test_packed_rows_carry_the_lengths_of_their_documents():
     rows = packed_rows(tiny.make_samples(20))
-    mask = collate(rows).to(torch.device("cpu")).inputs["mask"]
-    for row, row_mask in zip(rows, mask, strict=True):
-        document = torch.arange(len(row["seq_lens"])).repeat_interleave(row["seq_lens"])
-        same_document = document[:, None] == document[None, :]
-        assert torch.equal(row_mask.bool().squeeze(0), same_document.tril())
+    for row, lengths in zip(rows, collate(rows).inputs["document_lengths"], strict=True):
+        assert lengths == [length for length in row["seq_lens"].tolist() if length]
+        assert sum(lengths) == 64
+
+
+def documents_of(microbatch):
+    """Tokens and targets of each document of a microbatch of one row."""
+    (lengths,) = microbatch.inputs["document_lengths"]
+    return [
+        (tokens.tolist(), labels.tolist())
+        for tokens, labels in zip(
+            microbatch.inputs["tokens"][0].split(lengths),
+            microbatch.targets.labels[0].split(lengths),
+            strict=True,
+        )
+    ]
+
+
+def test_a_packed_microbatch_is_its_samples_one_after_the_other():
+    samples = tiny.make_samples(9, num_without_targets=2, mask_prompts=False)
+    microbatch = collate_packed_microbatch(samples, tiny.IGNORE)
+    assert documents_of(microbatch) == [
+        (sample["tokens"], [*sample["labels"][1:], tiny.IGNORE]) for sample in samples
+    ]
+    positions = [i for sample in samples for i in range(len(sample["tokens"]))]
+    assert microbatch.inputs["input_pos"].tolist() == [positions]
+    assert microbatch.num_slots == microbatch.num_real_tokens == len(positions)
+    assert microbatch.num_target_tokens == sum(num_targets(sample) for sample in samples)
+
+
+def test_a_row_length_adds_padding_as_a_document_of_its_own():
+    samples = tiny.make_samples(3)
+    unpadded = collate_packed_microbatch(samples, tiny.IGNORE)
+    num_real = unpadded.num_real_tokens
+    padded = collate_packed_microbatch(samples, tiny.IGNORE, padding_idx=5, row_length=num_real + 7)
+    assert documents_of(padded) == [*documents_of(unpadded), ([5] * 7, [tiny.IGNORE] * 7)]
+    assert (padded.num_real_tokens, padded.num_slots) == (num_real, num_real + 7)
+    longer = collate_packed_microbatch(samples, tiny.IGNORE, row_length=num_real - 1)
+    assert documents_of(longer) == documents_of(unpadded)
+
+
+@pytest.mark.parametrize("split_across_pack", [False, True])
+def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(split_across_pack):
+    rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
+    stacked = collate(rows)
+    merged = collate_microbatch(rows, COLLATE, tiny.IGNORE, merge_packed_rows=True)
+    assert merged.num_slots == merged.num_real_tokens == stacked.num_real_tokens
+    expected = {"tokens": [], "input_pos": [], "labels": []}
+    for i, row in enumerate(rows):
+        num_real = num_real_tokens(row, tiny.IGNORE)
+        expected["tokens"] += stacked.inputs["tokens"][i, :num_real].tolist()
+        expected["input_pos"] += stacked.inputs["input_pos"][i, :num_real].tolist()
+        expected["labels"] += stacked.targets.labels[i, :num_real].tolist()
+    assert merged.inputs["tokens"].tolist() == [expected["tokens"]]
+    assert merged.inputs["input_pos"].tolist() == [expected["input_pos"]]
+    assert merged.targets.labels.tolist() == [expected["labels"]]
+    assert sum(merged.inputs["document_lengths"][0]) == merged.num_slots
+
+
+def test_samples_of_more_than_text_are_not_packed():
+    with pytest.raises(ValueError, match="a sample has image"):
+        collate_packed_microbatch([{**tiny.make_samples(1)[0], "image": 0}], tiny.IGNORE)
 
 
 @pytest.mark.parametrize("kind", ["text", "packed", "with_image"])
@@ -112,7 +174,9 @@ def test_an_empty_microbatch_has_neither_targets_nor_real_tokens(kind):
         def collate_fn(samples):
             return {**COLLATE(samples), "images": torch.stack([s["image"] for s in samples])}
 
-    microbatch = collate_empty_microbatch(sample, collate_fn, tiny.IGNORE)
+    microbatch = collate_empty_microbatch(
+        sample, lambda samples: collate(samples, collate_fn), tiny.IGNORE
+    )
     assert microbatch.num_target_tokens == len(microbatch.targets.positions) == 0
     assert bool((microbatch.targets.labels == tiny.IGNORE).all())
     assert microbatch.num_real_tokens == 0
@@ -125,7 +189,7 @@ def test_an_empty_microbatch_has_neither_targets_nor_real_tokens(kind):
 def test_an_empty_microbatch_leaves_its_sample_as_it_was():
     row = packed_rows(tiny.make_samples(3))[0]
     labels = row["labels"].clone()
-    collate_empty_microbatch(row, COLLATE, tiny.IGNORE)
+    collate_empty_microbatch(row, collate, tiny.IGNORE)
     assert torch.equal(row["labels"], labels)
 
 

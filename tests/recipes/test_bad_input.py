@@ -57,6 +57,22 @@ BAD_CONFIGS = {
         {"microbatching": "least_padding", "max_tokens_per_microbatch": 0},
         "max_tokens_per_microbatch=0: it must be at least 1",
     ),
+    "packing with a collate function": (
+        {"microbatching": "packed", "collate_fn": "tiny.collate_images"},
+        "collate_fn=tiny.collate_images",
+    ),
+    "packing with attention of another kind": (
+        {"microbatching": "packed", "model": tiny.GEMMA2_MODEL},
+        "microbatching=packed: the model's Gemma2Attention",
+    ),
+    "packing compiled, without a length": (
+        {
+            "microbatching": "packed",
+            "compile": True,
+            "tokenizer": {"_component_": "tiny.tiny_tokenizer", "max_seq_len": None},
+        },
+        "without max_tokens_per_microbatch",
+    ),
     "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),
     "sync": ({"gradient_sync": "never"}, "gradient_sync=never: unknown"),

@@ -10,7 +10,7 @@ from recipe_runs import recipe_class, run_recipe
 TIMEOUT_SECONDS = 15
 
 
-PLANS = pytest.mark.parametrize("microbatching", ["in_order", "least_padding"])
+PLANS = pytest.mark.parametrize("microbatching", ["in_order", "packed"])
 
 
 @PLANS

@@ -58,6 +58,8 @@ SPLITS = [
     (4, "last_microbatch", "least_padding"),
     (4, "each_microbatch", "in_order"),
     (2, "each_microbatch", "least_padding"),
+    (1, "last_microbatch", "packed"),
+    (4, "each_microbatch", "packed"),
 ]
 
 
@@ -82,7 +84,7 @@ def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_refere
             **STEP_OF_16,
             **dims,
         )
-        for batch_size, gradient_sync, microbatching in SPLITS[:: 2 if "tp" in layout else 1]
+        for batch_size, gradient_sync, microbatching in SPLITS[:: 3 if "tp" in layout else 1]
     ]
     for splits in run_distributed(gradients_of_all_splits, world_size, configs):
         for gradients in splits:
@@ -105,6 +107,14 @@ MUTANTS = {
         2,
         ("counts_once=parallelism.is_first_in_tp_group(self.mesh)", "counts_once=True"),
     ),
+    "documents of a row seen by each other": (
+        1,
+        (
+            "            attend_within_documents(",
+            "            (lambda model, *_, **__: model.register_forward_pre_hook(lambda _, args, kwargs: "
+            "(args, {k: kwargs[k] for k in kwargs if k != 'document_lengths'}), with_kwargs=True))(",
+        ),
+    ),
     "no sync at the last microbatch": (
         2,
         ("is_last, self.gradient_sync)", "False, 'last_microbatch')"),
@@ -119,6 +129,8 @@ def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_refe
         pytest.skip("one model is enough")
     world_size, mutation = MUTANTS[mutant]
     dims = {"tensor_parallel_dim": 2, **TP_PLAN} if "tensor-parallel" in mutant else {}
+    if "documents" in mutant:
+        dims = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
     config = tiny_config(model=sizes, batch_size=2, **STEP_OF_16, **dims)
     (gradients, *_) = run_distributed(
         run_recipe_recording_gradients, world_size, config, mutation, expect_failures=True

@@ -42,6 +42,7 @@ def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, on
             (1, "in_order"),
             (4, "in_order"),
             (4, "least_padding"),
+            (4, "packed"),
             (16, "in_order"),
         )
         if b * world_size <= 16

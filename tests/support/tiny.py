@@ -37,15 +37,31 @@ UNTIED_MODEL = {
 }
 
 
+GEMMA2_MODEL = {
+    "_component_": "torchtune.models.gemma2.gemma2",
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "num_kv_heads": 1,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+}
+"""Attention of its own kind, with a sliding window and tied embeddings."""
+
+
 class TinyTokenizer:
     """Knows nothing but the padding id; the tiny datasets hold tokens already."""
 
     pad_id = 0
-    max_seq_len = 64
+
+    def __init__(self, max_seq_len: int | None) -> None:
+        self.max_seq_len = max_seq_len
 
 
-def tiny_tokenizer() -> TinyTokenizer:
-    return TinyTokenizer()
+def tiny_tokenizer(max_seq_len: int | None = 64) -> TinyTokenizer:
+    return TinyTokenizer(max_seq_len)
 
 
 class Samples(Dataset[dict[str, Any]]):
