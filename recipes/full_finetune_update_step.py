@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from recipe_utils import config_checks, parallelism
 from recipe_utils.collate import Collate, Microbatch, collate_microbatch, collate_packed_microbatch
+from recipe_utils.device_copy import copy_ahead
 from recipe_utils.document_attention import attend_within_documents, other_attention
 from recipe_utils.exchange import Plan, exchange_samples
 from recipe_utils.loss import compute_loss_in_forward
@@ -279,8 +280,7 @@ class FullFinetuneUpdateStep:
             target token [nats]. And the gradient norm before clipping, where it was measured.
         """
         loss = torch.zeros((), device=self.device)
-        for microbatch, is_last in step:
-            microbatch = microbatch.to(self.device)
+        for microbatch, is_last in copy_ahead(step, self.device):
             with gradient_sync(self.model, is_last, self.gradient_sync):
                 # The scale holds the target tokens of all microbatches on all ranks, so every target
                 # weighs the same and the accumulated gradient is final.
@@ -304,8 +304,8 @@ class FullFinetuneUpdateStep:
         num_target_tokens = 0
         with self._val_update_steps() as steps:
             for step in steps:
-                for microbatch, _ in step:
-                    loss_sum += self.loss_sum(microbatch.to(self.device))
+                for microbatch, _ in copy_ahead(step, self.device):
+                    loss_sum += self.loss_sum(microbatch)
                 num_target_tokens += step.num_target_tokens
         self.model.train()
         return mean_over_ranks(loss_sum) * self.dims.dp_degree / max(num_target_tokens, 1)

@@ -100,7 +100,10 @@ MUTANTS = {
     ),
     "a microbatch left out": (
         1,
-        ("microbatch = microbatch.to(self.device)", "if is_last: continue"),
+        (
+            "            with gradient_sync(",
+            "            if is_last: continue\n            with gradient_sync(",
+        ),
     ),
     "scale of one rank": (2, ("* step.loss_scale", "/ step.num_target_tokens")),
     "tensor-parallel ranks counted twice": (
