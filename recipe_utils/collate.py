@@ -107,7 +107,7 @@ def collate_packed_microbatch(
     samples: Sequence[Sample],
     ignore_index: int,
     padding_idx: int = 0,
-    row_length: int | None = None,
+    row_multiple: int | None = None,
 ) -> Microbatch:
     """Makes one microbatch of one row, in which sample follows sample.
 
@@ -118,8 +118,8 @@ def collate_packed_microbatch(
         samples: at least one, of text.
         ignore_index: the label of positions that are no targets.
         padding_idx: the token to pad with.
-        row_length: pads the row to so many tokens, as one more document; a longer row stays as it is.
-            None for no padding.
+        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
+            padding.
 
     Raises:
         ValueError: a sample holds something else than text.
@@ -142,8 +142,8 @@ def collate_packed_microbatch(
         own_positions = sample.get("input_pos", torch.arange(num_real))
         positions.append(torch.as_tensor(own_positions)[:num_real])
     num_real = sum(lengths)
-    if row_length is not None and row_length > num_real:
-        lengths.append(row_length - num_real)
+    if row_multiple is not None and num_real % row_multiple:
+        lengths.append(-num_real % row_multiple)
         tokens.append(torch.full((lengths[-1],), padding_idx))
         labels.append(torch.full((lengths[-1],), ignore_index))
         positions.append(torch.zeros(lengths[-1], dtype=torch.long))

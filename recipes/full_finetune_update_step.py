@@ -13,6 +13,7 @@ Read ``update`` for the mathematics and ``train`` for the order of things. To ch
 Written for recipe_utils 0.1 and torchtune 0.6.1.
 """
 
+import math
 import sys
 from functools import partial
 from typing import Any
@@ -174,7 +175,7 @@ class FullFinetuneUpdateStep:
                 f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are left "
                 "out of every epoch, other ones each time"
             )
-        # Compiled code and flex attention are made for one shape.
+        # Compiled code and flex attention are made for each shape that they meet.
         self.has_static_shapes = bool(self.compile) or self.device.type != "cpu"
         other = other_attention(self.model)
         self.merges_packed_rows = other is None and not self.has_static_shapes
@@ -200,10 +201,8 @@ class FullFinetuneUpdateStep:
             attend_within_documents(
                 self.model,
                 self.device,
-                max_row_length=max(
-                    self.max_tokens_per_microbatch or 0,
-                    max(self.batch_size, self.batch_size_val) * longest_sample,
-                ),
+                max_row_length=(self.max_tokens_per_microbatch or 0)
+                + max(self.batch_size, self.batch_size_val) * longest_sample,
             )
             compute_loss_in_forward(self.model, self.loss_fn)
             self.model = parallelize_model(
@@ -571,6 +570,13 @@ class FullFinetuneUpdateStep:
             return batch_size * self.max_seq_len
         return self.max_tokens_per_microbatch
 
+    def _row_multiple(self, batch_size: int) -> int | None:
+        """Packed rows have one length for compiled layers, one of four for flex attention alone."""
+        max_tokens = self._max_tokens(batch_size)
+        if not self.has_static_shapes or max_tokens is None:
+            return None
+        return max_tokens if self.compile else math.ceil(max_tokens / 4)
+
     def _collate(self, batch_size: int) -> Collate:
         """How the samples of a microbatch become tensors."""
         ignore_index, pad_id = self.loss_fn.ignore_index, self.tokenizer.pad_id
@@ -579,7 +585,7 @@ class FullFinetuneUpdateStep:
                 collate_packed_microbatch,
                 ignore_index=ignore_index,
                 padding_idx=pad_id,
-                row_length=self._max_tokens(batch_size) if self.has_static_shapes else None,
+                row_multiple=self._row_multiple(batch_size),
             )
         collate_fn = _get_component_from_path(self.collate_fn)
         return partial(

@@ -128,15 +128,22 @@ def test_a_packed_microbatch_is_its_samples_one_after_the_other():
     assert microbatch.num_target_tokens == sum(num_targets(sample) for sample in samples)
 
 
-def test_a_row_length_adds_padding_as_a_document_of_its_own():
+def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
     samples = tiny.make_samples(3)
     unpadded = collate_packed_microbatch(samples, tiny.IGNORE)
     num_real = unpadded.num_real_tokens
-    padded = collate_packed_microbatch(samples, tiny.IGNORE, padding_idx=5, row_length=num_real + 7)
-    assert documents_of(padded) == [*documents_of(unpadded), ([5] * 7, [tiny.IGNORE] * 7)]
-    assert (padded.num_real_tokens, padded.num_slots) == (num_real, num_real + 7)
-    longer = collate_packed_microbatch(samples, tiny.IGNORE, row_length=num_real - 1)
-    assert documents_of(longer) == documents_of(unpadded)
+    for multiple in (num_real + 7, (num_real + 7) // 2):
+        padded = collate_packed_microbatch(
+            samples, tiny.IGNORE, padding_idx=5, row_multiple=multiple
+        )
+        rest = -num_real % multiple
+        assert documents_of(padded) == [
+            *documents_of(unpadded),
+            ([5] * rest, [tiny.IGNORE] * rest),
+        ]
+        assert (padded.num_real_tokens, padded.num_slots) == (num_real, num_real + rest)
+    full = collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=num_real)
+    assert documents_of(full) == documents_of(unpadded)
 
 
 @pytest.mark.parametrize("split_across_pack", [False, True])

@@ -1,5 +1,6 @@
 """Loss curves: the same for every split and layout, and those of the stock recipe and of others."""
 
+import os
 import runpy
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, on
     assert len(one_process_losses) == 10
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
         assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
+
+
+def run_compiled(config):
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
+    return run_recipe({**config, "compile": True})
+
+
+def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, one_process_losses):
+    """A budget below some samples: each of those has a row of twice the length."""
+    config = tiny_config(
+        dataset=DATA,
+        batch_size=4,
+        gradient_accumulation_steps=4,
+        microbatching="packed",
+        max_tokens_per_microbatch=39,
+    )
+    (logged,) = run_distributed(run_compiled, 1, config)
+    assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
 
 
 def run_stock_recipe(config):
