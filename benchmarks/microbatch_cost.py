@@ -24,7 +24,7 @@ from torchtune import config, training
 from recipe_utils.collate import Targets
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.model import equal_attention_length, vocab_size_and_max_seq_len
-from recipe_utils.plan import MicrobatchCost
+from recipe_utils.plan import ATTENTION_SLOWNESS, MicrobatchCost
 from recipe_utils.registry import config_path
 
 
@@ -70,9 +70,10 @@ def main() -> None:
         print(f"| {rows} x {longest} | {rows * longest} | {measured * 1e3:.2f} | {fit * 1e3:.2f} |")
     print(f"\nMedian relative error of the fit: {np.median(np.abs(fitted / times - 1)):.1%}")
     print(f"overhead_slots: fitted {c / a:.0f}, used {MicrobatchCost().overhead_slots:.0f}")
+    theory = equal_attention_length(model) * ATTENTION_SLOWNESS
     print(
-        f"equal_attention_length: fitted {a / b:.0f}, used (N / (L * d)) "
-        f"{equal_attention_length(model):.0f}"
+        f"equal_attention_length: fitted {a / b:.0f}, N / (L * d) {theory:.0f}; "
+        f"attention's slowness: fitted {theory * b / a:.1f}, used {ATTENTION_SLOWNESS:.1f}"
     )
 
 

@@ -14,6 +14,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from recipe_utils.parallelism import shard_model
+from recipe_utils.plan import ATTENTION_SLOWNESS
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -31,11 +32,11 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
 
 
 def equal_attention_length(model: nn.Module) -> float:
-    """N / (L * d) of :class:`recipe_utils.plan.MicrobatchCost` [tokens]."""
+    """Of :class:`recipe_utils.plan.MicrobatchCost` [tokens]: N / (L * d) over attention's slowness."""
     decoder: Any = getattr(model, "decoder", model)
     num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
     embed_dim = decoder.num_heads * decoder.head_dim
-    return num_parameters / (len(decoder.layers) * embed_dim)
+    return num_parameters / (len(decoder.layers) * embed_dim) / ATTENTION_SLOWNESS
 
 
 def parallelize_model(

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from recipe_runs import ListLogger, run_recipe
 
 STOCK_RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
-DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
+NUM_STEPS = 20
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 
 
@@ -29,8 +30,12 @@ def one_process_losses(tiny_config):
     return losses(run_distributed(run_recipe, 1, config)[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, one_process_losses):
+@pytest.mark.parametrize(
+    ("world_size", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)], ids=["1", "2", "4", "hsdp-2x2"]
+)
+def test_the_same_global_batch_gives_the_same_losses(
+    world_size, replicate, tiny_config, one_process_losses
+):
     configs = [
         tiny_config(
             dataset=DATA,
@@ -38,6 +43,7 @@ def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, on
             global_batch_size=16,
             gradient_accumulation_steps=...,
             microbatching=microbatching,
+            data_parallel_replicate_dim=replicate,
         )
         for b, microbatching in (
             (1, "in_order"),
@@ -48,7 +54,7 @@ def test_the_same_global_batch_gives_the_same_losses(world_size, tiny_config, on
         )
         if b * world_size <= 16
     ]
-    assert len(one_process_losses) == 10
+    assert len(one_process_losses) == NUM_STEPS
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
         assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
 
