@@ -62,7 +62,7 @@ CONFIG_KEYS = frozenset(
 # Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
 # last steps would be timed without any such work.
 SPARE_STEPS = 4
-# OpenMP's threads spin a little after a step; the next peer's time starts when they sleep.
+# For the last peer's threads to be stopped before the next one's time starts.
 SETTLE_SECONDS = 0.02
 PACKAGES = ("torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step")
 
@@ -101,37 +101,33 @@ class BenchmarkTokensPerSecond:
         """Starts all peers anew, lets them take turns and ends them."""
         running: dict[str, PeerProcesses] = {}
         losses: dict[str, list[float]] = {}
+        bar = tqdm(total=self.num_steps, desc=f"round {number}/{self.num_rounds}")
         try:
             for peer in self._living_peers():
-                try:
-                    running[peer.name] = self._start(peer, f"round_{number}_rank_{{rank}}.log")
-                    # Loading and the first step; one peer after the other, so none waits for another.
-                    reports = running[peer.name].receive()
-                    losses[peer.name] = list(reports[0].losses)
-                except PeerDiedError as error:
-                    self._note_death(peer.name, error, running)
-            bar = tqdm(total=self.num_steps - 1, desc=f"round {number}/{self.num_rounds}")
-            for step in range(2, self.num_steps + 1):
+                running[peer.name] = self._start(peer, "turns", peer.config, f"_{number}")
+                losses[peer.name] = []
+            for step in range(1, self.num_steps + 1):
                 names = list(running)
-                first = step % max(len(names), 1)
+                first = step % len(names)
                 for name in names[first:] + names[:first]:
                     time.sleep(SETTLE_SECONDS)
                     try:
                         seconds, reports = running[name].take_turn()
                     except PeerDiedError as error:
-                        self._note_death(name, error, running)
+                        self._go_on_without(name, error)
+                        running.pop(name).kill()
                         continue
                     losses[name] += reports[0].losses
                     if step > self.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
                 bar.update(1)
-            bar.close()
-            for name in list(running):
+            for name, processes in running.items():
                 try:
-                    losses[name] += running[name].finish()
+                    losses[name] += processes.finish()
                 except PeerDiedError as error:
-                    self._note_death(name, error, running)
+                    self._go_on_without(name, error)
         finally:
+            bar.close()
             for processes in running.values():
                 processes.kill()
         for name, of_round in losses.items():
@@ -139,35 +135,29 @@ class BenchmarkTokensPerSecond:
 
     def measure_exactness(self) -> None:
         """Compares each peer's gradients with those of one big batch; nothing is timed."""
-        folder = Path(self.output_dir, "references")
-        reference = self.peers[0]
-        jobs: list[tuple[Peer, str]] = [(reference, "references")]
+        jobs = [(self.peers[0], "references")]
         jobs += [(peer, "gradient_errors") for peer in self._living_peers()]
-        for peer, job in tqdm(jobs, desc="gradients"):
-            spec = write_spec(
-                self._folder(peer) / f"{job}.json",
-                job,
-                peer.kind,
-                crafted_config(peer.config, self.num_ranks),
-                references=str(folder),
-            )
-            num_ranks = 1 if job == "references" else self.num_ranks
-            log_path = self._folder(peer) / f"{job}_rank_{{rank}}.log"
-            processes = PeerProcesses(
-                peer.name, spec, num_ranks, log_path, self.step_timeout_seconds
-            )
-            try:
-                errors = processes.receive()[0]
-            except PeerDiedError as error:
-                log.warning(str(error))
-                if job == "references":
-                    return
-                errors = "failed, see the log"
-            finally:
+        running: list[PeerProcesses] = []
+        try:
+            for peer, job in jobs:
+                crafted = crafted_config(peer.config, self.num_ranks)
+                num_ranks = 1 if job == "references" else self.num_ranks
+                running.append(self._start(peer, job, crafted, num_ranks=num_ranks))
+            for (peer, job), processes in zip(tqdm(jobs, desc="gradients"), running, strict=True):
+                try:
+                    _, messages = processes.take_turn()
+                except PeerDiedError as error:
+                    if job == "references":
+                        raise
+                    log.warning(str(error))
+                    messages = ["failed, see the log"]
                 processes.kill()
-            if job == "gradient_errors":
-                self.errors[peer.name] = errors
-        for file in folder.glob("*.pt"):
+                if job == "gradient_errors":
+                    self.errors[peer.name] = messages[0]
+        finally:
+            for processes in running:
+                processes.kill()
+        for file in self._references.glob("*.pt"):
             file.unlink()
 
     # ---- Report ---------------------------------------------------------------------------------
@@ -344,32 +334,40 @@ class BenchmarkTokensPerSecond:
             for step in range(self.num_steps)
         ]
 
-    def _start(self, peer: Peer, log_name: str) -> PeerProcesses:
+    def _start(
+        self,
+        peer: Peer,
+        job: str,
+        peer_config: dict[str, Any],
+        suffix: str = "",
+        num_ranks: int | None = None,
+    ) -> PeerProcesses:
+        """Starts a peer's processes, which wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(peer.config["tokenizer"]))
-        folder = self._folder(peer)
-        spec = write_spec(
-            folder / "turns.json", "turns", peer.kind, peer.config, pad_id=tokenizer.pad_id
-        )
+        folder = Path(self.output_dir, "peers", peer.name)
         return PeerProcesses(
-            peer.name, spec, self.num_ranks, folder / log_name, self.step_timeout_seconds
+            peer.name,
+            write_spec(
+                folder / f"{job}.json", job, peer, peer_config, tokenizer.pad_id, self._references
+            ),
+            num_ranks or self.num_ranks,
+            folder / f"{job}{suffix}_rank_{{rank}}.log",
+            self.step_timeout_seconds,
         )
 
-    def _folder(self, peer: Peer) -> Path:
-        return Path(self.output_dir, "peers", peer.name)
+    @property
+    def _references(self) -> Path:
+        return Path(self.output_dir, "references")
 
     def _living_peers(self) -> list[Peer]:
         return [peer for peer in self.peers if peer.name not in self.missing]
 
-    def _note_death(
-        self, name: str, error: PeerDiedError, running: dict[str, PeerProcesses]
-    ) -> None:
-        """Goes on without the peer.
+    def _go_on_without(self, name: str, error: PeerDiedError) -> None:
+        """Takes a peer out that failed.
 
         Raises:
             PeerDiedError: it is the baseline.
         """
-        if name in running:
-            running.pop(name).kill()
         if name == self.baseline:
             raise error
         log.warning(f"{error}\nThe benchmark goes on without it.")

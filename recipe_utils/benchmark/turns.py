@@ -4,11 +4,16 @@ All peers are alive at once, each in processes of its own. After each optimizer 
 report to the benchmark and block until their next turn. The peers' code is not touched: PyTorch calls
 a hook after every optimizer step of a process.
 
+Meanwhile the operating system keeps them stopped with all their threads. A thread that prepares data
+ahead, or one of OpenMP's that spins, would otherwise work in the time of other peers, which slows
+these and is free for its own.
+
 The time of a step is from "go" to the end of the next optimizer step on the slowest rank, read from
 the benchmark's clock. What a peer does between two steps (logging, fetching data) lies inside of it.
 """
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -44,7 +49,7 @@ class RankReport:
     peak_memory_bytes: int
     """Of the process so far; on CUDA, of the allocator."""
     idle_cpu_seconds: float
-    """CPU time that its threads took between the last report and "go", while others were timed."""
+    """CPU time that its threads took between the last report and "go", although they were stopped."""
     losses: list[float] = field(default_factory=list)
     """Logged since the last report [nats per target token]; a recipe logs after its step, so they
     come one turn late."""
@@ -75,6 +80,16 @@ class Gate:
         register_optimizer_step_post_hook(self._end_turn)
         LossLogger.gate = self
 
+    def wait_for_turn(self) -> None:
+        """Returns when the benchmark says so; ends the process if the benchmark is gone."""
+        started = time.process_time()
+        try:
+            turn = self._pipe.recv()
+        except EOFError:
+            os._exit(1)
+        self._idle_cpu_seconds = time.process_time() - started
+        self._is_finishing = turn == _FINISH
+
     def add_loss(self, loss: float) -> None:
         """Takes a step's loss; the one of the last step also ends the process."""
         self._losses.append(loss)
@@ -87,13 +102,7 @@ class Gate:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._report()
-        started = time.process_time()
-        try:
-            turn = self._pipe.recv()
-        except EOFError:  # the benchmark is gone
-            os._exit(1)
-        self._idle_cpu_seconds = time.process_time() - started
-        self._is_finishing = turn == _FINISH
+        self.wait_for_turn()
 
     def _report(self) -> None:
         num_slots, fingerprint = self._fed_tokens.read_and_restart()
@@ -130,6 +139,16 @@ class LossLogger(MetricLoggerInterface):
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def end_with_the_benchmark() -> None:
+    """Makes Linux kill this process as soon as the one that started it is gone.
+
+    A process that is stopped could not notice by itself.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _peak_memory_bytes(device: torch.device) -> int:
@@ -188,35 +207,29 @@ class PeerProcesses:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C comes here alone; `kill` ends the group
+                        start_new_session=True,  # a process group to signal; Ctrl-C does not reach it
                     )  # fmt: skip
                     self._processes.append(process)
         except BaseException:
             self.kill()
             raise
 
-    def receive(self) -> list[Any]:
-        """Waits for one message of each rank.
-
-        Raises:
-            PeerDiedError: a rank ended without one, or the time is up.
-        """
-        deadline = time.monotonic() + self._timeout_seconds
-        return [self._receive_from(rank, deadline) for rank in range(len(self._pipes))]
-
-    def take_turn(self) -> tuple[float, list[RankReport]]:
-        """Lets the peer make one optimizer step.
+    def take_turn(self) -> tuple[float, list[Any]]:
+        """Lets the peer go on to its next message: the end of its next optimizer step.
 
         Returns:
-            How long it took on the slowest rank [seconds], and what each rank reports.
+            How long it took on the slowest rank [seconds], and what each rank says.
 
         Raises:
-            PeerDiedError: it did not make it.
+            PeerDiedError: a rank ended without a message, or the time is up.
         """
         started = time.perf_counter()
-        self._send(_GO)
-        reports = self.receive()
-        return time.perf_counter() - started, reports
+        self._go(_GO)
+        deadline = time.monotonic() + self._timeout_seconds
+        messages = [self._receive_from(rank, deadline) for rank in range(len(self._pipes))]
+        seconds = time.perf_counter() - started
+        self._signal_all(signal.SIGSTOP)
+        return seconds, messages
 
     def finish(self) -> list[float]:
         """Ends the peer after its last turn.
@@ -227,7 +240,7 @@ class PeerProcesses:
         Raises:
             PeerDiedError: it ended before it logged the last one.
         """
-        self._send(_FINISH)
+        self._go(_FINISH)
         deadline = time.monotonic() + self._timeout_seconds
         losses = self._receive_from(0, deadline).losses
         self.kill()
@@ -235,21 +248,26 @@ class PeerProcesses:
 
     def kill(self) -> None:
         """Ends the ranks and whatever they started, now; does nothing the second time."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
         for process in self._processes:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
 
-    def _send(self, turn: str) -> None:
+    def _go(self, turn: str) -> None:
+        self._signal_all(signal.SIGCONT)
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(turn)
             except OSError:
                 raise self._died(rank) from None
+
+    def _signal_all(self, signal_number: signal.Signals) -> None:
+        """To the ranks and to what they started, such as DataLoader workers."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_number)
 
     def _receive_from(self, rank: int, deadline: float) -> Any:
         pipe, process = self._pipes[rank], self._processes[rank]
