@@ -170,8 +170,8 @@ class BenchmarkTokensPerSecond:
         limit = next((peer.name for peer in self.peers if peer.kind == "limit"), None)
         batch = "{batch_size} x {gradient_accumulation_steps}".format(**self.peers[0].config)
         setting = (
-            f"{about['machine']}, {self.num_ranks} process(es), {self.peers[0].config['dtype']}, batch "
-            f"{batch}; {self.num_rounds} rounds of {self.num_update_steps} timed update steps"
+            f"{about['machine']}, processes: {self.num_ranks}, {self.peers[0].config['dtype']}, batch "
+            f"{batch}; rounds: {self.num_rounds}, timed update steps in each: {self.num_update_steps}"
         )
         no_chart = report.write_chart(
             folder / "benchmark.png", summaries, self.baseline, limit, setting
@@ -185,6 +185,8 @@ class BenchmarkTokensPerSecond:
             f"{rounds} {report.samples_sentence(self.steps, summaries)} "
             f"{report.idle_sentence(self.steps, len(self.peers))}",
         ]
+        if self.num_ranks > 1:
+            parts.append("stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP).")
         if self.errors:
             parts += [
                 "## Gradient error\n\nmax|g - reference| / max|reference|, where the reference is the "

@@ -117,7 +117,10 @@ def write_references(config: DictConfig, folder: Path) -> None:
     with training.set_default_dtype(torch.float64), device:
         model = torchtune_config.instantiate(config.model)
     checkpointer = torchtune_config.instantiate(config.checkpointer)
-    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY])
+    dtype = training.get_dtype(config.dtype, device=device)
+    # In the peers' precision first, so that their weights are the same.
+    weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
+    model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
     dataset = torchtune_config.instantiate(config.dataset, None)
     folder.mkdir(parents=True, exist_ok=True)
     for case, samples in dataset.cases().items():
