@@ -186,7 +186,9 @@ class BenchmarkTokensPerSecond:
             f"{report.idle_sentence(self.steps, len(self.peers))}",
         ]
         if self.num_ranks > 1:
-            parts.append("stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP).")
+            parts.append(
+                "stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP)."
+            )
         if self.errors:
             parts += [
                 "## Gradient error\n\nmax|g - reference| / max|reference|, where the reference is the "
