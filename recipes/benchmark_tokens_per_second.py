@@ -50,6 +50,7 @@ from recipe_utils.benchmark.peers import (
 )
 from recipe_utils.benchmark.turns import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.worker import write_spec
+from recipe_utils.registry import RECIPES, config_path
 
 log = utils.get_logger("INFO")
 
@@ -402,12 +403,19 @@ class BenchmarkTokensPerSecond:
         on_cuda = device.type == "cuda" and torch.cuda.is_available()
         return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": shlex.join(["tune", "run", Path(sys.argv[0]).stem, *sys.argv[1:]]),
+            "command": _command(),
             "machine": torch.cuda.get_device_name()
             if on_cuda
             else f"{os.cpu_count()} x {_cpu_name()}",
             "versions": {name: _version(name) for name in ("python", *PACKAGES)},
         }
+
+
+def _command() -> str:
+    """How this was started, with a registered config by its name instead of its path."""
+    names = {str(config_path(name)): name for configs in RECIPES.values() for name in configs}
+    arguments = [names.get(argument, argument) for argument in sys.argv[1:]]
+    return shlex.join(["tune", "run", Path(sys.argv[0]).stem, *arguments])
 
 
 def _cpu_name() -> str:

@@ -21,6 +21,7 @@ HUGGING_FACE_PEERS = ("hf_trainer", "hf_batch_rebalance")
 PEERS = {
     "stock": {"kind": "stock"},
     "in_order": {"kind": "update_step", "microbatching": "in_order"},
+    "packed": {"kind": "update_step", "microbatching": "packed"},
     "hf_trainer": {"kind": "hf_trainer"},
     "hf_batch_rebalance": {
         "kind": "hf_trainer",
@@ -134,7 +135,7 @@ def test_a_peer_that_fails_is_reported_and_the_others_go_on(benchmark):
 def test_gradient_errors_tell_exact_peers_from_others(benchmark):
     _, markdown, results = benchmark
     errors = results["gradient_errors"]
-    for exact in ("in_order", "limit"):
+    for exact in ("in_order", "packed", "limit"):
         assert max(errors[exact].values()) < 1e-4
     assert errors["stock"]["uneven"] < 1e-4
     assert errors["stock"]["every_token"] > 0.01  # counts labels before the shift
