@@ -13,6 +13,7 @@ Peers are entries of the config; any key of theirs besides ``kind`` overrides th
 ``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``. Leave the machine alone meanwhile.
 """
 
+import contextlib
 import difflib
 import os
 import platform
@@ -148,9 +149,9 @@ class BenchmarkTokensPerSecond:
                 try:
                     _, messages = processes.take_turn()
                 except PeerDiedError as error:
-                    if job == "references":
-                        raise
                     log.warning(str(error))
+                    if job == "references":  # what was timed is worth a report all the same
+                        return
                     messages = ["failed, see the log"]
                 processes.kill()
                 if job == "gradient_errors":
@@ -299,7 +300,9 @@ class BenchmarkTokensPerSecond:
             similar = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
             problems.add(f"peers.{name}.{key}={settings[key]}: kind={kind} has no such key; {hint}")
-        reason = why_skipped(kind, self.num_ranks)
+        dataset = merge(base, {k: v for k, v in settings.items() if k != "kind"}).get("dataset")
+        is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
+        reason = why_skipped(kind, self.num_ranks, is_packed)
         if reason is not None and name == self.baseline:
             problems.add(f"baseline={name}: it {reason}; set it to another peer")
         elif reason is not None:
@@ -404,9 +407,7 @@ class BenchmarkTokensPerSecond:
         return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "command": _command(),
-            "machine": torch.cuda.get_device_name()
-            if on_cuda
-            else f"{os.cpu_count()} x {_cpu_name()}",
+            "machine": torch.cuda.get_device_name() if on_cuda else _cpu_name(),
             "versions": {name: _version(name) for name in ("python", *PACKAGES)},
         }
 
@@ -419,11 +420,11 @@ def _command() -> str:
 
 
 def _cpu_name() -> str:
-    try:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{os.cpu_count()} x {name}"
 
 
 def _version(package: str) -> str | None:

@@ -89,8 +89,10 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, world_size_from_env())
-    dtype = training.get_dtype(config.dtype, device=get_device(config.device))
+    device = get_device(config.device)
+    dtype = training.get_dtype(config.dtype, device=device)
     model = AutoModelForCausalLM.from_pretrained(config.checkpointer.checkpoint_dir, dtype=dtype)
+    model.to(device)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
 
     def collate(batch: Sequence[Sample]) -> dict[str, Tensor]:
@@ -120,26 +122,28 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
         )
 
     take_model(gradients)
+    args = TrainingArguments(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
+        num_train_epochs=1,
+        max_steps=config.max_steps_per_epoch or -1,
+        lr_scheduler_type="constant",
+        max_grad_norm=config.get("clip_grad_norm") or 0.0,
+        logging_strategy="steps",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=device.type == "cpu",
+        ddp_backend="gloo" if training.is_distributed() and device.type == "cpu" else None,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # or one process would use all GPUs of the machine
     trainer = InGivenOrder(
         model=model,
-        args=TrainingArguments(
-            output_dir=config.output_dir,
-            per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
-            num_train_epochs=1,
-            max_steps=config.max_steps_per_epoch or -1,
-            lr_scheduler_type="constant",
-            max_grad_norm=config.get("clip_grad_norm") or 0.0,
-            logging_strategy="steps",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=config.device == "cpu",
-            ddp_backend="gloo" if training.is_distributed() and config.device == "cpu" else None,
-            remove_unused_columns=False,
-            disable_tqdm=True,
-        ),
+        args=args,
         train_dataset=[{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples],
         data_collator=collate,
         callbacks=[ReportLoss()],
@@ -229,8 +233,16 @@ OWN_KEYS: dict[str, set[str]] = {
 """Config keys of a kind that no other one has."""
 
 
-def why_skipped(kind: str, num_ranks: int) -> str | None:
-    """Why a peer of this kind cannot run here; None if it can."""
+def why_skipped(kind: str, num_ranks: int, is_packed: bool) -> str | None:
+    """Why a peer of this kind cannot run here; None if it can.
+
+    Args:
+        kind: a key of :data:`KINDS`.
+        num_ranks: processes that it shall run as.
+        is_packed: whether the dataset packs its samples.
+    """
+    if kind in ("hf_trainer", "limit") and is_packed:
+        return "reads no packed dataset"
     if kind == "limit" and num_ranks > 1:
         return "runs as one process only"
     if kind == "hf_trainer":
