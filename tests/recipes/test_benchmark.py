@@ -17,12 +17,10 @@ import yaml
 TUNE = str(Path(sys.executable).with_name("tune"))
 RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
-HUGGING_FACE_PEERS = ("hf_trainer", "hf_batch_rebalance")
 PEERS = {
     "stock": {"kind": "stock"},
     "in_order": {"kind": "update_step", "microbatching": "in_order"},
     "packed": {"kind": "update_step", "microbatching": "packed"},
-    "hf_trainer": {"kind": "hf_trainer"},
     "hf_batch_rebalance": {
         "kind": "hf_trainer",
         "train_sampling_strategy": "batch_rebalance",
@@ -98,7 +96,7 @@ def test_all_peers_train_the_same_update_steps_with_the_same_losses(benchmark):
     _, markdown, results = benchmark
     expected = [name for name in PEERS if name != "broken"]
     if not HAS_HUGGING_FACE:
-        expected = [name for name in expected if name not in HUGGING_FACE_PEERS]
+        expected = [name for name in expected if not name.startswith("hf_")]
     assert ran(results) == expected
     for summary in results["summaries"]:
         assert summary["num_steps"] == 2
@@ -142,7 +140,7 @@ def test_gradient_errors_tell_exact_peers_from_others(benchmark):
     assert errors["stock"]["short_last_step"] is None  # drops the samples left over
     assert "left out" in markdown
     if HAS_HUGGING_FACE:
-        assert max(errors["hf_trainer"].values()) < 1e-4
+        assert errors["hf_batch_rebalance"]["uneven"] < 1e-4
         assert errors["hf_batch_rebalance"]["short_last_step"] > 0.01  # repeats samples to fill up
 
 
