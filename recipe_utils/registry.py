@@ -28,6 +28,10 @@ RECIPES = {
         "mistral/7B_full_update_step",
         "phi4/14B_full_update_step",
     ),
+    "benchmark_tokens_per_second": (
+        "llama3_2/5M_benchmark",
+        "llama3_2/5M_benchmark_packed_dataset",
+    ),
 }
 """Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
 
@@ -53,7 +57,8 @@ def register() -> None:
                 configs=[
                     Config(name=config, file_path=str(config_path(config))) for config in configs
                 ],
-                supports_distributed=True,
+                # The benchmark starts the processes of its peers itself.
+                supports_distributed=name != "benchmark_tokens_per_second",
             )
         )
 

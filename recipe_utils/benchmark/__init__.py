@@ -1,0 +1,1 @@
+"""What the recipe ``benchmark_tokens_per_second`` is made of; nothing here takes part in training."""

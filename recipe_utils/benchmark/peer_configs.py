@@ -1,0 +1,136 @@
+"""From the benchmark's config to one resolved recipe config per peer."""
+
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from recipe_utils.benchmark.peers import OWN_KEYS, STOCK_LOSS, UPDATE_STEP_RECIPE
+from recipe_utils.config_checks import resolve_device, resolve_gradient_accumulation_steps
+from recipe_utils.registry import config_path
+
+ALL_PEERS = {
+    "epochs": 1,
+    "resume_from_checkpoint": False,
+    "run_val_every_n_steps": None,
+    "log_every_n_steps": 1,
+    "log_peak_memory_stats": False,
+    "metric_logger": {"_component_": "recipe_utils.benchmark.turns.LossLogger"},
+    "profiler": None,
+}
+"""What a benchmark needs whatever the configs say."""
+DEFAULTS = {
+    "batch_size": 1,
+    "compile": False,
+    "dtype": "fp32",
+    "optimizer_in_bwd": False,
+    "seed": None,
+    "shuffle": True,
+}
+"""Of keys that the stock recipes require and the update-step recipe does not."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer as the benchmark starts it."""
+
+    name: str
+    kind: str
+    overrides: dict[str, Any]
+    """Its own, as written in the benchmark's config."""
+    config: dict[str, Any]
+    """Resolved, with plain containers."""
+
+
+def load_base_config(name_or_path: str) -> DictConfig:
+    """The config that all peers start from.
+
+    Args:
+        name_or_path: of a config that this project registers, or of a file.
+
+    Raises:
+        ValueError: there is no such config.
+    """
+    for path in (config_path(name_or_path), Path(name_or_path)):
+        if path.is_file():
+            loaded = OmegaConf.load(path)
+            assert isinstance(loaded, DictConfig)
+            return loaded
+    raise ValueError(
+        f"update_step_config={name_or_path}: it is neither the name of a config of this project nor "
+        "a file; set it to llama3_2/5M_full_update_step or to the path of a YAML file"
+    )
+
+
+@cache
+def update_step_keys() -> frozenset[str]:
+    """The config keys that the update-step recipe reads."""
+    keys: frozenset[str] = runpy.run_path(str(UPDATE_STEP_RECIPE))["CONFIG_KEYS"]
+    return keys
+
+
+def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
+    """``base`` with ``overrides``; one that names a component replaces what was there whole."""
+    merged = base.copy()
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and "_component_" in value:
+            merged[key] = OmegaConf.create(dict(value))
+        else:
+            merged.merge_with({key: value})
+    return merged
+
+
+def peer_of(
+    name: str,
+    settings: Mapping[str, Any],
+    base: DictConfig,
+    output_dir: str,
+    num_ranks: int,
+    max_steps: int,
+) -> Peer:
+    """Makes a peer's config.
+
+    What the base config derives from ``output_dir``, such as fresh weights, is shared by all peers;
+    what a peer itself might write goes to a folder of its own.
+
+    Args:
+        name: of the peer.
+        settings: ``kind``, and overrides of ``base``.
+        base: the config with the overrides for all peers.
+        output_dir: of the benchmark.
+        num_ranks: processes of the peer, all of them data-parallel.
+        max_steps: update steps it could make.
+
+    Raises:
+        ValueError: a config that does not resolve, or a batch that does not divide.
+    """
+    overrides = {key: value for key, value in settings.items() if key != "kind"}
+    config = merge(merge(base, overrides), {**ALL_PEERS, "output_dir": output_dir})
+    config.pop("dataset_val", None)
+    for key, value in {**DEFAULTS, "device": resolve_device(None).type}.items():
+        config.setdefault(key, value)
+    if settings["kind"] == "stock" and "loss" not in overrides:
+        loss = str(OmegaConf.select(config, "loss._component_"))
+        if not loss.startswith(("torch.", "torchtune.")):
+            config.loss = STOCK_LOSS
+    config.gradient_accumulation_steps = resolve_gradient_accumulation_steps(
+        config.batch_size,
+        config.get("gradient_accumulation_steps"),
+        config.get("global_batch_size"),
+        num_ranks,
+    )
+    config.pop("global_batch_size", None)
+    config.max_steps_per_epoch = max_steps
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    # Without the keys that others refer to: their values are in place, and the recipe refuses them.
+    known = update_step_keys() | OWN_KEYS.get(settings["kind"], set())
+    plain = {str(key): value for key, value in container.items() if key in known}
+    own_dir = f"{output_dir}/peers/{name}"
+    plain["output_dir"] = own_dir
+    plain["checkpointer"] = {**plain["checkpointer"], "output_dir": own_dir}
+    return Peer(name, str(settings["kind"]), overrides, plain)

@@ -1,0 +1,347 @@
+"""The peers: one function per kind, each trains as the config says, in a process of its own.
+
+All of them take the same config, that of the update-step recipe, and read from it the same model,
+weights, data order, update steps and optimizer. Each hands a function that returns its gradients to
+``take_model`` once its model exists, and reports losses to a :class:`LossLogger`.
+"""
+
+import importlib.util
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchtune
+from omegaconf import DictConfig, ListConfig
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtune import config as torchtune_config
+from torchtune import training
+from torchtune.data import padded_collate_sft
+from torchtune.datasets import ConcatDataset
+from torchtune.models.convert_weights import hf_to_tune
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+from torchtune.utils import get_device
+
+from recipe_utils.benchmark.turns import LossLogger
+from recipe_utils.parallelism import world_size_from_env
+from recipe_utils.registry import ROOT
+from recipe_utils.sampler import epoch_permutation
+from recipe_utils.samples import Sample
+
+Gradients = Callable[[], dict[str, Tensor]]
+"""Returns the full gradient of each parameter, by its name in torchtune's model. On every rank."""
+TakeModel = Callable[[Gradients], None]
+
+IGNORE_INDEX = -100
+STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
+UPDATE_STEP_RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
+
+
+def train_stock(config: DictConfig, take_model: TakeModel) -> None:
+    """Torchtune's own recipe: single device, or FSDP2 where there is more than one process.
+
+    Args:
+        config: its ``loss`` must be one of torchtune's. Keys that the stock recipes do not know are
+            not read by them.
+        take_model: gets this peer's gradients.
+    """
+    _never_save_checkpoints()
+    if training.is_distributed():
+        _let_stock_recipe_run_on_cpu(get_device(config.device))
+        path, name = "full_finetune_distributed.py", "FullFinetuneRecipeDistributed"
+    else:
+        path, name = "full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"
+    recipe = runpy.run_path(str(STOCK_RECIPES / path))[name](config)
+    recipe.save_checkpoint = _do_nothing  # what the single-device recipe calls
+    recipe.setup(config)
+    take_model(lambda: _gradients_of(recipe._model))
+    recipe.train()
+
+
+def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
+    """This project's recipe."""
+    _never_save_checkpoints()
+    recipe = runpy.run_path(str(UPDATE_STEP_RECIPE))["FullFinetuneUpdateStep"](config)
+    recipe.setup(config)
+    take_model(lambda: _gradients_of(recipe.model))
+    recipe.train()
+
+
+def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
+    """Hugging Face's Trainer on the checkpoint folder, the samples and the optimizer of the config.
+
+    As fast as it goes with them: samples are tokenized before the first step, and no attention mask is
+    made, since nothing but padding comes after a sample. With several processes it trains with DDP.
+
+    Args:
+        config: ``checkpointer.checkpoint_dir`` must be a Hugging Face folder. The key
+            ``train_sampling_strategy`` is ``sequential`` (samples in the config's order) or
+            ``batch_rebalance`` (sorts and cuts each update step's samples), here unshuffled.
+        take_model: gets this peer's gradients.
+    """
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.trainer_callback import TrainerCallback
+
+    tokenizer = torchtune_config.instantiate(config.tokenizer)
+    samples = samples_in_order(config, tokenizer, world_size_from_env())
+    device = get_device(config.device)
+    dtype = training.get_dtype(config.dtype, device=device)
+    model = AutoModelForCausalLM.from_pretrained(config.checkpointer.checkpoint_dir, dtype=dtype)
+    model.to(device)
+    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+
+    def collate(batch: Sequence[Sample]) -> dict[str, Tensor]:
+        renamed = [{"tokens": each["input_ids"], "labels": each["labels"]} for each in batch]
+        collated = padded_collate_sft(renamed, tokenizer.pad_id, IGNORE_INDEX)
+        return {"input_ids": collated["tokens"], "labels": collated["labels"]}
+
+    class InGivenOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            sampler: Any = super()._get_train_sampler(*args)
+            sampler.shuffle = False  # batch_rebalance would make update steps of other samples
+            return sampler
+
+    class ReportLoss(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero:
+                LossLogger().log_dict(logs, state.global_step)
+
+    def gradients() -> dict[str, Tensor]:
+        sizes = model.config
+        return hf_to_tune(
+            _gradients_of(model),
+            num_heads=sizes.num_attention_heads,
+            num_kv_heads=sizes.num_key_value_heads,
+            dim=sizes.hidden_size,
+            head_dim=getattr(sizes, "head_dim", None),
+        )
+
+    take_model(gradients)
+    args = TrainingArguments(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
+        num_train_epochs=1,
+        max_steps=config.max_steps_per_epoch or -1,
+        lr_scheduler_type="constant",
+        max_grad_norm=config.get("clip_grad_norm") or 0.0,
+        logging_strategy="steps",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=device.type == "cpu",
+        ddp_backend="gloo" if training.is_distributed() and device.type == "cpu" else None,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # or one process would use all GPUs of the machine
+    trainer = InGivenOrder(
+        model=model,
+        args=args,
+        train_dataset=[{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples],
+        data_collator=collate,
+        callbacks=[ReportLoss()],
+        optimizers=(optimizer, _lr_scheduler(config, optimizer)),
+    )
+    trainer.train()
+
+
+def train_limit(config: DictConfig, take_model: TakeModel) -> None:
+    """A bare loop that computes nothing but what an update step needs: the limit of what can be won.
+
+    All samples of the update step stand in one row without any padding, each attends to itself alone,
+    and only target positions are projected onto the vocabulary. Samples are tokenized before the first
+    step. It shares neither the loss nor the plan with the update-step recipe. It leaves out what a
+    recipe does besides: no ranks, no compiling, no activation checkpointing.
+
+    Args:
+        config: the key ``max_tokens_per_row`` cuts the update step into several rows [tokens].
+        take_model: gets this peer's gradients.
+
+    Raises:
+        ValueError: a model other than torchtune's ``TransformerDecoder``.
+    """
+    device = get_device(config.device)
+    dtype = training.get_dtype(config.dtype, device=device)
+    checkpointer = torchtune_config.instantiate(config.checkpointer)
+    with training.set_default_dtype(dtype), device:
+        model = torchtune_config.instantiate(config.model)
+    if not isinstance(model, TransformerDecoder):
+        raise ValueError(f"model: {type(model).__name__} is no torchtune TransformerDecoder")
+    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY])
+    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+    lr_scheduler = _lr_scheduler(config, optimizer)
+    take_model(lambda: _gradients_of(model))
+
+    lengths: list[int] = []
+
+    def attend_per_sample(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        # Split and not sliced: the backward of each slice would allocate a whole row of zeros.
+        parts = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
+        each = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        return torch.cat(each, dim=2)
+
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module._attention_call = attend_per_sample
+    model.max_seq_len = 2**31  # a row may be longer than a sample; positions restart
+    model.unembed = lambda hidden: hidden
+
+    tokenizer = torchtune_config.instantiate(config.tokenizer)
+    samples = samples_in_order(config, tokenizer, num_ranks=1)
+    logger = LossLogger()
+    batch_size = config.batch_size * config.gradient_accumulation_steps
+    for start in range(0, len(samples), batch_size):
+        step = samples[start : start + batch_size]
+        rows = [_row(row) for row in _rows(step, config.get("max_tokens_per_row"))]
+        num_targets = sum(len(labels) for *_, labels in rows)
+        loss_of_step = torch.zeros((), device=device)
+        for row_lengths, *tensors in rows:
+            lengths[:] = row_lengths
+            tokens, positions, target_positions, labels = (each.to(device) for each in tensors)
+            hidden = model(tokens, input_pos=positions)[0]
+            hidden = model.norm(hidden.index_select(0, target_positions))
+            logits = model.output(hidden).float()
+            loss = F.cross_entropy(logits, labels, reduction="sum") / num_targets
+            loss.backward()
+            loss_of_step += loss.detach()
+        if config.get("clip_grad_norm") is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), float(config.clip_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if lr_scheduler is not None:
+            lr_scheduler.step()
+        logger.log("loss", loss_of_step.item(), start // batch_size + 1)
+
+
+KINDS: dict[str, Callable[[DictConfig, TakeModel], None]] = {
+    "stock": train_stock,
+    "update_step": train_update_step,
+    "hf_trainer": train_hf_trainer,
+    "limit": train_limit,
+}
+OWN_KEYS: dict[str, set[str]] = {
+    "hf_trainer": {"train_sampling_strategy"},
+    "limit": {"max_tokens_per_row"},
+}
+"""Config keys of a kind that no other one has."""
+
+
+def why_skipped(kind: str, num_ranks: int, is_packed: bool) -> str | None:
+    """Why a peer of this kind cannot run here; None if it can.
+
+    Args:
+        kind: a key of :data:`KINDS`.
+        num_ranks: processes that it shall run as.
+        is_packed: whether the dataset packs its samples.
+    """
+    if kind in ("hf_trainer", "limit") and is_packed:
+        return "reads no packed dataset"
+    if kind == "limit" and num_ranks > 1:
+        return "runs as one process only"
+    if kind == "hf_trainer":
+        missing = [p for p in ("transformers", "accelerate") if not importlib.util.find_spec(p)]
+        if missing:
+            return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
+    return None
+
+
+def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
+    """The samples of the first epoch in the order in which the recipes visit them.
+
+    Args:
+        config: of a peer; the samples of ``max_steps_per_epoch`` update steps on all ranks are taken,
+            those of the whole epoch if that is None.
+        tokenizer: the config's.
+        num_ranks: processes of the peer.
+    """
+    dataset = load_dataset(config.dataset, tokenizer)
+    order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
+    if config.max_steps_per_epoch is not None:
+        per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
+        order = order[: config.max_steps_per_epoch * per_step]
+    return [dataset[i] for i in order.tolist()]
+
+
+def load_dataset(dataset: DictConfig | ListConfig, tokenizer: Any) -> Any:
+    """The config's dataset; a list of several is one after the other, as in the recipes."""
+    if isinstance(dataset, ListConfig):
+        parts = [torchtune_config.instantiate(part, tokenizer) for part in dataset]
+        return ConcatDataset(datasets=parts)
+    return torchtune_config.instantiate(dataset, tokenizer)
+
+
+def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+            name = name.replace(wrapper, "")
+        if grad is not None:
+            gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return gradients
+
+
+def _lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule that the recipes follow over ``max_steps_per_epoch`` update steps, or None."""
+    return torchtune_config.instantiate(
+        config.get("lr_scheduler"),
+        optimizer,
+        num_training_steps=config.max_steps_per_epoch,
+        last_epoch=-1,
+    )
+
+
+def _rows(samples: Sequence[Sample], max_tokens_per_row: int | None) -> Iterator[list[Sample]]:
+    """Consecutive samples of at most ``max_tokens_per_row`` tokens, or a single longer one."""
+    row: list[Sample] = []
+    num_tokens = 0
+    for sample in samples:
+        length = len(sample["tokens"])
+        if row and max_tokens_per_row is not None and num_tokens + length > max_tokens_per_row:
+            yield row
+            row, num_tokens = [], 0
+        row.append(sample)
+        num_tokens += length
+    yield row
+
+
+def _row(samples: Sequence[Sample]) -> tuple[list[int], Tensor, Tensor, Tensor, Tensor]:
+    """The row's t tokens as tensors.
+
+    Returns:
+        Lengths of its samples [tokens], tokens [1, t], positions [1, t], indices of the n target
+        positions [n], and what each shall predict [n].
+    """
+    lengths = [len(sample["tokens"]) for sample in samples]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    next_labels = torch.tensor(
+        [label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]]
+    )
+    target_positions = (next_labels != IGNORE_INDEX).nonzero().squeeze(1)
+    tokens = torch.tensor([token for sample in samples for token in sample["tokens"]])
+    labels = next_labels[target_positions]
+    return lengths, tokens[None], positions[None], target_positions, labels
+
+
+def _never_save_checkpoints() -> None:
+    """A benchmark ends before its epoch does, and measuring gradients needs no checkpoint."""
+    CheckpointClient.save_checkpoint = _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _let_stock_recipe_run_on_cpu(device: torch.device) -> None:
+    """Torchtune 0.6.1's distributed recipe asks for memory figures that only accelerators have."""
+    if device.type == "cpu":
+        training.get_memory_stats = _do_nothing
+        training.log_memory_stats = _do_nothing
+        training.cleanup_before_training = _do_nothing

@@ -1,0 +1,191 @@
+"""The benchmark as users start it, with tiny models; what it times here means nothing."""
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hugging_face_runs
+import pytest
+import yaml
+
+TUNE = str(Path(sys.executable).with_name("tune"))
+RECIPE = "benchmark_tokens_per_second"
+HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+PEERS = {
+    "stock": {"kind": "stock"},
+    "in_order": {"kind": "update_step", "microbatching": "in_order"},
+    "packed": {"kind": "update_step", "microbatching": "packed"},
+    "hf_batch_rebalance": {
+        "kind": "hf_trainer",
+        "train_sampling_strategy": "batch_rebalance",
+    },
+    "limit": {"kind": "limit"},
+    # The recipe refuses this, but only once it runs.
+    "broken": {
+        "kind": "update_step",
+        "microbatching": "in_order",
+        "max_tokens_per_microbatch": 8,
+    },
+}
+
+
+def write_configs(folder, **changes):
+    """Paths of the benchmark's config and its output."""
+    recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_config))
+    benchmark_config = {
+        "output_dir": f"{folder}/benchmark",
+        "update_step_config": f"{folder}/recipe.yaml",
+        "overrides": {"gradient_accumulation_steps": 2},
+        "peers": PEERS,
+        "num_update_steps": 2,
+        "num_rounds": 1,
+        "step_timeout_seconds": 120,
+        **changes,
+    }
+    path = folder / "benchmark.yaml"
+    path.write_text(yaml.safe_dump(benchmark_config, sort_keys=False))
+    return path, folder / "benchmark"
+
+
+def started(config_path, *overrides):
+    return subprocess.Popen(
+        [TUNE, "run", RECIPE, "--config", str(config_path), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def workers_of(folder):
+    """Ids of the peers' processes of the benchmark that writes to this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"{folder}/peers/".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory):
+    """What was printed, the Markdown and the JSON of one benchmark of all kinds of peers."""
+    config_path, folder = write_configs(tmp_path_factory.mktemp("benchmark"))
+    process = started(config_path)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert workers_of(folder) == []
+    markdown = (folder / "benchmark.md").read_text()
+    return printed, markdown, json.loads((folder / "benchmark.json").read_text())
+
+
+def ran(results):
+    return [summary["peer"] for summary in results["summaries"]]
+
+
+def test_all_peers_train_the_same_update_steps_with_the_same_losses(benchmark):
+    _, markdown, results = benchmark
+    expected = [name for name in PEERS if name != "broken"]
+    if not HAS_HUGGING_FACE:
+        expected = [name for name in expected if not name.startswith("hf_")]
+    assert ran(results) == expected
+    for summary in results["summaries"]:
+        assert summary["num_steps"] == 2
+        assert summary["has_samples_of_baseline"], summary["peer"]
+        assert summary["loss_deviation"] < 1e-4, summary["peer"]
+        assert len(results["losses"][summary["peer"]][0]) == 3  # with the warm-up step
+    assert "Every update step held the same tokens in every peer." in markdown
+    assert all(step["fingerprint"] == step["expected_fingerprint"] for step in results["steps"])
+
+
+def test_every_peer_has_its_speed_padding_and_memory_over_the_baseline(benchmark):
+    printed, markdown, results = benchmark
+    assert markdown in printed
+    assert "| over stock (quartiles) |" in markdown
+    summaries = {summary["peer"]: summary for summary in results["summaries"]}
+    assert summaries["stock"]["ratio"] == [1, 1, 1]
+    for summary in summaries.values():
+        assert summary["ratio"][1] > 0
+        assert summary["memory_ratio"] > 0
+    assert summaries["limit"]["padding_fraction"] == 0
+    assert summaries["stock"]["padding_fraction"] > 0.1
+    assert summaries["in_order"]["num_steps"] == 2
+    assert summaries["in_order"]["slots_per_target"] == summaries["stock"]["slots_per_target"]
+
+
+def test_a_peer_that_fails_is_reported_and_the_others_go_on(benchmark):
+    printed, markdown, results = benchmark
+    assert "broken: rank 0 ended with exit code 1; the last lines of" in printed
+    assert "max_tokens_per_microbatch=8: microbatching=in_order counts samples" in printed
+    assert "| broken | failed, see the log |" in markdown
+    assert "broken" in results["missing"]
+
+
+def test_gradient_errors_tell_exact_peers_from_others(benchmark):
+    _, markdown, results = benchmark
+    errors = results["gradient_errors"]
+    for exact in ("in_order", "packed", "limit"):
+        assert max(errors[exact].values()) < 1e-4
+    assert errors["stock"]["uneven"] < 1e-4
+    assert errors["stock"]["every_token"] > 0.01  # counts labels before the shift
+    assert errors["stock"]["short_last_step"] is None  # drops the samples left over
+    assert "left out" in markdown
+    if HAS_HUGGING_FACE:
+        assert errors["hf_batch_rebalance"]["uneven"] < 1e-4
+        assert errors["hf_batch_rebalance"]["short_last_step"] > 0.01  # repeats samples to fill up
+
+
+def test_what_ran_is_written_down(benchmark):
+    _, _, results = benchmark
+    assert results["command"].startswith(f"tune run {RECIPE} --config")
+    assert results["versions"]["torchtune"] == "0.6.1"
+    assert results["machine"]
+    assert all(math.isfinite(step["seconds"]) for step in results["steps"])
+
+
+def test_interrupting_the_benchmark_leaves_no_process(tmp_path):
+    config_path, folder = write_configs(tmp_path, peers={"in_order": PEERS["in_order"]})
+    process = started(config_path, "num_update_steps=30")
+    deadline = time.monotonic() + 60
+    while not workers_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers_of(folder)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert workers_of(folder) == []
+    assert not (folder / "benchmark.md").exists()
+
+
+def test_all_that_is_wrong_with_a_config_is_said_at_once(tmp_path):
+    peers = {
+        "stock": {"kind": "stok"},
+        "ours": {"kind": "update_step", "microbatchng": "in_order"},
+        "limit": {"kind": "limit"},
+    }
+    config_path, _ = write_configs(
+        tmp_path, peers=peers, baseline="stoc", num_rounds=0, overrides={"optimizer_in_bwd": True}
+    )
+    process = started(config_path, "num_update_steps=500")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert (
+        "peers.stock.kind=stok: set it to one of stock, update_step, hf_trainer, limit" in printed
+    )
+    assert (
+        "peers.ours.microbatchng=in_order: kind=update_step has no such key; did you mean microbatching?"
+        in printed
+    )
+    assert "baseline=stoc: no peer has this name; set it to one of stock, ours, limit" in printed
+    assert "num_rounds=0: it must be at least 1" in printed
+    assert "overrides.optimizer_in_bwd=True" in printed
+    assert "num_update_steps=500: the dataset's 160 samples hold" in printed
