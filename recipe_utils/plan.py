@@ -229,7 +229,7 @@ def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: Micr
 
 
 _MAX_TABLE_ENTRIES = 2**18
-"""Bounds the planning of an update step to some 30 milliseconds, at the price of fewer limits tried."""
+"""Bounds the planning of an update step to some 40 milliseconds, at the price of fewer limits tried."""
 
 
 def _cheapest_rounds(
@@ -292,22 +292,23 @@ def _limits_to_try(
     row_costs: Sequence[float], max_rows: Sequence[int], num_ranks: int
 ) -> NDArray[np.float64]:
     """Costs that a microbatch of some number of rows has, overhead excluded, ascending."""
+    most_rows = dict(zip(row_costs, max_rows, strict=True))
+    largest = max(row_cost * most for row_cost, most in most_rows.items())
+    share = sum(row_costs) / num_ranks  # above it a round would leave ranks idle
     limits = sorted(
         {
             num_rows * row_cost
-            for row_cost, most in dict(zip(row_costs, max_rows, strict=True)).items()
-            for num_rows in range(1, most + 1)
+            for row_cost, most in most_rows.items()
+            for num_rows in range(1, min(most, int(1.2 * share / row_cost) + 1) + 1)
         }
+        | {largest}  # so that the budget, too, can be used up
     )
     most_limits = max(_MAX_TABLE_ENTRIES // len(row_costs), 24)
     if len(limits) > most_limits:
-        share = sum(row_costs) / num_ranks
-        largest = limits[-1]
-        limits = [limit for limit in limits if share / 8 <= limit <= 1.2 * share] or limits
-        step = max(len(limits) / most_limits, 1)
-        limits = [limits[int(i * step)] for i in range(min(most_limits, len(limits)))]
-        if limits[-1] < largest:
-            limits.append(largest)  # so that the budget, too, can be used up
+        useful = [limit for limit in limits if share / 8 <= limit <= 1.2 * share]
+        step = max(len(useful) / most_limits, 1)
+        limits = [useful[int(i * step)] for i in range(min(most_limits, len(useful)))]
+        limits += [largest] if largest not in limits else []
     return np.array(limits)
 
 
