@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -254,3 +254,12 @@ def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
             f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
         )
     return length
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every rank of ``group`` has passed, in the order of the ranks. Waits for all of them."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered

@@ -1,0 +1,78 @@
+"""The random number generators of a process, as tensors.
+
+Tensors and not Python objects, because a checkpoint must be readable without unpickling anything.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MT19937_WORDS = 624
+
+
+def get_random_state() -> dict[str, Tensor]:
+    """The states of Python's, NumPy's and PyTorch's global generators, CUDA's current one included.
+
+    Returns:
+        Generator name -> state. ``python`` int64 [625] and ``python_gauss`` float64 [0 or 1],
+        ``numpy`` int64 [625] and ``numpy_gauss`` float64 [0 or 1], ``torch`` uint8 [5056], and with
+        CUDA ``cuda`` uint8 [16]. The second normal of a pair may be waiting in ``*_gauss``.
+    """
+    _, words, gauss = random.getstate()
+    states = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": _tensor_of(gauss),
+        "torch": torch.get_rng_state(),
+    }
+    numpy: Any = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] == "MT19937":  # whoever has set another one also restores it
+        words = [*numpy["state"]["key"].tolist(), numpy["state"]["pos"]]
+        states["numpy"] = torch.tensor(words, dtype=torch.int64)
+        states["numpy_gauss"] = _tensor_of(numpy["gauss"] if numpy["has_gauss"] else None)
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_state(states: Mapping[str, Tensor]) -> None:
+    """Restores what :func:`get_random_state` returned; generators that it does not name stay.
+
+    Raises:
+        ValueError: a state that is not one of the generator.
+    """
+    try:
+        if "python" in states:
+            words = tuple(states["python"].tolist())
+            random.setstate((3, words, _value_of(states["python_gauss"])))
+        if "numpy" in states:
+            *key, position = states["numpy"].tolist()
+            gauss = _value_of(states["numpy_gauss"])
+            if len(key) != _MT19937_WORDS:
+                raise ValueError(f"numpy's state has {len(key)} words instead of {_MT19937_WORDS}")
+            np.random.set_state(
+                (
+                    "MT19937",
+                    np.array(key, np.uint32),
+                    position,
+                    int(gauss is not None),
+                    gauss or 0.0,
+                )
+            )
+        if "torch" in states:
+            torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"not the state of a random number generator: {error}") from error
+
+
+def _tensor_of(value: float | None) -> Tensor:
+    return torch.tensor([] if value is None else [value], dtype=torch.float64)
+
+
+def _value_of(tensor: Tensor) -> float | None:
+    return tensor.item() if tensor.numel() else None

@@ -1,0 +1,168 @@
+"""Trainings that save and load step checkpoints, in this process or on ranks of their own."""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipe_utils.checkpoint import TrainingState
+from recipe_utils.checkpoint_folder import check_checksums, read_marker
+from recipe_utils.checkpoint_writer import CheckpointWriter
+from recipe_utils.optimizer import OptimizerInBackward
+from recipe_utils.parallelism import ParallelDims, build_mesh, new_cpu_group, shard_model
+
+RECIPE = "tiny"
+MAKE_OPTIMIZER = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "sgd": partial(torch.optim.SGD, lr=0.01),
+    "sgd_momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+}
+
+
+def build(
+    optimizer: str = "adamw",
+    replicate: int = 1,
+    shard: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    extra_numel: int = 3,
+) -> tuple[nn.Module, Any]:
+    """The tiny model and one more parameter, which 4 ranks cannot share evenly."""
+    model = tiny.tiny_model(seed=seed).to(dtype)
+    model.register_parameter("extra", nn.Parameter(torch.full((extra_numel,), float(seed))))
+    if replicate * shard > 1:
+        mesh = build_mesh(torch.device("cpu"), ParallelDims(replicate, shard, 1))
+        shard_model(
+            model,
+            mesh,
+            custom_sharded_layers=None,
+            cpu_offload=False,
+            reshard_after_forward=True,
+        )
+    if optimizer == "in_backward":
+        return model, OptimizerInBackward(model, MAKE_OPTIMIZER["adamw"])
+    return model, MAKE_OPTIMIZER[optimizer](model.parameters())
+
+
+def train(model: nn.Module, optimizer: Any, steps: Any) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9), generator=generator)
+        model(tokens).float().logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def contents(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Everything that training changes, in full, by parameter name."""
+    parts = (
+        optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+    )
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = _full(parameter)
+        for part in parts:
+            for key, value in part.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = _full(value)
+            for group in part.param_groups:
+                if any(member is parameter for member in group["params"]):
+                    found[f"{name}/options"] = {k: v for k, v in group.items() if k != "params"}
+    return found
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+        else:
+            assert value == expected[name], name
+
+
+def state(step: int, **changes: Any) -> TrainingState:
+    values: dict[str, Any] = {
+        "recipe": RECIPE,
+        "global_step": step,
+        "epoch": 0,
+        "samples_consumed": 4 * step,
+        "num_target_tokens_seen": 100 * step,
+        "seed": 7,
+        "data_fingerprint": {"dataset_length": 32, "shuffle": True},
+        "lr_scheduler": {"last_epoch": step, "_last_lr": [0.1 + 0.2]},
+        "config": {"batch_size": 4, "optimizer": {"lr": 2e-5}},
+    }
+    return TrainingState(**{**values, **changes})
+
+
+def save_once(folder: Path, step: int = 1, optimizer: str = "adamw") -> tuple[nn.Module, Any]:
+    """A checkpoint of a training of ``step`` update steps, from this process alone."""
+    model, optim = build(optimizer)
+    train(model, optim, range(step))
+    outcome = CheckpointWriter(folder).save(model, optim, state(step))
+    assert outcome is not None
+    assert outcome.error is None
+    return model, optim
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def assert_whole(path: Path) -> None:
+    assert check_checksums(path, list(read_marker(path)["files"])) is None
+
+
+FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def save_and_die_at(operation: int, folder: Path) -> None:
+    """Kills this process right before its n-th file operation of saving step 2 over step 1."""
+    model, optimizer = build()
+    train(model, optimizer, range(1))
+    writer = CheckpointWriter(folder, keep_last_n=1)
+    writer.save(model, optimizer, state(1))
+    train(model, optimizer, range(1, 2))
+    seen = itertools.count(1)
+
+    def die(event: str, _: Any) -> None:
+        if event in FILE_OPERATIONS and next(seen) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    writer.save(model, optimizer, state(2))
+
+
+def save_until_killed(folder: Path, delay_seconds: float, killed_rank: int) -> str | None:
+    """Saves behind ever more update steps until a rank is killed; the error that others then get."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    group = new_cpu_group(20) if dist.is_initialized() else None
+    model, optimizer = build(shard=world_size, extra_numel=1 << 20)
+    writer = CheckpointWriter(folder, keep_last_n=1, group=group, asynchronous=True)
+    writer.save(model, optimizer, state(1))
+    writer.wait()
+    if rank == killed_rank:
+        threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for step in itertools.count(2):
+        train(model, optimizer, [step])
+        writer.save(model, optimizer, state(step))
+        outcome = writer.wait()
+        if outcome is not None and outcome.error is not None:
+            return outcome.error
+    return None
