@@ -119,7 +119,10 @@ def load(
         state = read_state(path)
         differences = fingerprint_differences(state.data_fingerprint, data_fingerprint or {})
         if data_fingerprint is not None and differences:
-            raise CheckpointError("; ".join(differences) + f" ({path}); set what it was saved with")
+            raise CheckpointError(
+                "; ".join(differences) + f" ({path}); set what it was saved with, or "
+                "resume_with_other_data=True"
+            )
 
         metadata = read_index(read_json(path / "tensors.json"), marker["files"])
         tensors = model_tensors(model)

@@ -23,6 +23,8 @@ class RankCounts(NamedTuple):
     num_real_tokens: int
     num_slots: int
     num_microbatches: int
+    stop_requested: bool = False
+    """Whether it was asked to stop, say by a signal."""
 
 
 class StepCounts(NamedTuple):
@@ -33,6 +35,8 @@ class StepCounts(NamedTuple):
     num_slots: int
     max_microbatches: int
     """Microbatches that every rank must run."""
+    stop_requested: bool = False
+    """Whether some rank was asked to stop; all do so after the same update step."""
 
 
 class OtherRankFailedError(RuntimeError):
@@ -68,14 +72,19 @@ def count_over_ranks(
     """
     row: tuple[int, ...] = ()
     if local is not None:
-        row = (1, local.num_microbatches, *(local[:3] if counts_once else (0, 0, 0)))
-    table = gather_rows(row, 5, group, closed)
+        counts = local[:3] if counts_once else (0, 0, 0)
+        row = (1, local.num_microbatches, *counts, local.stop_requested)
+    table = gather_rows(row, 6, group, closed)
 
-    ready, num_microbatches, targets, real, slots = table.unbind(1)
+    ready, num_microbatches, targets, real, slots, stop = table.unbind(1)
     if local is not None:
         check_all_ready(ready)
     return StepCounts(
-        int(targets.sum()), int(real.sum()), int(slots.sum()), int(num_microbatches.max())
+        int(targets.sum()),
+        int(real.sum()),
+        int(slots.sum()),
+        int(num_microbatches.max()),
+        bool(stop.any()),
     )
 
 

@@ -4,6 +4,7 @@ A sample is a mapping with ``tokens`` and ``labels`` of one length, as torchtune
 it. A sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,21 @@ class CheckedDataset(Dataset[Sample]):
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
         check_sample(sample, name, self.ignore_index, self.vocab_size, self.max_seq_len)
         return sample
+
+
+def fingerprint(dataset: CheckedDataset) -> dict[str, Any]:
+    """What tells a dataset and its tokenizer from others: its length, and a hash of three samples."""
+    indices = {0, len(dataset) // 2, len(dataset) - 1}
+    digest = hashlib.sha256()
+    for index in sorted(indices):
+        try:
+            sample = dataset[index]
+        except SampleError as error:  # found again, and raised, when its update step is prepared
+            digest.update(str(error).encode())
+            continue
+        for key in ("tokens", "labels"):
+            digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
+    return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
 
 
 def load_samples(

@@ -38,6 +38,8 @@ class UpdateStep:
         self.num_target_tokens = counts.num_target_tokens
         self.num_real_tokens = counts.num_real_tokens
         self.num_slots = counts.num_slots
+        # On all ranks alike, whichever of them was asked to.
+        self.stop_requested = counts.stop_requested
         # FSDP2 and DDP average gradients over the DP ranks, hence the factor.
         self.loss_scale = dp_degree / max(counts.num_target_tokens, 1)
         self._microbatches = microbatches
@@ -60,7 +62,9 @@ def prefetch_update_steps(
     counts_once: bool,
     group: dist.ProcessGroup | None,
     depth: int,
+    first_index: int = 0,
     exchange: Exchange | None = None,
+    stop: threading.Event | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Prefetched[UpdateStep]:
@@ -80,6 +84,8 @@ def prefetch_update_steps(
         depth: update steps that may wait ready; 0 prepares each when it is asked for.
         exchange: :func:`recipe_utils.exchange.exchange_samples` with all but samples, plan and
             ``closed`` bound, to plan over all ranks. None leaves every sample on its rank.
+        first_index: position of the first of these update steps in its epoch.
+        stop: once set, the update steps counted from then on say so on all ranks. None never asks.
         num_workers: DataLoader worker processes; 0 loads in the background thread.
         pin_memory: put tensors into page-locked memory, for devices that copy from there.
 
@@ -114,20 +120,22 @@ def prefetch_update_steps(
             except Exception:
                 count_over_ranks(None, counts_once, group, closed)
                 raise
-            counts = count_over_ranks(_counts_of(microbatches), counts_once, group, closed)
+            stops = stop is not None and stop.is_set()
+            counts = count_over_ranks(_counts_of(microbatches, stops), counts_once, group, closed)
             if stand_in is not None:
                 microbatches += [stand_in] * (counts.max_microbatches - len(microbatches))
             if pin_memory:
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-            yield UpdateStep(index, microbatches, counts, dp_degree)
+            yield UpdateStep(first_index + index, microbatches, counts, dp_degree)
 
     return Prefetched(update_steps(), depth, closed)
 
 
-def _counts_of(microbatches: list[Microbatch]) -> RankCounts:
+def _counts_of(microbatches: list[Microbatch], stop_requested: bool) -> RankCounts:
     return RankCounts(
         sum(microbatch.num_target_tokens for microbatch in microbatches),
         sum(microbatch.num_real_tokens for microbatch in microbatches),
         sum(microbatch.num_slots for microbatch in microbatches),
         len(microbatches),
+        stop_requested,
     )

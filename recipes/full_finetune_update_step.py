@@ -15,7 +15,9 @@ Written for recipe_utils 0.1 and torchtune 0.6.1.
 
 import math
 import sys
+import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +27,12 @@ from torch import Tensor
 from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.datasets import ConcatDataset
-from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
-from torchtune.training.checkpointing._checkpointer import DistributedCheckpointer
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from recipe_utils import config_checks, parallelism
+from recipe_utils import checkpoint, config_checks, parallelism
+from recipe_utils.checkpoint_folder import find_newest_whole
+from recipe_utils.checkpoint_writer import CheckpointWriter, SaveOutcome
 from recipe_utils.collate import Collate, Microbatch, collate_microbatch, collate_packed_microbatch
 from recipe_utils.device_copy import copy_ahead
 from recipe_utils.document_attention import attend_within_documents, other_attention
@@ -50,10 +52,13 @@ from recipe_utils.plan import PLANS, MicrobatchCost
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.profiler import UpdateStepProfiler
 from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
-from recipe_utils.samples import CheckedDataset
+from recipe_utils.samples import CheckedDataset, fingerprint
+from recipe_utils.stop_signals import set_on_signals
 from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
 
 log = utils.get_logger("INFO")
+
+RECIPE_NAME = "full_finetune_update_step"
 
 COMPONENTS = ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointer")
 CONFIG_KEYS = frozenset(
@@ -63,10 +68,10 @@ CONFIG_KEYS = frozenset(
     data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
-    last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
+    keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
     max_tokens_per_microbatch metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
     prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
-    run_val_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
+    resume_with_other_data run_val_every_n_steps save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
 )
 
@@ -111,6 +116,9 @@ class FullFinetuneUpdateStep:
         self.activation_offloading = cfg.get("enable_activation_offloading", False)
         self.fsdp_cpu_offload = cfg.get("fsdp_cpu_offload", False) and cfg.get("device") != "cpu"
         self.resume_from_checkpoint = cfg.get("resume_from_checkpoint", False)
+        self.resume_with_other_data = cfg.get("resume_with_other_data", False)
+        self.save_every_n_steps = cfg.get("save_every_n_steps")
+        self.keep_last_n_checkpoints = cfg.get("keep_last_n_checkpoints", 2)
         self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
 
         self._check_config(cfg)
@@ -118,24 +126,39 @@ class FullFinetuneUpdateStep:
         self.log_peak_memory_stats = self.device.type != "cpu" and cfg.get("log_peak_memory_stats")
         timeout_seconds = cfg.get("process_group_timeout_seconds")
         self.owns_process_group = parallelism.init_process_group(self.device, timeout_seconds)
-        # One group for each stream of update steps: their background threads do not take turns.
+        # One group for each background thread: they do not take turns.
         self.count_group = parallelism.new_cpu_group(timeout_seconds)
         self.val_count_group = parallelism.new_cpu_group(timeout_seconds)
+        self.checkpoint_group = parallelism.new_cpu_group(timeout_seconds)
         self.is_rank_zero = dist.get_rank() == 0
         self.seed = training.set_seed(
             seed=cfg.get("seed"), debug_mode=cfg.get("cudnn_deterministic_mode")
         )
+        self.stop = threading.Event()  # once set, training saves and ends
+        # Where the training is. An update step of the next epoch starts from samples_consumed = 0.
         self.epochs_run = 0
+        self.samples_consumed = 0
         self.global_step = 0
+        self.num_target_tokens_seen = 0
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; the weights are loaded once all the rest has been checked."""
         self.mesh = parallelism.build_mesh(self.device, self.dims)
 
+        self.checkpoints = CheckpointWriter(
+            cfg.output_dir,
+            keep_last_n=self.keep_last_n_checkpoints,
+            group=self.checkpoint_group,
+            asynchronous=self.enable_async_checkpointing,
+        )
+
         problems = config_checks.Problems()
-        with problems.collect("checkpointer: "):  # the client makes its own, when it loads
-            loads_recipe_state = self.resume_from_checkpoint and not self.enable_async_checkpointing
-            config.instantiate(cfg.checkpointer, should_load_recipe_state=loads_recipe_state)
+        resume_path = self._find_step_checkpoint(cfg.output_dir)
+        with problems.collect("checkpointer: "):
+            self.checkpointer = config.instantiate(
+                cfg.checkpointer,
+                should_load_recipe_state=self.resume_from_checkpoint and resume_path is None,
+            )
         with problems.collect("model: "):
             self.model = build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
         with problems.collect("loss: "):
@@ -229,25 +252,27 @@ class FullFinetuneUpdateStep:
             self.model, self.activation_offloading
         )
 
-        self.checkpoint_client = CheckpointClient(cfg)
-        if self.enable_async_checkpointing:
-            # The client's own would save in a thread over the group that the next step computes in.
-            self.checkpoint_client._dcp_checkpointer = DistributedCheckpointer(
-                checkpoint_dir=cfg.checkpointer.checkpoint_dir,
-                output_dir=cfg.checkpointer.output_dir,
-                process_group=parallelism.new_cpu_group(),
-            )
-        checkpoint = self.checkpoint_client.load_base_checkpoint()
-        weights = checkpoint.pop(training.MODEL_KEY)
+        stock_checkpoint = self.checkpointer.load_checkpoint()
+        weights = stock_checkpoint.pop(training.MODEL_KEY)
         load_weights(self.model, weights, self.device, self.dtype, self.fsdp_cpu_offload)
+        del weights
 
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         if self.optimizer_in_bwd:
             self.optimizer = OptimizerInBackward(self.model, make_optimizer)
         else:
             self.optimizer = make_optimizer(self.model.parameters())
-        if self.resume_from_checkpoint:
-            self._restore_progress(checkpoint)
+        self.config = OmegaConf.to_container(cfg, resolve=True)
+        self.data_fingerprint = {
+            **fingerprint(self.dataset),
+            "global_batch_size": self.global_batch_size,
+            "shuffle": self.shuffle,
+            "last_update_step": self.last_update_step,
+        }
+        if resume_path is not None:
+            self._resume(resume_path)
+        elif self.resume_from_checkpoint:
+            self._resume_from_stock(stock_checkpoint)
         self.lr_scheduler = None
         if cfg.get("lr_scheduler") is not None:
             self.lr_scheduler = build_lr_scheduler(
@@ -312,15 +337,20 @@ class FullFinetuneUpdateStep:
     # ---- The order of things --------------------------------------------------------------------
 
     def train(self) -> None:
-        """Runs all epochs; saves a checkpoint after each."""
+        """Runs all epochs, or until it is asked to stop; exports the model after each."""
         throughput = Throughput(self.world_size)
         self.model.train()
         self.profiler.start()
         for epoch in range(self.epochs_run, self.total_epochs):
-            progress = tqdm(total=self.steps_per_epoch, disable=not self.is_rank_zero)
+            first_step = self.samples_consumed // self.global_batch_size
+            progress = tqdm(
+                total=self.steps_per_epoch, initial=first_step, disable=not self.is_rank_zero
+            )
             throughput.restart()
-            with self._update_steps(epoch) as steps:
+            with self._update_steps(epoch, first_step) as steps:
                 for step in steps:
+                    self.samples_consumed = (step.index + 1) * self.global_batch_size
+                    self.num_target_tokens_seen += step.num_target_tokens
                     if step.num_target_tokens == 0:
                         self._warn(
                             f"epoch {epoch + 1}, update step {step.index + 1}: none of its samples "
@@ -364,27 +394,49 @@ class FullFinetuneUpdateStep:
                     ):
                         self._log({"val_loss": self.validate()})
                         throughput.restart()
+                    if step.stop_requested:
+                        self._stop()
+                        return
+                    if (
+                        self.save_every_n_steps is not None
+                        and self.global_step % self.save_every_n_steps == 0
+                        and step.index + 1 < self.steps_per_epoch  # or it is saved below
+                    ):
+                        self.save_checkpoint()
             progress.close()
             self.epochs_run += 1
-            self.save_checkpoint(epoch)
+            self.samples_consumed = 0
+            if self.save_every_n_steps is not None or self.epochs_run < self.total_epochs:
+                self.save_checkpoint()
+            self.export_model(epoch)
         self.profiler.stop()
 
-    def save_checkpoint(self, epoch: int) -> None:
-        """Saves the weights and, unless this is the last epoch, what is needed to go on."""
-        self.checkpoint_client.save_checkpoint(
-            model=self.model,
-            optimizer=self.optimizer,
-            training_progress=TrainingProgress(
-                seed=self.seed,
-                epochs_run=self.epochs_run,
-                total_epochs=self.total_epochs,
-                max_steps_per_epoch=self.max_steps_per_epoch,
-            ),
-            epoch=epoch,
+    def save_checkpoint(self) -> None:
+        """Saves all that is needed to go on from here, on any number of ranks."""
+        state = checkpoint.TrainingState(
+            recipe=RECIPE_NAME,
+            global_step=self.global_step,
+            epoch=self.epochs_run,
+            samples_consumed=self.samples_consumed,
+            num_target_tokens_seen=self.num_target_tokens_seen,
+            seed=self.seed,
+            data_fingerprint=self.data_fingerprint,
+            config=self.config,
         )
+        self._report(self.checkpoints.save(self.model, self.optimizer, state))
+
+    def export_model(self, epoch: int) -> None:
+        """Saves the weights in the checkpointer's own format."""
+        weights = training.gather_cpu_state_dict(self.model, self.is_rank_zero, self.device)
+        if self.is_rank_zero:
+            self.checkpointer.save_checkpoint(
+                {training.MODEL_KEY: weights}, epoch=epoch, intermediate_checkpoint=False
+            )
+        dist.barrier()
 
     def cleanup(self) -> None:
-        """Closes the logger and leaves the process group."""
+        """Waits for the last checkpoint, closes the logger and leaves the process group."""
+        self._report(self.checkpoints.close())
         if self.metric_logger is not None:
             self.metric_logger.close()
         if self.owns_process_group:
@@ -432,6 +484,8 @@ class FullFinetuneUpdateStep:
             max_steps_per_epoch=self.max_steps_per_epoch,
             log_every_n_steps=self.log_every_n_steps,
             run_val_every_n_steps=self.run_val_every_n_steps,
+            save_every_n_steps=self.save_every_n_steps,
+            keep_last_n_checkpoints=self.keep_last_n_checkpoints,
             batch_size_val=cfg.get("batch_size_val"),
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
@@ -497,12 +551,12 @@ class FullFinetuneUpdateStep:
             return CheckedDataset(dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len)
         return None
 
-    def _update_steps(self, epoch: int) -> Prefetched[UpdateStep]:
+    def _update_steps(self, epoch: int, first_step: int) -> Prefetched[UpdateStep]:
         """This rank's update steps of an epoch, counted over all ranks, prepared ahead."""
         permutation = epoch_permutation(len(self.dataset), epoch, self.shuffle)
         return self._prefetch(
-            self.dataset, permutation, self.steps_per_epoch, self.batch_size,
-            self.global_batch_size, self.count_group,
+            self.dataset, permutation, range(first_step, self.steps_per_epoch), self.batch_size,
+            self.global_batch_size, self.count_group, self.stop,
         )  # fmt: skip
 
     def _val_update_steps(self) -> Prefetched[UpdateStep]:
@@ -511,7 +565,7 @@ class FullFinetuneUpdateStep:
         global_batch_size = self.batch_size_val * self.dims.dp_degree
         num_steps = num_update_steps(len(self.dataset_val), global_batch_size, "train")
         return self._prefetch(
-            self.dataset_val, permutation, num_steps, self.batch_size_val,
+            self.dataset_val, permutation, range(num_steps), self.batch_size_val,
             global_batch_size, self.val_count_group,
         )  # fmt: skip
 
@@ -519,10 +573,11 @@ class FullFinetuneUpdateStep:
         self,
         dataset: CheckedDataset,
         permutation: Tensor,
-        num_steps: int,
+        step_indices: range,
         batch_size: int,
         global_batch_size: int,
         count_group: dist.ProcessGroup,
+        stop: threading.Event | None = None,
     ) -> Prefetched[UpdateStep]:
         dp_rank = parallelism.dp_rank_of(self.mesh)
         exchange = None
@@ -539,8 +594,9 @@ class FullFinetuneUpdateStep:
                 update_step_indices(
                     permutation, step, global_batch_size, dp_rank, self.dims.dp_degree
                 )
-                for step in range(num_steps)
+                for step in step_indices
             ],
+            first_index=step_indices.start,
             plan=self._plan(batch_size),
             collate=self._collate(batch_size),
             ignore_index=self.loss_fn.ignore_index,
@@ -549,6 +605,7 @@ class FullFinetuneUpdateStep:
             group=count_group,
             depth=self.prefetch_update_steps,
             exchange=exchange,
+            stop=stop,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
         )
@@ -595,15 +652,40 @@ class FullFinetuneUpdateStep:
             merge_packed_rows=self.merges_packed_rows,
         )
 
-    def _restore_progress(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on at the end of the epoch that was saved last."""
-        if self.enable_async_checkpointing:
-            checkpoint = self.checkpoint_client.load_distributed_checkpoint(
-                self.model, self.optimizer
-            )
-        else:
-            state = checkpoint[training.OPT_KEY]
-            load_optimizer_state(self.model, self.optimizer, state, self.device)
+    def _find_step_checkpoint(self, output_dir: str) -> Path | None:
+        """The newest whole checkpoint to resume from; the same on all ranks."""
+        if not self.resume_from_checkpoint:
+            return None
+        found = find_newest_whole(Path(output_dir), RECIPE_NAME) if self.is_rank_zero else None
+        path, skipped = parallelism.gather_objects(found, self.checkpoint_group)[0]
+        for other, reason in skipped:
+            self._warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
+        return path
+
+    def _resume(self, path: Path) -> None:
+        """Goes on from a step checkpoint, in the middle of its epoch if need be."""
+        state = checkpoint.load(
+            path,
+            self.model,
+            self.optimizer,
+            recipe=RECIPE_NAME,
+            data_fingerprint=None if self.resume_with_other_data else self.data_fingerprint,
+            group=self.checkpoint_group,
+        )
+        self.epochs_run = state.epoch
+        self.samples_consumed = state.samples_consumed
+        self.global_step = state.global_step
+        self.num_target_tokens_seen = state.num_target_tokens_seen
+        if state.seed != self.seed:
+            self._warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
+        self._info(
+            f"Goes on from {path}: epoch {state.epoch + 1}, after update step {state.global_step}"
+        )
+
+    def _resume_from_stock(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on at the end of an epoch, from the recipe state that a stock recipe has saved."""
+        state = checkpoint[training.OPT_KEY]
+        load_optimizer_state(self.model, self.optimizer, state, self.device)
         for key, here in (
             (training.SEED_KEY, self.seed),
             (training.MAX_STEPS_KEY, self.max_steps_per_epoch),
@@ -613,6 +695,24 @@ class FullFinetuneUpdateStep:
         self.epochs_run = checkpoint[training.EPOCHS_KEY]
         self.global_step = self.epochs_run * self.steps_per_epoch
 
+    def _stop(self) -> None:
+        """Saves, and says how to go on."""
+        self.save_checkpoint()
+        self._info(
+            f"Stopped as asked after update step {self.global_step}; the same command with "
+            "resume_from_checkpoint=True goes on from there"
+        )
+
+    def _report(self, outcome: SaveOutcome | None) -> None:
+        """A checkpoint that cannot be saved is no reason to stop: the last whole one is there."""
+        if outcome is not None and outcome.error is not None:
+            self._warn(
+                f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); "
+                "training goes on, the one before stays"
+            )
+        if outcome is not None and outcome.warning is not None:
+            self._warn(outcome.warning)
+
     def _log(self, metrics: dict[str, float]) -> None:
         if self.metric_logger is not None:
             self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -621,6 +721,10 @@ class FullFinetuneUpdateStep:
         if self.is_rank_zero:
             log.warning(text)
 
+    def _info(self, text: str) -> None:
+        if self.is_rank_zero:
+            log.info(text)
+
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
@@ -628,7 +732,8 @@ def recipe_main(cfg: DictConfig) -> None:
     config.log_config(recipe_name="FullFinetuneUpdateStep", cfg=cfg)
     recipe = FullFinetuneUpdateStep(cfg=cfg)
     recipe.setup(cfg=cfg)
-    recipe.train()
+    with set_on_signals(recipe.stop):
+        recipe.train()
     recipe.cleanup()
 
 

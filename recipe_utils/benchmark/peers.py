@@ -65,8 +65,8 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
 
 def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
     """This project's recipe."""
-    _never_save_checkpoints()
     recipe = runpy.run_path(str(UPDATE_STEP_RECIPE))["FullFinetuneUpdateStep"](config)
+    recipe.save_checkpoint = recipe.export_model = _do_nothing
     recipe.setup(config)
     take_model(lambda: _gradients_of(recipe.model))
     recipe.train()

@@ -1,0 +1,258 @@
+"""A training that was ended anywhere goes on as if it had not been, on any number of ranks."""
+
+import os
+import runpy
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torchtune
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import ListLogger, recipe_class, run_recipe, run_recipe_keeping_warnings
+
+from recipe_utils.stop_signals import set_on_signals
+
+STOCK_RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
+GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+
+
+def config_of(tiny_config, **changes):
+    """Two epochs of 5 update steps, the last of each with 6 samples; saved after step 3, 6 and 9."""
+    schedule = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 2,
+    }
+    return tiny_config(
+        **{
+            "dataset": DATA,
+            "epochs": 2,
+            "save_every_n_steps": 3,
+            "keep_last_n_checkpoints": 9,
+            "lr_scheduler": schedule,
+            "microbatching": "packed",
+            **GLOBAL_BATCH,
+            **changes,
+        }
+    )
+
+
+def losses(logged):
+    return [(metrics["step"], metrics["loss"]) for metrics in logged]
+
+
+def saved(config):
+    return sorted(path.name for path in Path(config["output_dir"]).glob("step_*"))
+
+
+def keep_only(config, step):
+    for path in Path(config["output_dir"]).glob("step_*"):
+        if path.name != f"step_{step}":
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("enable_async_checkpointing", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_goes_on_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
+    world_size, enable_async_checkpointing, tiny_config
+):
+    config = config_of(tiny_config, enable_async_checkpointing=enable_async_checkpointing)
+    uninterrupted = losses(run_distributed(run_recipe, world_size, config)[0])
+    assert [step for step, _ in uninterrupted] == list(range(1, 11))
+    assert saved(config) == ["step_10", "step_3", "step_5", "step_6", "step_9"]
+    weights = Path(config["output_dir"], "epoch_1").glob("*.bin")
+    final = [path.read_bytes() for path in sorted(weights)]
+    assert final
+    for step in (9, 5, 3):
+        keep_only(config, step) if step == 9 else None
+        resumed = {**config, "resume_from_checkpoint": True}
+        if step != 9:
+            resumed = {**resumed, "output_dir": f"{config['output_dir']}_{step}"}
+            run = {**config, "output_dir": resumed["output_dir"]}
+            for each in (run, resumed):
+                each["checkpointer"] = {**config["checkpointer"], "output_dir": each["output_dir"]}
+            run_distributed(run_recipe, world_size, run)
+            keep_only(run, step)
+        logged = run_distributed(run_recipe, world_size, resumed)[0]
+        assert losses(logged) == uninterrupted[step:]
+        weights = Path(resumed["output_dir"], "epoch_1").glob("*.bin")
+        assert [path.read_bytes() for path in sorted(weights)] == final
+
+
+LAYOUTS = {
+    "1": (1, {}),
+    "4": (4, {}),
+    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
+    "in-order": (2, {"microbatching": "in_order", "batch_size": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_on_two_ranks(weights_folder, tmp_path_factory):
+    """A config that was run on 2 ranks, its losses, and a copy of what was saved after step 3."""
+    import recipe_runs
+
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copytree(weights_folder / "weights", folder / "weights")
+
+    def tiny_config(**changes):
+        return recipe_runs.tiny_config(folder, **changes)
+
+    config = config_of(tiny_config)
+    uninterrupted = losses(run_distributed(run_recipe, 2, config)[0])
+    keep_only(config, 3)
+    shutil.copytree(Path(config["output_dir"], "step_3"), folder / "kept" / "step_3")
+    return config, uninterrupted, folder / "kept"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_or_plan_continues_the_same_curve(layout, saved_on_two_ranks, tmp_path):
+    config, uninterrupted, kept = saved_on_two_ranks
+    world_size, changes = LAYOUTS[layout]
+    shutil.copytree(kept, tmp_path / "out")
+    resumed = {
+        **config,
+        **changes,
+        "output_dir": f"{tmp_path}/out",
+        "checkpointer": {**config["checkpointer"], "output_dir": f"{tmp_path}/out"},
+        "resume_from_checkpoint": True,
+    }
+    logged = losses(run_distributed(run_recipe, world_size, resumed)[0])
+    assert [step for step, _ in logged] == list(range(4, 11))
+    assert [loss for _, loss in logged] == pytest.approx(
+        [loss for _, loss in uninterrupted[3:]], rel=1e-5
+    )
+
+
+CHANGED = {
+    "num_samples=37: the checkpoint was saved with 38": {
+        "dataset": {**DATA, "num_samples": 37},
+    },
+    "hash_of_samples=": {"dataset": {**DATA, "seed": 1}},
+    "global_batch_size=4: the checkpoint was saved with 8": {"global_batch_size": 4},
+    "shuffle=False: the checkpoint was saved with True": {"shuffle": False},
+}
+
+
+@pytest.mark.parametrize("expected", CHANGED)
+def test_changed_data_is_refused_with_both_values_unless_asked_for(
+    expected, saved_on_two_ranks, tmp_path
+):
+    config, _, kept = saved_on_two_ranks
+    shutil.copytree(kept, tmp_path / "out")
+    resumed = {
+        **config,
+        "output_dir": f"{tmp_path}/out",
+        "checkpointer": {**config["checkpointer"], "output_dir": f"{tmp_path}/out"},
+        "resume_from_checkpoint": True,
+        **CHANGED[expected],
+    }
+    (error,) = run_distributed(run_recipe, 1, resumed, expect_failures=True)
+    assert expected in error
+    assert "resume_with_other_data=True" in error
+    (logged,) = run_distributed(run_recipe, 1, {**resumed, "resume_with_other_data": True})
+    assert logged[0]["step"] == 4
+
+
+def test_a_torn_checkpoint_is_passed_over_by_name(saved_on_two_ranks, tmp_path):
+    config, uninterrupted, kept = saved_on_two_ranks
+    shutil.copytree(kept, tmp_path / "out")
+    shutil.copytree(kept / "step_3", tmp_path / "out" / "step_4")
+    (file, *_) = (tmp_path / "out" / "step_4").glob("rank_*")
+    os.truncate(file, file.stat().st_size // 2)
+    resumed = {
+        **config,
+        "output_dir": f"{tmp_path}/out",
+        "checkpointer": {**config["checkpointer"], "output_dir": f"{tmp_path}/out"},
+        "resume_from_checkpoint": True,
+    }
+    ((logged, warnings), _) = run_distributed(run_recipe_keeping_warnings, 2, resumed)
+    assert any("step_4 is passed over" in text and file.name in text for text in warnings)
+    assert losses(logged) == uninterrupted[3:]
+
+
+def run_until_signalled(config, at_step, on_rank):
+    """Rank ``on_rank`` gets a SIGTERM in its update step ``at_step``."""
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    update = recipe.update
+
+    def signalled_update(*args, **kwargs):
+        if recipe.global_step == at_step and dist.get_rank() == on_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args, **kwargs)
+
+    recipe.update = signalled_update
+    with set_on_signals(recipe.stop):
+        recipe.train()
+    recipe.cleanup()
+    return list(ListLogger.logged)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(prefetch, tiny_config):
+    config = config_of(tiny_config, save_every_n_steps=..., prefetch_update_steps=prefetch)
+    whole = config_of(tiny_config, save_every_n_steps=...)
+    whole["output_dir"] += "_whole"
+    whole["checkpointer"] = {**whole["checkpointer"], "output_dir": whole["output_dir"]}
+    uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
+    logged = losses(run_distributed(run_until_signalled, 2, config, 1, 1)[0])
+    assert 1 <= len(logged) <= 2 + prefetch + 1 < len(uninterrupted)
+    assert saved(config) == [f"step_{len(logged)}"]
+    resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
+    assert logged + resumed == uninterrupted
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_config):
+    config = config_of(tiny_config, keep_last_n_checkpoints=2)
+    run_distributed(run_recipe, 1, config)
+    assert saved(config) == ["step_10", "step_9"]
+
+
+def run_stock_recipe(config):
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    recipe = runpy.run_path(str(STOCK_RECIPE))["FullFinetuneRecipeSingleDevice"](cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    return list(ListLogger.logged)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_goes_on_from_what_a_stock_recipe_has_saved(world_size, tiny_config):
+    """32 samples in steps of 8, so that stock leaves none over."""
+    config = tiny_config(
+        dataset={**DATA, "num_samples": 32},
+        loss={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        epochs=2,
+        max_steps_per_epoch=4,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        optimizer_in_bwd=False,
+        compile=False,
+        resume_from_checkpoint=False,
+        process_group_timeout_seconds=...,
+    )
+    stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
+    assert len(stock) == 8
+    resumed = {
+        **config,
+        "resume_from_checkpoint": True,
+        "global_batch_size": 8,
+        "batch_size": 2,
+        "checkpointer": {
+            **config["checkpointer"],
+            "checkpoint_files": ["epoch_0/model-00001-of-00001.bin"],
+        },
+    }
+    del resumed["gradient_accumulation_steps"]
+    logged = losses(run_distributed(run_recipe, world_size, resumed)[0])
+    assert [step for step, _ in logged] == [5, 6, 7, 8]
+    assert [loss for _, loss in logged] == pytest.approx(
+        [float(loss) for _, loss in stock[4:]], rel=1e-4
+    )
