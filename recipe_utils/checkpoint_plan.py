@@ -38,15 +38,16 @@ class Stage(StorageWriter):
 
     Args:
         temporary: the checkpoint's folder; the coordinator makes it anew.
+        rank: of this process.
         copies: where copies of the tensors go, by name, kept from one save for the next; None to
             collect the live tensors.
     """
 
-    def __init__(self, temporary: Path, copies: dict[str, Tensor] | None) -> None:
+    def __init__(self, temporary: Path, rank: int, copies: dict[str, Tensor] | None) -> None:
         super().__init__()
         self._temporary = temporary
+        self._rank = rank
         self._copies = copies
-        self._rank = 0
         self.tensors: dict[str, Tensor] = {}
         """Of this rank, on the CPU if they are copies; complete once the save has returned."""
         self.index: dict[str, Any] = {}
@@ -56,8 +57,7 @@ class Stage(StorageWriter):
         """Does nothing: there is one for each save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learns the rank."""
-        self._rank = kwargs["rank"]
+        """Does nothing: all is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leaves the plan as it is."""
@@ -74,8 +74,6 @@ class Stage(StorageWriter):
         for item in plan.items:
             local = planner.resolve_data(item)
             assert isinstance(local, Tensor)  # there are no other things in our state dicts
-            if local.numel() == 0:
-                continue
             name = item.index.fqn
             assert name not in self.tensors, f"rank {self._rank} has two parts of {name}"
             self.tensors[name] = local if self._copies is None else self._copy(name, local)

@@ -120,7 +120,7 @@ class CheckpointWriter:
         temporary = temporary_folder(self._folder, state.global_step)
         if self._rank == 0:  # of a save that failed, and could not even remove what it had written
             shutil.rmtree(temporary, ignore_errors=True)
-        stage = Stage(temporary, self._copies)
+        stage = Stage(temporary, self._rank, self._copies)
         try:
             plan_and_collect(
                 tensors,
