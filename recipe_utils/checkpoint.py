@@ -13,13 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from recipe_utils.checkpoint_folder import check_checksums, check_whole, read_json, read_marker
-from recipe_utils.checkpoint_plan import Unstage, describe_failures, rank_file, read_index
+from recipe_utils.checkpoint_plan import rank_file, read_index, read_tensors
 from recipe_utils.checkpoint_tensors import AnyOptimizer, misfits, model_tensors, restore_optimizer
 from recipe_utils.parallelism import gather_objects
 from recipe_utils.random_state import set_random_state
@@ -144,17 +141,7 @@ def load(
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     room = _on_all_ranks(make_room, group)
     targets |= {OPTIMIZER + name: tensor for name, tensor in room.items()}
-    try:
-        read_tensors(
-            targets,
-            storage_reader=Unstage(path, metadata),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"resume_from_checkpoint: {path} cannot be used: {describe_failures(error)}"
-        ) from error
+    read_tensors(path, metadata, targets, group)
     if saved_world_size == world_size:
         _on_all_ranks(partial(_load_random_state, path / rank_file(rank)), group)
     return state

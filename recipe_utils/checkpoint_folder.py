@@ -239,7 +239,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {os.strerror(error.errno or 0)}") from error
+        raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: it is no JSON ({error})") from error
     if not isinstance(content, dict):

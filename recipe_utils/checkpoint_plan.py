@@ -4,13 +4,16 @@ torch.distributed.checkpoint decides both. The files are ours: its own ones are 
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -19,7 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from recipe_utils.tensor_file import CheckpointError, TensorFile, dtype_name, dtype_of
@@ -30,91 +36,126 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-class Stage(StorageWriter):
-    """Takes the part of the tensors that this rank is to write, as torch.distributed.checkpoint plans it.
+@dataclass(frozen=True)
+class SaveLayout:
+    """Who writes what."""
 
-    The planning needs all ranks and the live tensors, the writing neither. So this collects, and
-    who has called ``torch.distributed.checkpoint.save`` writes when it suits.
+    names: list[str]
+    """Tensors of which this rank writes its part."""
+    index: dict[str, Any]
+    """What ``tensors.json`` says; on rank 0, empty on the others."""
+
+
+def plan_save(
+    tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
+) -> SaveLayout:
+    """Agrees on who writes what: every part of every tensor once, about as much on each rank.
+
+    All ranks together. It takes a good part of a second for a thousand tensors, and more on many
+    ranks; the result holds as long as :func:`layout_of` stays the same on all.
 
     Args:
-        temporary: the checkpoint's folder; the coordinator makes it anew.
-        copies: where copies of the tensors go, by name, kept from one save for the next; None to
-            collect the live tensors.
-    """
+        tensors: by name, of all ranks; sharded, or the same on all.
+        rank: of this process.
+        group: a CPU (gloo) group of all ranks.
 
-    def __init__(self, temporary: Path, copies: dict[str, Tensor] | None) -> None:
+    Raises:
+        ValueError: on all ranks; a tensor that a checkpoint cannot hold.
+    """
+    planned = _Planned(rank)
+    try:
+        save(
+            dict(tensors),
+            storage_writer=planned,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint: {describe_failures(error)}") from error
+    return SaveLayout(planned.names, planned.index)
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """All that :func:`plan_save` looks at on this rank, to tell whether an earlier result holds."""
+    return [
+        (name, tensor.shape, tensor.dtype, isinstance(tensor, DTensor) and tensor.placements)
+        for name, tensor in tensors.items()
+    ]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors as they are now, which the next update step does not change.
+
+    Args:
+        tensors: by name.
+        copies: where to, kept from one call for the next; filled as needed.
+    """
+    for name, tensor in tensors.items():
+        copy = copies.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copies[name] = copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        copy.copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return {name: copies[name] for name in tensors}
+
+
+class _Planned(StorageWriter):
+    """Notes what torch.distributed.checkpoint would have this rank write, and writes nothing."""
+
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self._temporary = temporary
-        self._copies = copies
-        self._rank = 0
-        self.tensors: dict[str, Tensor] = {}
-        """Of this rank, on the CPU if they are copies; complete once the save has returned."""
+        self._rank = rank
+        self.names: list[str] = []
         self.index: dict[str, Any] = {}
-        """What ``tensors.json`` says; on the coordinator."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Does nothing: there is one for each save."""
+        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learns the rank."""
-        self._rank = kwargs["rank"]
+        pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leaves the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the folder, on the coordinator, before any rank gets its plan."""
-        self._temporary.mkdir(parents=True)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Collects this rank's tensors."""
-        results = []
-        for item in plan.items:
-            local = planner.resolve_data(item)
-            assert isinstance(local, Tensor)  # there are no other things in our state dicts
-            if local.numel() == 0:
-                continue
-            name = item.index.fqn
-            assert name not in self.tensors, f"rank {self._rank} has two parts of {name}"
-            self.tensors[name] = local if self._copies is None else self._copy(name, local)
-            results.append(WriteResult(item.index, local.nbytes, rank_file(self._rank)))
-        if any(tensor.is_pinned() for tensor in self.tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        self.names = [item.index.fqn for item in plan.items]
+        assert len(set(self.names)) == len(self.names), f"rank {self._rank} has two parts of one"
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(i.index, 0, rank_file(self._rank)) for i in plan.items])
         return future
 
-    def _copy(self, name: str, local: Tensor) -> Tensor:
-        assert self._copies is not None
-        copy = self._copies.get(name)
-        if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            self._copies[name] = copy
-        return copy.copy_(local, non_blocking=local.is_cuda)
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Notes what is where, on the coordinator."""
+        """Runs on rank 0."""
+        parts = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             dtype = dtype_name(tensor.properties.dtype)
             self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
+            parts.update({(name, chunk.offsets): chunk.sizes for chunk in tensor.chunks})
         for result in (result for rank in results for result in rank):
-            tensor = metadata.state_dict_metadata[result.index.fqn]
-            assert isinstance(tensor, TensorStorageMetadata)
-            (chunk,) = (c for c in tensor.chunks if c.offsets == result.index.offset)
+            offset = result.index.offset
+            assert offset is not None
             self.index[result.index.fqn]["parts"].append(
                 {
                     "file": result.storage_data,
-                    "offset": list(chunk.offsets),
-                    "shape": list(chunk.sizes),
+                    "offset": list(offset),
+                    "shape": list(parts[result.index.fqn, offset]),
                 }
             )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Not used."""
         return True
 
 
@@ -126,7 +167,7 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
         files: names of the checkpoint's files; nothing else is ever opened.
 
     Raises:
-        CheckpointError: it says something that :class:`Stage` does not.
+        CheckpointError: it says something that :func:`plan_save` does not.
     """
     metadata: dict[str, Any] = {}
     storage: dict[MetadataIndex, str] = {}
@@ -150,13 +191,33 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
     return Metadata(metadata, storage_data=storage)
 
 
-class Unstage(StorageReader):
-    """Reads the parts of tensors that torch.distributed.checkpoint asks for.
+def read_tensors(
+    path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Reads from a checkpoint into tensors, all ranks together, each what it holds of them.
 
     Args:
         path: of the checkpoint.
         metadata: of :func:`read_index`.
+        tensors: by name, of the saved shapes and dtypes, sharded in any way.
+        group: a CPU (gloo) group of all ranks.
+
+    Raises:
+        CheckpointError: on all ranks; a file does not hold what the index says. Names it.
     """
+    try:
+        load(
+            dict(tensors),
+            storage_reader=_Reader(path, metadata),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(describe_failures(error)) from error
+
+
+class _Reader(StorageReader):
+    """Reads the parts of tensors that torch.distributed.checkpoint asks for."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__()
@@ -164,27 +225,23 @@ class Unstage(StorageReader):
         self._metadata = metadata
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Does nothing: there is one for each load."""
+        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What was given."""
         return self._metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Does nothing: all is known."""
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leaves the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leaves the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies the parts into their tensors, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
@@ -211,7 +268,6 @@ class Unstage(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Not used."""
         return True
 
 

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as plan_and_collect
 
 from recipe_utils.checkpoint import MODEL, OPTIMIZER, RANDOM, TrainingState
 from recipe_utils.checkpoint_folder import (
@@ -29,7 +26,14 @@ from recipe_utils.checkpoint_folder import (
     step_folder,
     temporary_folder,
 )
-from recipe_utils.checkpoint_plan import Stage, describe_failures, rank_file
+from recipe_utils.checkpoint_plan import (
+    SaveLayout,
+    copy_to_cpu,
+    layout_of,
+    local_part,
+    plan_save,
+    rank_file,
+)
 from recipe_utils.checkpoint_tensors import AnyOptimizer, model_tensors, optimizer_contents
 from recipe_utils.parallelism import gather_objects
 from recipe_utils.random_state import get_random_state
@@ -80,6 +84,8 @@ class CheckpointWriter:
         self._keep_last_n = keep_last_n
         self._group = group
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._layout: SaveLayout | None = None
+        self._layout_here: list[Any] = []
         self._copies: dict[str, Tensor] | None = {} if asynchronous else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._in_flight: Future[SaveOutcome] | None = None
@@ -104,47 +110,35 @@ class CheckpointWriter:
             for, else None.
 
         Raises:
-            ValueError: the optimizer or ``state`` has something that a checkpoint cannot hold.
+            ValueError: model, optimizer or ``state`` have something that a checkpoint cannot hold.
             KeyboardInterrupt: after the other ranks have been told that this save failed.
         """
         finished = self.wait()
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
         optimizer_tensors, description = optimizer_contents(model, optimizer)
         tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
-        documents = {
-            "optimizer.json": _to_json(description, "optimizer"),
-            "state.json": _to_json(asdict(state), "state"),
-        }
+        try:
+            documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
+        except TypeError as error:
+            raise ValueError(f"state: a checkpoint cannot hold it ({error})") from error
         random = {RANDOM + name: tensor for name, tensor in get_random_state().items()}
 
         temporary = temporary_folder(self._folder, state.global_step)
         if self._rank == 0:  # of a save that failed, and could not even remove what it had written
             shutil.rmtree(temporary, ignore_errors=True)
-        stage = Stage(temporary, self._copies)
-        try:
-            plan_and_collect(
-                tensors,
-                storage_writer=stage,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            self._remove(temporary)
-            outcome = SaveOutcome(state.global_step, None, error=describe_failures(error))
-            if self._thread is None:
-                return outcome
-            self._in_flight = Future()
-            self._in_flight.set_result(outcome)
-            return finished
+        layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
+        mine = {name: local_part(tensors[name]) for name in layout.names}
+        problem = None
+        if self._copies is not None:
+            mine, problem = self._attempt(partial(copy_to_cpu, mine, self._copies))
 
-        documents["tensors.json"] = _to_json(stage.index, "tensors")
-        write = partial(
-            self._write,
-            temporary,
-            stage.tensors | random,
-            documents,
-            {"recipe": state.recipe, "global_step": state.global_step},
-        )
+        def write() -> SaveOutcome:
+            if self._rank == 0:
+                documents["optimizer.json"] = json.dumps(description).encode()
+                documents["tensors.json"] = json.dumps(layout.index).encode()
+            marker = {"recipe": state.recipe, "global_step": state.global_step}
+            return self._write(temporary, (mine or {}) | random, documents, marker, problem)
+
         if self._thread is None:
             outcome = write()
             interrupt, self._interrupt = self._interrupt, None
@@ -173,17 +167,31 @@ class CheckpointWriter:
             self._copies = {}
         return outcome
 
+    def _agree_on_layout(self, tensors: Mapping[str, Tensor]) -> SaveLayout:
+        """The last save's, if that still holds on all ranks; planning anew is slow."""
+        layout_here = layout_of(tensors)
+        if not all(gather_objects(layout_here == self._layout_here, self._group)):
+            self._layout = plan_save(tensors, self._rank, self._group)
+            self._layout_here = layout_here
+        assert self._layout is not None
+        return self._layout
+
     def _write(
         self,
         temporary: Path,
         tensors: Mapping[str, Tensor],
         documents: Mapping[str, bytes],
         marker: dict[str, Any],
+        problem: str | None,
     ) -> SaveOutcome:
         """Writes this rank's files and, once every rank has, makes them a checkpoint."""
         step = marker["global_step"]
         try:
-            files, error = self._attempt(partial(self._write_files, temporary, tensors, documents))
+            files, error = None, problem
+            if problem is None:
+                files, error = self._attempt(
+                    partial(self._write_files, temporary, tensors, documents)
+                )
             reports = gather_objects((files, error), self._group)
             errors = [f"rank {rank}: {e}" for rank, (_, e) in enumerate(reports) if e]
             warning = None
@@ -213,7 +221,7 @@ class CheckpointWriter:
     def _write_files(
         self, temporary: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]
     ) -> dict[str, FileFacts]:
-        temporary.mkdir(exist_ok=True)  # it may take a while to be seen from another machine
+        temporary.mkdir(parents=True, exist_ok=True)
         files = {rank_file(self._rank): write_tensors(temporary / rank_file(self._rank), tensors)}
         if self._rank == 0:
             for name, content in documents.items():
@@ -233,10 +241,3 @@ class CheckpointWriter:
     def _remove(self, temporary: Path) -> None:
         if self._rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _to_json(content: Any, what: str) -> bytes:
-    try:
-        return json.dumps(content, indent=1).encode()
-    except TypeError as error:
-        raise ValueError(f"{what}: a checkpoint cannot hold it ({error})") from error

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from checkpoint_runs import RECIPE, build, contents, save_once, state, train
 from distributed_runs import run_distributed
 from torch import nn
+from torchtune.models.llama3 import base_llama_tp_plan
 
 from recipe_utils.checkpoint import fingerprint_differences, load, read_state
 from recipe_utils.checkpoint_writer import CheckpointWriter
-from recipe_utils.parallelism import new_cpu_group
+from recipe_utils.model import parallelize_model
+from recipe_utils.parallelism import ParallelDims, build_mesh, new_cpu_group
 from recipe_utils.tensor_file import CheckpointError
 
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
@@ -36,6 +38,14 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, optimizer
     assert torch.equal(torch.rand(3), drawn[1])
     train(resumed, resumed_optim, range(2, 4))
     checkpoint_runs.assert_equal(contents(resumed, resumed_optim), contents(model, optim))
+
+
+def test_a_checkpoint_from_before_the_first_step_leaves_the_optimizer_without_state(tmp_path):
+    save_once(tmp_path, 0)
+    model, optimizer = build(seed=1)
+    train(model, optimizer, range(1))
+    load(tmp_path / "step_0", model, optimizer, recipe=RECIPE)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [OPTIMIZERS[::3], OPTIMIZERS[::-3]])
@@ -173,6 +183,26 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saved_on_two_
     first, second = run_distributed(load_with_one_file_unreadable_on_rank_1, 2, path)
     assert second.startswith(f"resume_from_checkpoint: {path.with_name('nowhere')} cannot be used")
     assert first == f"rank 1: {second}"
+
+
+def save_split_layers(folder):
+    """Tensor parallel over 2 ranks, sharded over 2."""
+    model = tiny.tiny_model(tiny.UNTIED_MODEL)
+    mesh = build_mesh(torch.device("cpu"), ParallelDims(1, 2, 2))
+    model = parallelize_model(model, mesh, tensor_parallel_plan=base_llama_tp_plan())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    outcome = CheckpointWriter(folder, group=new_cpu_group()).save(model, optimizer, state(2))
+    assert outcome.error is None, outcome.error
+    return contents(model, optimizer)
+
+
+def test_a_checkpoint_of_split_layers_loads_on_one_process(tmp_path):
+    at_save, *_ = run_distributed(save_split_layers, 4, tmp_path)
+    model = tiny.tiny_model(tiny.UNTIED_MODEL, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
 
 
 # ---- What does not fit --------------------------------------------------------------------------

@@ -59,6 +59,24 @@ def test_saving_behind_the_training_gives_the_files_of_saving_before_it(tmp_path
     assert files_of(tmp_path / "sync" / "step_1") != files
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_one_writer_saves_may_change_between_saves(tmp_path, asynchronous):
+    model, optimizer = build()
+    writer = CheckpointWriter(tmp_path, asynchronous=asynchronous)
+    expected = []
+    for step in range(3):  # the optimizer's state appears with the first update step
+        writer.save(model, optimizer, state(step))
+        expected.append(checkpoint_runs.contents(model, optimizer))
+        train(model, optimizer, [step])
+    writer.close()
+    for step in range(3):
+        resumed, resumed_optimizer = build(seed=1)
+        load(tmp_path / f"step_{step}", resumed, resumed_optimizer, recipe=RECIPE)
+        checkpoint_runs.assert_equal(
+            checkpoint_runs.contents(resumed, resumed_optimizer), expected[step]
+        )
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_saving_changes_nothing(tmp_path, optimizer):
     model, optim = build(optimizer)
@@ -181,8 +199,9 @@ def go_on_from_what_is_left(folder):
     found, skipped = find_newest_whole(folder, RECIPE)
     assert found is not None
     assert skipped == []
-    checkpoint_runs.assert_whole(found)
-    assert all(path.suffix != ".tmp" for path in folder.iterdir())
+    for path in folder.iterdir():
+        assert path.suffix != ".tmp"
+        checkpoint_runs.assert_whole(path)
     return int(found.name[5:])
 
 

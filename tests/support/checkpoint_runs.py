@@ -47,7 +47,7 @@ def build(
             mesh,
             custom_sharded_layers=None,
             cpu_offload=False,
-            reshard_after_forward=True,
+            reshard_after_forward=False,
         )
     if optimizer == "in_backward":
         return model, OptimizerInBackward(model, MAKE_OPTIMIZER["adamw"])
