@@ -129,7 +129,7 @@ class FullFinetuneUpdateStep:
         # One group for each background thread: they do not take turns.
         self.count_group = parallelism.new_cpu_group(timeout_seconds)
         self.val_count_group = parallelism.new_cpu_group(timeout_seconds)
-        self.checkpoint_group = parallelism.new_cpu_group(timeout_seconds)
+        self.checkpoint_group = parallelism.new_cpu_group()  # may wait for the slowest disk
         self.is_rank_zero = dist.get_rank() == 0
         self.seed = training.set_seed(
             seed=cfg.get("seed"), debug_mode=cfg.get("cudnn_deterministic_mode")
@@ -154,10 +154,10 @@ class FullFinetuneUpdateStep:
 
         problems = config_checks.Problems()
         resume_path = self._find_step_checkpoint(cfg.output_dir)
+        resumes_from_stock = resume_path is None and self._finds_stock_state(cfg.checkpointer)
         with problems.collect("checkpointer: "):
             self.checkpointer = config.instantiate(
-                cfg.checkpointer,
-                should_load_recipe_state=self.resume_from_checkpoint and resume_path is None,
+                cfg.checkpointer, should_load_recipe_state=resumes_from_stock
             )
         with problems.collect("model: "):
             self.model = build_on_meta(partial(config.instantiate, cfg.model), self.dtype)
@@ -271,8 +271,13 @@ class FullFinetuneUpdateStep:
         }
         if resume_path is not None:
             self._resume(resume_path)
-        elif self.resume_from_checkpoint:
+        elif resumes_from_stock:
             self._resume_from_stock(stock_checkpoint)
+        elif self.resume_from_checkpoint:
+            self._warn(
+                f"resume_from_checkpoint=True: there is no checkpoint in {cfg.output_dir} yet; starts "
+                "with the checkpointer's weights"
+            )
         self.lr_scheduler = None
         if cfg.get("lr_scheduler") is not None:
             self.lr_scheduler = build_lr_scheduler(
@@ -406,9 +411,9 @@ class FullFinetuneUpdateStep:
             progress.close()
             self.epochs_run += 1
             self.samples_consumed = 0
+            self.export_model(epoch)
             if self.save_every_n_steps is not None or self.epochs_run < self.total_epochs:
                 self.save_checkpoint()
-            self.export_model(epoch)
         self.profiler.stop()
 
     def save_checkpoint(self) -> None:
@@ -423,7 +428,11 @@ class FullFinetuneUpdateStep:
             data_fingerprint=self.data_fingerprint,
             config=self.config,
         )
-        self._report(self.checkpoints.save(self.model, self.optimizer, state))
+        try:
+            outcome = self.checkpoints.save(self.model, self.optimizer, state)
+        except ValueError as error:  # a state that no checkpoint can hold, on all ranks alike
+            outcome = SaveOutcome(self.global_step, None, error=str(error))
+        self._report(outcome)
 
     def export_model(self, epoch: int) -> None:
         """Saves the weights in the checkpointer's own format."""
@@ -662,6 +671,12 @@ class FullFinetuneUpdateStep:
             self._warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
         return path
 
+    def _finds_stock_state(self, cfg_checkpointer: DictConfig) -> bool:
+        """Whether to resume from the recipe state of a stock recipe."""
+        default = Path(cfg_checkpointer.output_dir, "recipe_state", "recipe_state.pt")
+        given = cfg_checkpointer.get("recipe_checkpoint") is not None
+        return self.resume_from_checkpoint and (given or default.exists())
+
     def _resume(self, path: Path) -> None:
         """Goes on from a step checkpoint, in the middle of its epoch if need be."""
         state = checkpoint.load(
@@ -698,6 +713,7 @@ class FullFinetuneUpdateStep:
     def _stop(self) -> None:
         """Saves, and says how to go on."""
         self.save_checkpoint()
+        self.profiler.stop()
         self._info(
             f"Stopped as asked after update step {self.global_step}; the same command with "
             "resume_from_checkpoint=True goes on from there"
@@ -708,7 +724,7 @@ class FullFinetuneUpdateStep:
         if outcome is not None and outcome.error is not None:
             self._warn(
                 f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); "
-                "training goes on, the one before stays"
+                "the one before stays"
             )
         if outcome is not None and outcome.warning is not None:
             self._warn(outcome.warning)

@@ -73,6 +73,8 @@ BAD_CONFIGS = {
         },
         "without max_tokens_per_microbatch",
     ),
+    "saving never": ({"save_every_n_steps": 0}, "save_every_n_steps=0: it must be at least 1"),
+    "keeping none": ({"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0"),
     "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),
     "sync": ({"gradient_sync": "never"}, "gradient_sync=never: unknown"),

@@ -208,6 +208,24 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(pre
     assert logged + resumed == uninterrupted
 
 
+def test_with_nothing_to_resume_from_it_starts_anew(tiny_config):
+    config = config_of(tiny_config, resume_from_checkpoint=True, max_steps_per_epoch=2, epochs=1)
+    ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
+    assert [step for step, _ in losses(logged)] == [1, 2]
+    assert any("there is no checkpoint in" in text for text in warnings)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny_config):
+    config = config_of(tiny_config, optimizer={"_component_": "tiny.UnsavableSGD", "lr": 0.01})
+    ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
+    assert len(logged) == 10
+    assert saved(config) == []
+    assert any(
+        "no checkpoint could be saved" in text and "UnsavableSGD" in text for text in warnings
+    )
+    assert list(Path(config["output_dir"], "epoch_1").glob("*.bin"))
+
+
 def test_only_the_newest_checkpoints_are_kept(tiny_config):
     config = config_of(tiny_config, keep_last_n_checkpoints=2)
     run_distributed(run_recipe, 1, config)

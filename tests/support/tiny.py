@@ -173,6 +173,16 @@ class RecordingSGD(torch.optim.SGD):
         super().step(closure)
 
 
+class UnsavableSGD(torch.optim.SGD):
+    """Its state holds something that is neither a tensor nor a plain value."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = object()
+
+
 @contextmanager
 def float64_throughout() -> Iterator[None]:
     """torchtune's norms and RoPE compute in fp32 whatever the model's precision; here in float64."""
