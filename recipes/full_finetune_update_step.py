@@ -560,7 +560,7 @@ class FullFinetuneUpdateStep:
             return CheckedDataset(dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len)
         return None
 
-    def _update_steps(self, epoch: int, first_step: int) -> Prefetched[UpdateStep]:
+    def _update_steps(self, epoch: int, first_step: int = 0) -> Prefetched[UpdateStep]:
         """This rank's update steps of an epoch, counted over all ranks, prepared ahead."""
         permutation = epoch_permutation(len(self.dataset), epoch, self.shuffle)
         return self._prefetch(

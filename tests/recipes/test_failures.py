@@ -82,7 +82,7 @@ def leave_early(config):
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
-    with recipe._update_steps(epoch=0, first_step=0) as steps:
+    with recipe._update_steps(epoch=0) as steps:
         for step in steps:
             if step.index == 1:
                 break
