@@ -46,6 +46,7 @@ from recipe_utils.model import (
     parallelize_model,
     vocab_size_and_max_seq_len,
 )
+from recipe_utils.nonfinite import FiniteSteps, NonfiniteError
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
 from recipe_utils.plan import PLANS, MicrobatchCost
@@ -69,7 +70,7 @@ CONFIG_KEYS = frozenset(
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
     keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
-    max_tokens_per_microbatch metric_logger microbatching model num_workers optimizer optimizer_in_bwd output_dir
+    max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_nonfinite optimizer optimizer_in_bwd output_dir
     prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
     resume_with_other_data run_val_every_n_steps save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
@@ -107,6 +108,8 @@ class FullFinetuneUpdateStep:
         self.run_val_every_n_steps = cfg.get("run_val_every_n_steps")
         self.log_every_n_steps = cfg.get("log_every_n_steps", 1)
         self.clip_grad_norm = cfg.get("clip_grad_norm")
+        self.on_nonfinite = cfg.get("on_nonfinite", "stop")
+        self.max_nonfinite_steps = cfg.get("max_nonfinite_steps", 10)
         self.optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
         self.gradient_sync = cfg.get("gradient_sync", "each_microbatch")
         self.compile = cfg.get("compile", False)
@@ -262,6 +265,7 @@ class FullFinetuneUpdateStep:
             self.optimizer = OptimizerInBackward(self.model, make_optimizer)
         else:
             self.optimizer = make_optimizer(self.model.parameters())
+            self.finite_steps = FiniteSteps(self.optimizer, self.device)
         self.config = OmegaConf.to_container(cfg, resolve=True)
         self.data_fingerprint = {
             **fingerprint(self.dataset),
@@ -301,12 +305,12 @@ class FullFinetuneUpdateStep:
         with self.activations_handling_ctx:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
-    def update(self, step: UpdateStep, measure_grad_norm: bool) -> tuple[Tensor, Tensor | None]:
+    def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
         """One optimizer step.
 
         Returns:
             This rank's part of the loss, shape []; its mean over all ranks is the mean loss per
-            target token [nats]. And the gradient norm before clipping, where it was measured.
+            target token [nats]. And the gradient norm before clipping, unless the backward steps.
         """
         loss = torch.zeros((), device=self.device)
         for microbatch, is_last in copy_ahead(step, self.device):
@@ -317,11 +321,11 @@ class FullFinetuneUpdateStep:
                 scaled_loss.backward()
             loss += scaled_loss.detach()
 
-        grad_norm = None
-        if self.clip_grad_norm is not None or measure_grad_norm:
-            max_norm = float("inf") if self.clip_grad_norm is None else float(self.clip_grad_norm)
-            grad_norm = clip_grad_norm_(self.model.parameters(), max_norm)
-        self.optimizer.step()
+        if self.optimizer_in_bwd:
+            return loss, None  # each parameter has been updated as soon as its gradient was there
+        max_norm = float("inf") if self.clip_grad_norm is None else float(self.clip_grad_norm)
+        grad_norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        self.finite_steps.step(grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         return loss, grad_norm
 
@@ -367,9 +371,7 @@ class FullFinetuneUpdateStep:
                     self.global_step += 1
                     should_log = self.global_step % self.log_every_n_steps == 0
                     lr = get_lr(self.optimizer)
-                    loss, grad_norm = self.update(
-                        step, measure_grad_norm=should_log and not self.optimizer_in_bwd
-                    )
+                    loss, grad_norm = self.update(step)
                     if self.lr_scheduler is not None:
                         self.lr_scheduler.step()
                     throughput.add(step, steps.wait_seconds)
@@ -388,9 +390,14 @@ class FullFinetuneUpdateStep:
                         }
                         if grad_norm is not None:
                             metrics["grad_norm"] = grad_norm.item()
+                            num_left_out, most_in_a_row = self.finite_steps.read_and_restart()
+                            if num_left_out > 0:
+                                metrics["num_nonfinite_steps"] = num_left_out
                         if self.log_peak_memory_stats:
                             metrics.update(training.get_memory_stats(device=self.device))
                         self._log(metrics)
+                        if grad_norm is not None:
+                            self._check_nonfinite(num_left_out, most_in_a_row)
 
                     self.profiler.step()
                     if (
@@ -495,6 +502,7 @@ class FullFinetuneUpdateStep:
             run_val_every_n_steps=self.run_val_every_n_steps,
             save_every_n_steps=self.save_every_n_steps,
             keep_last_n_checkpoints=self.keep_last_n_checkpoints,
+            max_nonfinite_steps=self.max_nonfinite_steps,
             batch_size_val=cfg.get("batch_size_val"),
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
@@ -509,6 +517,7 @@ class FullFinetuneUpdateStep:
                 "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
                 "microbatching=packed or least_padding"
             )
+        problems.check_one_of(("stop", "skip"), on_nonfinite=self.on_nonfinite)
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
         if self.microbatching == "packed" and cfg.get("collate_fn") is not None:
@@ -709,6 +718,25 @@ class FullFinetuneUpdateStep:
                 self._warn(f"{key}={here}: the checkpoint was saved with {checkpoint[key]}")
         self.epochs_run = checkpoint[training.EPOCHS_KEY]
         self.global_step = self.epochs_run * self.steps_per_epoch
+
+    def _check_nonfinite(self, num_left_out: int, most_in_a_row: int) -> None:
+        """Ends the training, or says how many update steps were left out; alike on all ranks."""
+        if num_left_out == 0:
+            return
+        text = (
+            f"{num_left_out} of the last {self.log_every_n_steps} update steps up to {self.global_step} "
+            "had a loss or gradient that is not finite; they were left out, the weights are untouched"
+        )
+        if self.on_nonfinite == "skip" and most_in_a_row <= self.max_nonfinite_steps:
+            self._warn(f"{text} (on_nonfinite=skip)")
+            return
+        self.save_checkpoint()
+        self._report(self.checkpoints.close())
+        raise NonfiniteError(
+            f"{text}. on_nonfinite={self.on_nonfinite}: {most_in_a_row} in a row, "
+            f"max_nonfinite_steps={self.max_nonfinite_steps}. resume_from_checkpoint=True goes on from here; "
+            "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        )
 
     def _stop(self) -> None:
         """Saves, and says how to go on."""

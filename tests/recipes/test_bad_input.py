@@ -74,6 +74,7 @@ BAD_CONFIGS = {
         "without max_tokens_per_microbatch",
     ),
     "saving never": ({"save_every_n_steps": 0}, "save_every_n_steps=0: it must be at least 1"),
+    "not finite": ({"on_nonfinite": "hope"}, "on_nonfinite=hope: unknown"),
     "keeping none": ({"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0"),
     "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),

@@ -1,0 +1,123 @@
+"""An update step whose gradient is not finite never reaches the weights, on any rank."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import ListLogger, recipe_class
+from torch.distributed.tensor import DTensor
+from torchtune.utils import get_logger
+
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 48}
+
+
+def config_of(tiny_config, **changes):
+    """Six update steps of 8 samples."""
+    return tiny_config(
+        **{
+            "dataset": DATA,
+            "batch_size": 2,
+            "global_batch_size": 8,
+            "gradient_accumulation_steps": ...,
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True},
+            **changes,
+        }
+    )
+
+
+def everything(recipe):
+    """Copies of all weights and of the optimizer's state on this rank."""
+    state = recipe.optimizer.state_dict()["state"]
+    tensors = [*recipe.model.parameters(), *(v for s in state.values() for v in s.values())]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [tensor.detach().clone() for tensor in local]
+
+
+def run_with_spoilt_steps(config, spoilt, factor):
+    """The last rank's first microbatch of the update steps ``spoilt`` has its loss times ``factor``.
+
+    Returns what was logged, the warnings, and for each update step whether it changed anything.
+    """
+    ListLogger.logged.clear()
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    get_logger().addHandler(handler)
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    loss_sum, update = recipe.loss_sum, recipe.update
+    changed, to_spoil = [], []
+
+    def spoilt_loss_sum(microbatch):
+        is_here = to_spoil and dist.get_rank() == dist.get_world_size() - 1
+        return loss_sum(microbatch) * (to_spoil.pop() if is_here else 1)
+
+    def watched_update(step):
+        to_spoil[:] = [factor] if recipe.global_step in spoilt else []
+        before = everything(recipe)
+        result = update(step)
+        after = everything(recipe)
+        # The first update step makes the optimizer's state, at the end of the list.
+        changed.append(not all(map(torch.equal, before, after)))
+        return result
+
+    recipe.loss_sum, recipe.update = spoilt_loss_sum, watched_update
+    try:
+        recipe.train()
+    except RuntimeError as error:
+        return str(error), warnings, changed
+    recipe.cleanup()
+    return list(ListLogger.logged), warnings, changed
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not-fused"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_skipped_step_changes_nothing_on_any_rank(world_size, fused, factor, tiny_config):
+    config = config_of(
+        tiny_config,
+        on_nonfinite="skip",
+        clip_grad_norm=1.0,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": fused},
+    )
+    for logged, warnings, changed in run_distributed(
+        run_with_spoilt_steps, world_size, config, [3, 5], factor
+    ):
+        assert changed == [True, True, False, True, False, True]
+        if logged:  # rank 0
+            left_out = [metrics.get("num_nonfinite_steps", 0) for metrics in logged]
+            assert left_out == [0, 0, 1, 0, 1, 0]
+            assert len([text for text in warnings if "they were left out" in text]) == 2
+
+
+def test_a_run_stops_with_a_checkpoint_of_untouched_weights(tiny_config):
+    config = config_of(tiny_config)
+    for error, _, changed in run_distributed(run_with_spoilt_steps, 2, config, [3], float("nan")):
+        assert (
+            "1 of the last 1 update steps up to 3 had a loss or gradient that is not finite"
+            in error
+        )
+        assert "on_nonfinite=stop" in error
+        assert changed == [True, True, False]
+    resumed = {**config, "resume_from_checkpoint": True}
+    (logged, _, changed), _ = run_distributed(run_with_spoilt_steps, 2, resumed, [], 1.0)
+    assert [metrics["step"] for metrics in logged] == [4, 5, 6]
+    assert all(changed)
+
+
+def test_too_many_in_a_row_stop_a_run_that_skips(tiny_config):
+    config = config_of(tiny_config, on_nonfinite="skip", max_nonfinite_steps=2, log_every_n_steps=2)
+    ((logged, _, changed),) = run_distributed(
+        run_with_spoilt_steps, 1, config, [1, 2, 4, 5], float("nan")
+    )
+    assert [m.get("num_nonfinite_steps", 0) for m in logged] == [2, 1, 1]
+    assert changed == [False, False, True, False, False, True]
+    ((error, _, changed),) = run_distributed(
+        run_with_spoilt_steps, 1, config, [2, 3, 4], float("nan")
+    )
+    assert "3 in a row, max_nonfinite_steps=2" in error
+    assert changed == [True, False, False, False]
