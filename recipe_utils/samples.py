@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchtune.utils import get_logger
 
 Sample = Mapping[str, Any]
+
+_log = get_logger("INFO")
 
 
 class SampleError(ValueError):
@@ -67,16 +70,24 @@ class CheckedDataset(Dataset[Sample]):
         ignore_index: the label of positions that are no targets.
         vocab_size: number of token embeddings of the model.
         max_seq_len: longest sequence the model takes [tokens].
+        skips_bad: :func:`load_samples` leaves bad samples out instead of raising.
     """
 
     def __init__(
-        self, dataset: Any, name: str, ignore_index: int, vocab_size: int, max_seq_len: int
+        self,
+        dataset: Any,
+        name: str,
+        ignore_index: int,
+        vocab_size: int,
+        max_seq_len: int,
+        skips_bad: bool = False,
     ) -> None:
         self.dataset = dataset
         self.name = name
         self.ignore_index = ignore_index
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
+        self.skips_bad = skips_bad
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -95,6 +106,32 @@ class CheckedDataset(Dataset[Sample]):
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
         check_sample(sample, name, self.ignore_index, self.vocab_size, self.max_seq_len)
         return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
+        """What a DataLoader calls: the samples, with the error in place of a bad one that is skipped."""
+        samples: list[Sample | SampleError] = []
+        for index in indices:
+            try:
+                samples.append(self[index])
+            except SampleError as error:
+                if not self.skips_bad:
+                    raise
+                samples.append(error)
+        return samples
+
+    def any_sample(self) -> Sample:
+        """A sample that is not bad, if there is one.
+
+        Raises:
+            SampleError: of the last sample; all are bad.
+        """
+        for index in range(len(self) - 1):
+            try:
+                return self[index]
+            except SampleError:
+                if not self.skips_bad:
+                    raise
+        return self[len(self) - 1]
 
 
 def fingerprint(dataset: CheckedDataset) -> dict[str, Any]:
@@ -125,17 +162,22 @@ def load_samples(
         num_workers: worker processes; 0 loads in the calling thread.
 
     Yields:
-        The samples of the next update step, in the order of its indices.
+        The samples of the next update step, in the order of its indices; bad ones are left out with a
+        warning if the dataset skips them.
     """
-    yield from DataLoader(
+    for samples in DataLoader(
         dataset,
         batch_sampler=indices_per_step,
         num_workers=num_workers,
         collate_fn=_keep_as_list,
         # Of its own: from a background thread the global generator would be drawn from at any moment.
         generator=torch.Generator(),
-    )
+    ):
+        for sample in samples:
+            if isinstance(sample, SampleError):
+                _log.warning(f"{sample} (left out, on_bad_sample=skip)")
+        yield [sample for sample in samples if not isinstance(sample, SampleError)]
 
 
-def _keep_as_list(samples: list[Sample]) -> list[Sample]:
+def _keep_as_list(samples: list[Any]) -> list[Any]:
     return samples

@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from recipe_utils.collate import Collate, Microbatch, collate_empty_microbatch
 from recipe_utils.count import RankCounts, StepCounts, count_over_ranks
 from recipe_utils.exchange import Plan, group_samples
 from recipe_utils.prefetch import Prefetched
-from recipe_utils.samples import Sample, load_samples
+from recipe_utils.samples import CheckedDataset, Sample, load_samples
 
 Exchange = Callable[..., list[list[Sample]]]
 
@@ -52,7 +51,7 @@ class UpdateStep:
 
 
 def prefetch_update_steps(
-    dataset: Dataset[Sample],
+    dataset: CheckedDataset,
     indices_per_step: Sequence[list[int]],
     *,
     plan: Plan,
@@ -73,7 +72,7 @@ def prefetch_update_steps(
     Every rank of ``group`` must ask for the same number of update steps.
 
     Args:
-        dataset: map-style dataset of samples.
+        dataset: of samples.
         indices_per_step: for each update step, this DP rank's dataset indices; may be empty.
         plan: of :mod:`recipe_utils.plan`, with all but lengths and ranks bound.
         collate: of :mod:`recipe_utils.collate`, with all but the samples bound.
@@ -104,7 +103,7 @@ def prefetch_update_steps(
                 samples = next(samples_per_step)
                 if stand_in is None and dp_degree > 1:
                     # Now, since nothing may fail any more once the ranks have agreed on the step.
-                    sample = samples[0] if samples else dataset[0]
+                    sample = samples[0] if samples else dataset.any_sample()
                     stand_in = collate_empty_microbatch(sample, collate, ignore_index)
             except Exception:
                 # The other ranks learn of it in the collective that they enter next.

@@ -70,7 +70,7 @@ CONFIG_KEYS = frozenset(
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
     keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
-    max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_nonfinite optimizer optimizer_in_bwd output_dir
+    max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_bad_sample on_nonfinite optimizer optimizer_in_bwd output_dir
     prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
     resume_with_other_data run_val_every_n_steps save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
@@ -100,6 +100,7 @@ class FullFinetuneUpdateStep:
         self.shuffle = cfg.get("shuffle", True)
         self.collate_fn = cfg.get("collate_fn", "torchtune.data.padded_collate_sft")
         self.num_workers = cfg.get("num_workers", 0)
+        self.on_bad_sample = cfg.get("on_bad_sample", "raise")
         self.prefetch_update_steps = cfg.get("prefetch_update_steps", 2)
 
         # Training
@@ -517,6 +518,7 @@ class FullFinetuneUpdateStep:
                 "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
                 "microbatching=packed or least_padding"
             )
+        problems.check_one_of(("raise", "skip"), on_bad_sample=self.on_bad_sample)
         problems.check_one_of(("stop", "skip"), on_nonfinite=self.on_nonfinite)
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
@@ -566,7 +568,14 @@ class FullFinetuneUpdateStep:
             if parallelism.agree_on_length(len(dataset), self.count_group) == 0:
                 raise ValueError("it holds 0 samples; give it at least 1")
             vocab_size, max_seq_len = vocab_size_and_max_seq_len(self.model)
-            return CheckedDataset(dataset, key, self.loss_fn.ignore_index, vocab_size, max_seq_len)
+            return CheckedDataset(
+                dataset,
+                key,
+                self.loss_fn.ignore_index,
+                vocab_size,
+                max_seq_len,
+                skips_bad=self.on_bad_sample == "skip",
+            )
         return None
 
     def _update_steps(self, epoch: int, first_step: int = 0) -> Prefetched[UpdateStep]:

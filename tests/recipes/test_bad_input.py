@@ -75,6 +75,7 @@ BAD_CONFIGS = {
     ),
     "saving never": ({"save_every_n_steps": 0}, "save_every_n_steps=0: it must be at least 1"),
     "not finite": ({"on_nonfinite": "hope"}, "on_nonfinite=hope: unknown"),
+    "bad samples": ({"on_bad_sample": "mend"}, "on_bad_sample=mend: unknown"),
     "keeping none": ({"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0"),
     "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),

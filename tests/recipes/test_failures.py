@@ -3,9 +3,10 @@
 import time
 
 import pytest
+import tiny
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import recipe_class, run_recipe
+from recipe_runs import recipe_class, run_recipe, run_recipe_keeping_warnings
 
 TIMEOUT_SECONDS = 15
 
@@ -31,6 +32,39 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching,
     assert "sample 9 of dataset: it has no tokens" in bad
     assert "check_sample" in bad  # the background thread's traceback
     assert "rank(s) [1] could not prepare the next update step" in good
+
+
+@PLANS
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (2, 1)])
+def test_skipping_bad_samples_trains_on_the_others_alone(
+    microbatching, world_size, num_workers, tiny_config
+):
+    """Unshuffled; update step 2 of 8 samples has nothing but bad ones, step 1 and 3 have some."""
+    bad = [0, 3, *range(8, 16), 20]
+    replace = {str(index): {"tokens": [], "labels": []} for index in bad}
+    config = tiny_config(
+        dataset={"_component_": "tiny.tiny_dataset", "num_samples": 24, "replace": replace},
+        shuffle=False,
+        batch_size=2,
+        global_batch_size=8,
+        gradient_accumulation_steps=...,
+        microbatching=microbatching,
+        num_workers=num_workers,
+        on_bad_sample="skip",
+    )
+    results = run_distributed(run_recipe_keeping_warnings, world_size, config)
+    samples = tiny.make_samples(24)
+    good = [i for i in range(24) if i not in bad]
+    expected = [
+        sum(label != tiny.IGNORE for i in step for label in samples[i]["labels"][1:])
+        for step in ([i for i in good if i < 8], [i for i in good if i >= 16])
+    ]
+    logged = results[0][0]
+    assert [metrics["num_tokens"] for metrics in logged] == expected
+    loss, _ = tiny.big_batch_gradients(tiny.tiny_model(), [samples[i] for i in good if i < 8])
+    assert logged[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    warnings = [text for _, texts in results for text in texts if "on_bad_sample=skip" in text]
+    assert sorted(int(text.split()[1]) for text in warnings) == bad
 
 
 def fail_inside_a_step(config, failing_rank, at_microbatch):
