@@ -1,31 +1,42 @@
 """A training that is killed at any moment, through `tune run`, resumes as if it had not been."""
 
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from recipe_runs import tiny_config
 
+TUNE = str(Path(sys.executable).with_name("tune"))
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_and_resume.py"
 
 
-@pytest.mark.parametrize(("nproc_per_node", "asynchronous"), [(1, False), (2, True)])
-def test_losses_after_kills_are_those_of_an_undisturbed_run(
-    nproc_per_node, asynchronous, weights_folder, tmp_path
-):
+def write_config(weights_folder, tmp_path, **changes):
     config = tiny_config(
         weights_folder,
         dataset={"_component_": "tiny.tiny_dataset", "num_samples": 400},
         batch_size=2,
         gradient_accumulation_steps=2,
         microbatching="packed",
-        enable_async_checkpointing=asynchronous,
+        **changes,
     )
     config["checkpointer"]["output_dir"] = "${output_dir}"
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize(("nproc_per_node", "asynchronous"), [(1, False), (2, True)])
+def test_losses_after_kills_are_those_of_an_undisturbed_run(
+    nproc_per_node, asynchronous, weights_folder, tmp_path
+):
+    path = write_config(weights_folder, tmp_path, enable_async_checkpointing=asynchronous)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--config", str(path), "--kills", "3",
          "--nproc_per_node", str(nproc_per_node)],
@@ -35,3 +46,95 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
     last = done.stdout.strip().splitlines()[-1]
     assert "3 kills" in last
     assert " 0 lost, 0 losses differ" in last
+
+
+@pytest.fixture
+def started():
+    """The launchers that a test starts; whatever still runs at its end is ended."""
+    processes = []
+    yield processes
+    for process in processes:
+        for pid in [*workers_of(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def start_on_two_ranks(started, path, output_dir, *arguments, **changes):
+    overrides = {
+        "output_dir": output_dir,
+        "resume_from_checkpoint": True,
+        "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
+        "metric_logger.log_dir": f"{output_dir}/logs",
+        **changes,
+    }
+    process = subprocess.Popen(
+        [TUNE, "run", "--nproc_per_node=2", *arguments, "full_finetune_update_step",
+         "--config", str(path), *(f"{key}={value}" for key, value in overrides.items())],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    started.append(process)
+    return process
+
+
+def losses_in(output_dir):
+    """Every loss that was logged, by update step; a step that was made again has several."""
+    found = {}
+    for file in Path(output_dir).glob("logs/*.txt"):
+        for step, loss in re.findall(r"Step (\d+) \| loss:(\S+) ", file.read_text()):
+            found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, "it ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(pid):
+    """The ranks that a launcher has started."""
+    listed = subprocess.run(
+        ["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False
+    )
+    return [int(each) for each in listed.stdout.split()]
+
+
+def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
+    weights_folder, tmp_path, started
+):
+    path = write_config(weights_folder, tmp_path, save_every_n_steps=5)
+    undisturbed = start_on_two_ranks(started, path, tmp_path / "undisturbed")
+    killed = start_on_two_ranks(
+        started, path, tmp_path / "killed", "--max-restarts=3", "--monitor-interval=0.1"
+    )
+    wait_for(lambda: list((tmp_path / "killed").glob("step_*5")), killed)
+    os.kill(workers_of(killed.pid)[-1], signal.SIGKILL)
+    assert killed.wait(240) == 0
+    assert undisturbed.wait(240) == 0
+    assert len(losses_in(tmp_path / "undisturbed")) == 50
+    assert losses_in(tmp_path / "killed") == losses_in(tmp_path / "undisturbed")
+    assert len(list((tmp_path / "killed" / "logs").iterdir())) == 2
+
+
+def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
+    weights_folder, tmp_path, started
+):
+    path = write_config(weights_folder, tmp_path, save_every_n_steps=1000)
+    process = start_on_two_ranks(started, path, tmp_path / "out")
+    wait_for(lambda: losses_in(tmp_path / "out"), process)
+    workers = workers_of(process.pid)
+    process.terminate()
+    process.wait(240)
+    logged = losses_in(tmp_path / "out")
+    assert 1 < len(logged) < 50
+    assert [p.name for p in (tmp_path / "out").glob("step_*")] == [f"step_{max(logged)}"]
+    assert len(workers) == 2
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    resumed = start_on_two_ranks(started, path, tmp_path / "out")
+    assert resumed.wait(240) == 0
+    assert len(losses_in(tmp_path / "out")) == 50
