@@ -93,6 +93,57 @@ def check_keys(
             problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
 
 
+def check_microbatching(
+    problems: Problems,
+    microbatching: str,
+    max_tokens_per_microbatch: int | None,
+    balance_over_ranks: bool,
+    collate_fn: str | None,
+) -> None:
+    """Notes keys that the plan does not go with."""
+    if microbatching == "in_order" and max_tokens_per_microbatch is not None:
+        problems.add(
+            f"max_tokens_per_microbatch={max_tokens_per_microbatch}: microbatching=in_order counts "
+            "samples, not tokens; set microbatching=packed or least_padding"
+        )
+    if microbatching == "in_order" and balance_over_ranks:
+        problems.add(
+            "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
+            "microbatching=packed or least_padding"
+        )
+    if microbatching == "packed" and collate_fn is not None:
+        problems.add(
+            f"collate_fn={collate_fn}: microbatching=packed makes its rows itself; leave the key out, or "
+            "set microbatching=least_padding"
+        )
+
+
+def check_packing(
+    problems: Problems,
+    other_attention: str | None,
+    row_length: int | None,
+    needs_row_length: bool,
+) -> None:
+    """Notes why ``microbatching=packed`` cannot be.
+
+    Args:
+        problems: where to note it.
+        other_attention: the kind of attention that keeps documents of a row together, if any.
+        row_length: bound on a row [tokens], if any.
+        needs_row_length: rows must have a fixed length.
+    """
+    if other_attention is not None:
+        problems.add(
+            f"microbatching=packed: the model's {other_attention} cannot keep documents of a row apart; "
+            "set microbatching=least_padding"
+        )
+    if needs_row_length and row_length is None:
+        problems.add(
+            "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
+            "have no fixed length, which compile=True and CUDA need; set one of the two"
+        )
+
+
 def check_optimizer_in_bwd(
     problems: Problems,
     optimizer_in_bwd: bool,

@@ -13,7 +13,6 @@ Read ``update`` for the mathematics and ``train`` for the order of things. To ch
 Written for recipe_utils 0.1 and torchtune 0.6.1.
 """
 
-import math
 import sys
 import threading
 from functools import partial
@@ -33,12 +32,13 @@ from tqdm import tqdm
 from recipe_utils import checkpoint, config_checks, parallelism
 from recipe_utils.checkpoint_folder import find_newest_whole
 from recipe_utils.checkpoint_writer import CheckpointWriter, SaveOutcome
-from recipe_utils.collate import Collate, Microbatch, collate_microbatch, collate_packed_microbatch
+from recipe_utils.collate import Microbatch
 from recipe_utils.device_copy import copy_ahead
 from recipe_utils.document_attention import attend_within_documents, other_attention
-from recipe_utils.exchange import Plan, exchange_samples
+from recipe_utils.exchange import exchange_samples
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
+from recipe_utils.microbatching import plan_and_collate
 from recipe_utils.model import (
     build_on_meta,
     equal_attention_length,
@@ -202,23 +202,18 @@ class FullFinetuneUpdateStep:
                 f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are left "
                 "out of every epoch, other ones each time"
             )
-        # Compiled code and flex attention are made for each shape that they meet.
-        self.has_static_shapes = bool(self.compile) or self.device.type != "cpu"
         other = other_attention(self.model)
-        self.merges_packed_rows = other is None and not self.has_static_shapes
-        if self.microbatching == "packed" and other is not None:
-            problems.add(
-                f"microbatching=packed: the model's {other} cannot keep documents of a row apart; set "
-                "microbatching=least_padding"
-            )
-        if (
-            self.microbatching == "packed"
-            and self.has_static_shapes
-            and self._max_tokens(self.batch_size) is None
-        ):
-            problems.add(
-                "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len "
-                "rows have no fixed length, which compile=True and CUDA need; set one of the two"
+        # Compiled code and flex attention are made for each shape that they meet.
+        self.num_row_lengths = None
+        if self.compile or self.device.type != "cpu":
+            self.num_row_lengths = 1 if self.compile else 4
+        self.merges_packed_rows = other is None and self.num_row_lengths is None
+        if self.microbatching == "packed":
+            config_checks.check_packing(
+                problems,
+                other_attention=other,
+                row_length=self._max_tokens(self.batch_size),
+                needs_row_length=self.num_row_lengths is not None,
             )
         with problems.collect():
             self.microbatch_cost = MicrobatchCost(
@@ -508,25 +503,17 @@ class FullFinetuneUpdateStep:
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
         problems.check_one_of(PLANS, microbatching=self.microbatching)
-        if self.microbatching == "in_order" and self.max_tokens_per_microbatch is not None:
-            problems.add(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: microbatching="
-                "in_order counts samples, not tokens; set microbatching=packed or least_padding"
-            )
-        if self.microbatching == "in_order" and self.balance_over_ranks:
-            problems.add(
-                "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
-                "microbatching=packed or least_padding"
-            )
+        config_checks.check_microbatching(
+            problems,
+            self.microbatching,
+            self.max_tokens_per_microbatch,
+            self.balance_over_ranks,
+            cfg.get("collate_fn"),
+        )
         problems.check_one_of(("raise", "skip"), on_bad_sample=self.on_bad_sample)
         problems.check_one_of(("stop", "skip"), on_nonfinite=self.on_nonfinite)
         problems.check_one_of(("train", "drop"), last_update_step=self.last_update_step)
         problems.check_one_of(parallelism.GRADIENT_SYNC, gradient_sync=self.gradient_sync)
-        if self.microbatching == "packed" and cfg.get("collate_fn") is not None:
-            problems.add(
-                f"collate_fn={self.collate_fn}: microbatching=packed makes its rows itself; leave the key "
-                "out, or set microbatching=least_padding"
-            )
         if "left_pad_sequence" in self.collate_fn:
             problems.add(f"collate_fn={self.collate_fn}: it pads for inference; leave the key out")
         if self.run_val_every_n_steps is not None and cfg.get("dataset_val") is None:
@@ -607,6 +594,19 @@ class FullFinetuneUpdateStep:
         stop: threading.Event | None = None,
     ) -> Prefetched[UpdateStep]:
         dp_rank = parallelism.dp_rank_of(self.mesh)
+        ignore_index, pad_id = self.loss_fn.ignore_index, self.tokenizer.pad_id
+        collate_fn = _get_component_from_path(self.collate_fn)
+        plan, collate = plan_and_collate(
+            self.microbatching,
+            batch_size=batch_size,
+            max_tokens=self._max_tokens(batch_size),
+            cost=self.microbatch_cost,
+            collate_fn=partial(collate_fn, padding_idx=pad_id, ignore_idx=ignore_index),
+            ignore_index=ignore_index,
+            padding_idx=pad_id,
+            merge_packed_rows=self.merges_packed_rows,
+            num_row_lengths=self.num_row_lengths,
+        )
         exchange = None
         if self.balance_over_ranks and self.dims.dp_degree > 1:
             exchange = partial(
@@ -624,9 +624,9 @@ class FullFinetuneUpdateStep:
                 for step in step_indices
             ],
             first_index=step_indices.start,
-            plan=self._plan(batch_size),
-            collate=self._collate(batch_size),
-            ignore_index=self.loss_fn.ignore_index,
+            plan=plan,
+            collate=collate,
+            ignore_index=ignore_index,
             dp_degree=self.dims.dp_degree,
             counts_once=parallelism.is_first_in_tp_group(self.mesh),
             group=count_group,
@@ -637,47 +637,11 @@ class FullFinetuneUpdateStep:
             pin_memory=self.device.type == "cuda",
         )
 
-    def _plan(self, batch_size: int) -> Plan:
-        """How samples of an update step become microbatches, given their lengths."""
-        plan: Plan = partial(PLANS[self.microbatching], batch_size=batch_size)
-        if self.microbatching == "in_order":
-            return plan
-        return partial(
-            plan,
-            max_tokens_per_microbatch=self._max_tokens(batch_size),
-            cost=self.microbatch_cost,
-        )
-
     def _max_tokens(self, batch_size: int) -> int | None:
         """Bound on the slots of a microbatch; None where nothing bounds the samples."""
         if self.max_tokens_per_microbatch is None and self.max_seq_len is not None:
             return batch_size * self.max_seq_len
         return self.max_tokens_per_microbatch
-
-    def _row_multiple(self, batch_size: int) -> int | None:
-        """Packed rows have one length for compiled layers, one of four for flex attention alone."""
-        max_tokens = self._max_tokens(batch_size)
-        if not self.has_static_shapes or max_tokens is None:
-            return None
-        return max_tokens if self.compile else math.ceil(max_tokens / 4)
-
-    def _collate(self, batch_size: int) -> Collate:
-        """How the samples of a microbatch become tensors."""
-        ignore_index, pad_id = self.loss_fn.ignore_index, self.tokenizer.pad_id
-        if self.microbatching == "packed":
-            return partial(
-                collate_packed_microbatch,
-                ignore_index=ignore_index,
-                padding_idx=pad_id,
-                row_multiple=self._row_multiple(batch_size),
-            )
-        collate_fn = _get_component_from_path(self.collate_fn)
-        return partial(
-            collate_microbatch,
-            collate_fn=partial(collate_fn, padding_idx=pad_id, ignore_idx=ignore_index),
-            ignore_index=ignore_index,
-            merge_packed_rows=self.merges_packed_rows,
-        )
 
     def _find_step_checkpoint(self, output_dir: str) -> Path | None:
         """The newest whole checkpoint to resume from; the same on all ranks."""
