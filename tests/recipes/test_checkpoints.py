@@ -1,21 +1,24 @@
 """A training that was ended anywhere goes on as if it had not been, on any number of ranks."""
 
 import os
-import runpy
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torchtune
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import ListLogger, recipe_class, run_recipe, run_recipe_keeping_warnings
+from recipe_runs import (
+    ListLogger,
+    recipe_class,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    run_stock_recipe,
+)
 
 from recipe_utils.stop_signals import set_on_signals
 
-STOCK_RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
 
@@ -230,15 +233,6 @@ def test_only_the_newest_checkpoints_are_kept(tiny_config):
     config = config_of(tiny_config, keep_last_n_checkpoints=2)
     run_distributed(run_recipe, 1, config)
     assert saved(config) == ["step_10", "step_9"]
-
-
-def run_stock_recipe(config):
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
-    recipe = runpy.run_path(str(STOCK_RECIPE))["FullFinetuneRecipeSingleDevice"](cfg)
-    recipe.setup(cfg)
-    recipe.train()
-    return list(ListLogger.logged)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,16 +1,11 @@
 """Loss curves: the same for every split and layout, and those of the stock recipe and of others."""
 
 import os
-import runpy
-from pathlib import Path
 
 import pytest
-import torchtune
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import ListLogger, run_recipe
+from recipe_runs import run_recipe, run_stock_recipe
 
-STOCK_RECIPE = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
 NUM_STEPS = 20
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
@@ -75,15 +70,6 @@ def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, on
     )
     (logged,) = run_distributed(run_compiled, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
-
-
-def run_stock_recipe(config):
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
-    recipe = runpy.run_path(str(STOCK_RECIPE))["FullFinetuneRecipeSingleDevice"](cfg)
-    recipe.setup(cfg)
-    recipe.train()
-    return list(ListLogger.logged)
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])

@@ -9,6 +9,7 @@ from typing import Any
 
 import tiny
 import torch
+import torchtune
 from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune.training.metric_logging import MetricLoggerInterface
@@ -94,6 +95,17 @@ def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     recipe.setup(cfg)
     recipe.train()
     recipe.cleanup()
+    return list(ListLogger.logged)
+
+
+def run_stock_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metrics that torchtune's own single-device recipe logs."""
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+    recipe = runpy.run_path(str(path))["FullFinetuneRecipeSingleDevice"](cfg)
+    recipe.setup(cfg)
+    recipe.train()
     return list(ListLogger.logged)
 
 
