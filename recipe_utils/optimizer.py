@@ -13,9 +13,9 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 class OptimizerInBackward(OptimizerInBackwardWrapper):
     """Steps each parameter as soon as its gradient is there, and frees the gradient.
 
-    It can be used where an optimizer is, so that a loop needs no branch: the loss is scaled before
-    the backward, hence the gradients that the hooks see are final. An update step must have a single
-    microbatch, and there is no moment at which all gradients exist to be clipped.
+    It can be used where an optimizer is: the loss is scaled before the backward, hence the gradients
+    that the hooks see are final. An update step must have a single microbatch, and there is no moment
+    at which all gradients exist to be clipped or checked.
 
     Args:
         model: every parameter gets an optimizer of its own.

@@ -321,7 +321,7 @@ class FullFinetuneUpdateStep:
             return loss, None  # each parameter has been updated as soon as its gradient was there
         max_norm = float("inf") if self.clip_grad_norm is None else float(self.clip_grad_norm)
         grad_norm = clip_grad_norm_(self.model.parameters(), max_norm)
-        self.finite_steps.step(grad_norm)
+        self.finite_steps.step(grad_norm)  # the optimizer, unless the norm is NaN or infinite
         self.optimizer.zero_grad(set_to_none=True)
         return loss, grad_norm
 
@@ -373,7 +373,9 @@ class FullFinetuneUpdateStep:
                     throughput.add(step, steps.wait_seconds)
                     progress.update(1)
 
-                    if should_log:  # the only place of the loop where the host waits for the device
+                    if (
+                        should_log
+                    ):  # with a fused optimizer, where alone the host waits for the device
                         mean_loss = mean_over_ranks(loss)
                         progress.set_description(
                             f"{epoch + 1}|{self.global_step}|Loss: {mean_loss}"
@@ -679,17 +681,16 @@ class FullFinetuneUpdateStep:
             f"Goes on from {path}: epoch {state.epoch + 1}, after update step {state.global_step}"
         )
 
-    def _resume_from_stock(self, checkpoint: dict[str, Any]) -> None:
+    def _resume_from_stock(self, saved: dict[str, Any]) -> None:
         """Goes on at the end of an epoch, from the recipe state that a stock recipe has saved."""
-        state = checkpoint[training.OPT_KEY]
-        load_optimizer_state(self.model, self.optimizer, state, self.device)
+        load_optimizer_state(self.model, self.optimizer, saved[training.OPT_KEY], self.device)
         for key, here in (
             (training.SEED_KEY, self.seed),
             (training.MAX_STEPS_KEY, self.max_steps_per_epoch),
         ):
-            if checkpoint[key] != here:
-                self._warn(f"{key}={here}: the checkpoint was saved with {checkpoint[key]}")
-        self.epochs_run = checkpoint[training.EPOCHS_KEY]
+            if saved[key] != here:
+                self._warn(f"{key}={here}: the checkpoint was saved with {saved[key]}")
+        self.epochs_run = saved[training.EPOCHS_KEY]
         self.global_step = self.epochs_run * self.steps_per_epoch
 
     def _check_nonfinite(self, num_left_out: int, most_in_a_row: int) -> None:
