@@ -1,15 +1,14 @@
 """Process groups, device meshes, sharding and what FSDP2 is told at each backward.
 
 Mesh dimensions, as torchtune's later versions name them: ``dp_replicate`` and ``dp_shard`` hold
-different data, ``tp`` ranks hold the same.
+different data, ``pp`` and ``tp`` ranks hold the same.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ class ParallelDims(NamedTuple):
     dp_replicate: int
     dp_shard: int
     tp: int
+    pp: int = 1
 
     @property
     def dp_degree(self) -> int:
@@ -47,6 +47,7 @@ def resolve_parallel_dims(
     data_parallel_replicate_dim: int,
     data_parallel_shard_dim: int,
     tensor_parallel_dim: int,
+    pipeline_parallel_dim: int = 1,
 ) -> ParallelDims:
     """Checks the mesh dimensions against the world size.
 
@@ -55,6 +56,7 @@ def resolve_parallel_dims(
         data_parallel_replicate_dim: copies of the sharded model (HSDP); 1 is plain FSDP.
         data_parallel_shard_dim: ranks that shard one copy; -1 takes what the others leave.
         tensor_parallel_dim: ranks that split each layer.
+        pipeline_parallel_dim: ranks that each have some of the layers.
 
     Raises:
         ValueError: a dimension below 1, or a product other than the world size.
@@ -62,10 +64,11 @@ def resolve_parallel_dims(
     for name, dim in (
         ("data_parallel_replicate_dim", data_parallel_replicate_dim),
         ("tensor_parallel_dim", tensor_parallel_dim),
+        ("pipeline_parallel_dim", pipeline_parallel_dim),
     ):
         if dim < 1:
             raise ValueError(f"{name}={dim}: it must be at least 1; leave it out for 1")
-    others = data_parallel_replicate_dim * tensor_parallel_dim
+    others = data_parallel_replicate_dim * tensor_parallel_dim * pipeline_parallel_dim
     shard = data_parallel_shard_dim
     if shard == -1:
         shard = max(world_size // others, 1)
@@ -75,13 +78,16 @@ def resolve_parallel_dims(
             "dimensions leave"
         )
     if shard * others != world_size:
+        pipeline = f" * {pipeline_parallel_dim=}" if pipeline_parallel_dim > 1 else ""
         raise ValueError(
             f"data_parallel_replicate_dim={data_parallel_replicate_dim} * data_parallel_shard_dim="
-            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}: they make "
+            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}{pipeline}: they make "
             f"{shard * others} ranks, but {world_size} run; set them so that their product is "
             f"{world_size}, or start {shard * others} processes (--nproc_per_node)"
         )
-    return ParallelDims(data_parallel_replicate_dim, shard, tensor_parallel_dim)
+    return ParallelDims(
+        data_parallel_replicate_dim, shard, tensor_parallel_dim, pipeline_parallel_dim
+    )
 
 
 def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
@@ -115,28 +121,34 @@ def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
 
 
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
-    """The mesh (dp_replicate, dp_shard, tp) over all ranks; tp ranks are neighbours."""
-    return init_device_mesh(device.type, dims, mesh_dim_names=dims._fields)
+    """The mesh (pp, dp_replicate, dp_shard, tp) over all ranks; tp ranks are neighbours.
+
+    Stages exchange least, so they are farthest apart.
+    """
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    return init_device_mesh(
+        device.type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names
+    )
 
 
 def dp_rank_of(mesh: DeviceMesh) -> int:
-    """This rank's data-parallel coordinate, equal on the ranks of one tensor-parallel group."""
+    """This rank's data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
         "dp_shard"
     )
 
 
-def is_first_in_tp_group(mesh: DeviceMesh) -> bool:
-    """True on the one rank of each tensor-parallel group that counts the group's data."""
-    return mesh.get_local_rank("tp") == 0
+def counts_its_data(mesh: DeviceMesh) -> bool:
+    """True on one rank of each data-parallel coordinate: the others hold the same data."""
+    return mesh.get_local_rank("pp") == 0 and mesh.get_local_rank("tp") == 0
 
 
 def dp_peers_of(mesh: DeviceMesh) -> list[int]:
     """Ranks that hold the different data, in the order of their data-parallel coordinate.
 
-    Of each tensor-parallel group the one with this rank's place in it.
+    Of each pipeline and tensor-parallel group the one with this rank's place in it.
     """
-    return mesh.mesh[..., mesh.get_local_rank("tp")].flatten().tolist()
+    return mesh.mesh[mesh.get_local_rank("pp"), :, :, mesh.get_local_rank("tp")].flatten().tolist()
 
 
 def shard_model(
@@ -160,11 +172,16 @@ def shard_model(
         reshard_after_forward: free each unit's gathered parameters after its forward.
     """
     hsdp = mesh["dp_replicate"].size() > 1
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        # Layers that another pipeline stage has hold nothing to shard.
+        return any(True for _ in module.parameters()) and training.get_shard_conditions(
+            name, module, names_to_match=custom_sharded_layers
+        )
+
     training.shard_model(
         model=model,
-        shard_conditions=[
-            partial(training.get_shard_conditions, names_to_match=custom_sharded_layers)
-        ],
+        shard_conditions=[is_unit],
         cpu_offload=cpu_offload,
         reshard_after_forward=reshard_after_forward,
         dp_mesh=mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
@@ -202,11 +219,23 @@ def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    pp_group: dist.ProcessGroup | None = None,
+    counted_elsewhere: Container[int] = (),
+) -> Tensor:
     """Clips gradients to ``max_norm`` in place and returns their norm before, shape [].
 
     The norm is that of all gradients together, whichever mesh they are sharded over; PyTorch's own
     function takes one mesh only. ``max_norm=inf`` measures and changes nothing.
+
+    Args:
+        parameters: of the model, or of the pipeline stages on this rank.
+        max_norm: of all gradients together.
+        pp_group: the ranks of this pipeline, whose gradients belong to the same norm; None without one.
+        counted_elsewhere: ids of parameters that are clipped, but whose norm another rank of
+            ``pp_group`` adds.
     """
     parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -216,10 +245,14 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     norms = []
     for group in parameters_by_mesh.values():
-        grads = [parameter.grad for parameter in group if parameter.grad is not None]
+        grads = [p.grad for p in group if p.grad is not None and id(p) not in counted_elsewhere]
         norm = nn.utils.get_total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if pp_group is not None:
+        of_stages = [torch.empty_like(total_norm) for _ in range(dist.get_world_size(pp_group))]
+        dist.all_gather(of_stages, total_norm, group=pp_group)
+        total_norm = torch.linalg.vector_norm(torch.stack(of_stages))
 
     if max_norm != float("inf"):
         for group in parameters_by_mesh.values():

@@ -16,10 +16,10 @@ from recipe_utils.parallelism import (
     agree_on_length,
     build_mesh,
     clip_grad_norm_,
+    counts_its_data,
     dp_rank_of,
     gradient_sync,
     init_process_group,
-    is_first_in_tp_group,
     mean_over_ranks,
     new_cpu_group,
     resolve_parallel_dims,
@@ -44,7 +44,7 @@ WRAPPING = {"custom_sharded_layers": None, "cpu_offload": False, "reshard_after_
 )
 def test_the_sharding_dimension_takes_what_the_others_leave(world_size, dims, expected):
     resolved = resolve_parallel_dims(world_size, *dims)
-    assert resolved == expected
+    assert resolved == (*expected, 1)
     assert resolved.dp_degree * resolved.tp == world_size
 
 
@@ -209,7 +209,7 @@ def all_reduces_on_four_ranks():
                 distance = max(distance, ((p - q).abs().max() / q.abs().max()).item())
     tp_mesh = build_mesh(CPU, ParallelDims(1, 2, 2))
     places = [dp_rank_of(mesh), dp_rank_of(tp_mesh)]
-    return counts, distance, places, [is_first_in_tp_group(m) for m in (mesh, tp_mesh)]
+    return counts, distance, places, [counts_its_data(m) for m in (mesh, tp_mesh)]
 
 
 @pytest.fixture(scope="module")

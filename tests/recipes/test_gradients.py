@@ -108,7 +108,7 @@ MUTANTS = {
     "scale of one rank": (2, ("* step.loss_scale", "/ step.num_target_tokens")),
     "tensor-parallel ranks counted twice": (
         2,
-        ("counts_once=parallelism.is_first_in_tp_group(self.mesh)", "counts_once=True"),
+        ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
     ),
     "documents of a row seen by each other": (
         1,
