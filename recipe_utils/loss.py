@@ -53,7 +53,13 @@ class LinearCrossEntropyLoss(nn.Module):
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
 
-    def forward(self, output: nn.Module | TiedLinear, hidden: Tensor, targets: Targets) -> Tensor:
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32.
 
         Args:
@@ -61,6 +67,8 @@ class LinearCrossEntropyLoss(nn.Module):
             hidden: last hidden states after the final norm, [b, s, d].
             targets: of the microbatch. Without any the loss is 0, with a graph through ``hidden`` and
                 the output weight.
+            backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as zero-bubble
+                schedules have it. It takes a second copy of both gradients then.
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)
@@ -68,7 +76,9 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None:
             if not torch.is_grad_enabled():
                 weight = weight.detach()  # or a validation would compute its gradient
-            return _ChunkedLinearCrossEntropy.apply(hidden, weight, labels, self.tokens_per_chunk)
+            return _ChunkedLinearCrossEntropy.apply(
+                hidden, weight, labels, self.tokens_per_chunk, backward_in_parts
+            )
         loss = hidden.new_zeros((), dtype=_sum_dtype(hidden))
         for hidden_chunk, labels_chunk in zip(
             hidden.tensor_split(self.num_output_chunks),
@@ -86,7 +96,12 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens_per_chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens_per_chunk: int,
+        backward_in_parts: bool,
     ) -> Tensor:
         """Takes hidden [n, d], weight [v, d], labels [n] -> loss []."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -112,18 +127,22 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
         # Attributes, not saved tensors: hooks that offload activations must leave these alone.
         ctx.grads = (grad_hidden, grad_weight)
+        ctx.backward_in_parts = backward_in_parts
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """In place: the forward's gradients are handed on, so a second backward has none."""
-        grad_hidden, grad_weight = ctx.grads
-        ctx.grads = None
-        for grad in (grad_hidden, grad_weight):
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """In place: the forward's gradients are handed on. A second backward has none, unless asked for."""
+        grads = ctx.grads
+        if ctx.backward_in_parts:
+            grads = [None if grad is None else grad.clone() for grad in grads]
+        else:
+            ctx.grads = None
+        for grad in grads:
             if grad is not None:
                 grad.mul_(grad_loss)
-        return grad_hidden, grad_weight, None, None
+        return *grads, None, None, None
 
 
 class SummedLoss:
@@ -170,7 +189,9 @@ class SummedLoss:
         return loss * num_targets
 
 
-def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
+def compute_loss_in_forward(
+    model: nn.Module, loss_fn: nn.Module, backward_in_parts: bool = False
+) -> None:
     """Makes ``model(..., targets=targets)`` return the summed loss instead of logits.
 
     Called without ``targets`` the model returns logits as before. The loss runs inside the model's
@@ -180,6 +201,7 @@ def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
         model: a torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
             model that returns logits.
         loss_fn: :class:`LinearCrossEntropyLoss` or a stock loss component.
+        backward_in_parts: see :meth:`LinearCrossEntropyLoss.forward`.
 
     Raises:
         ValueError: the loss does not fit the model, or see :class:`SummedLoss`.
@@ -208,7 +230,9 @@ def compute_loss_in_forward(model: nn.Module, loss_fn: nn.Module) -> None:
         def unembed(hidden: Tensor) -> Tensor:
             if not targets_in_forward:
                 return logits_of(hidden)
-            return loss_fn(decoder.output, decoder.norm(hidden), targets_in_forward.pop())
+            return loss_fn(
+                decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
+            )
 
         decoder.unembed = unembed
         return
