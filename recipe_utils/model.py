@@ -1,9 +1,10 @@
 """A model from its builder to loaded weights on the device, wrapped as asked for."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,7 +14,7 @@ from torchtune import modules, training
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from recipe_utils.parallelism import shard_model
+from recipe_utils.parallelism import gather_objects, shard_model
 from recipe_utils.plan import ATTENTION_SLOWNESS
 
 
@@ -111,6 +112,7 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     cpu_offload: bool = False,
+    names_elsewhere: Collection[str] = (),
 ) -> None:
     """Materialises a meta model on ``device`` with the weights of ``state_dict``.
 
@@ -122,6 +124,7 @@ def load_weights(
         device: of the model.
         dtype: parameters are converted to it.
         cpu_offload: leave the parameters on the CPU, for FSDP2's CPU offload.
+        names_elsewhere: weights that ``state_dict`` may have besides, because other pipeline stages do.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape, or a parameter does not
@@ -134,7 +137,8 @@ def load_weights(
                 module.rope_init()  # type: ignore[operator]
 
     expected = model.state_dict()
-    missing, unexpected = expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys()
+    missing = expected.keys() - state_dict.keys()
+    unexpected = state_dict.keys() - expected.keys() - set(names_elsewhere)
     wrong_shape = [
         f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
         for name in expected.keys() & state_dict.keys()
@@ -161,6 +165,38 @@ def load_weights(
         assign=True,  # a meta tensor cannot be copied to
     )
     training.validate_no_params_on_meta_device(model)
+
+
+def gather_weights(
+    model: nn.Module, device: torch.device, keeps: bool, group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """All weights, unsharded, on the CPU of rank 0; empty on the others. All ranks together.
+
+    Args:
+        model: after :func:`load_weights`, or an ``nn.ModuleDict`` of the pipeline stages on this rank.
+        device: where sharded weights are put together.
+        keeps: True on one rank of each pipeline stage, on rank 0 in any case: the one that sends.
+        group: a CPU (gloo) group of all ranks.
+    """
+    weights: dict[str, Tensor] = {}
+    for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
+        for name, weight in part.state_dict().items():
+            if isinstance(weight, DTensor):
+                weight = cast(DTensor, weight.to(device)).full_tensor()
+            if keeps:
+                weights[name] = weight.cpu()
+    descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
+    if dist.get_rank(group) != 0:
+        for name, weight in weights.items():
+            if name not in descriptions[0]:
+                dist.send(weight.contiguous(), dst=0, group=group)
+        return {}
+    for rank, description in enumerate(descriptions[1:], start=1):
+        for name, (shape, dtype) in description.items():
+            if name not in descriptions[0]:
+                weights[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(weights[name], src=rank, group=group)
+    return weights
 
 
 def _shard_like(
