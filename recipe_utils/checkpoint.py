@@ -87,7 +87,7 @@ def load(
 
     Args:
         path: of a whole checkpoint.
-        model: materialised, sharded or not; loaded into in place.
+        model: materialised, sharded or not, or the pipeline stages of each rank; loaded into in place.
         optimizer: of the kind that was saved; its state is replaced.
         recipe: as saved.
         data_fingerprint: compared with the saved one; None takes any.
@@ -106,7 +106,10 @@ def load(
     if dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def check() -> tuple[TrainingState, int, Metadata, dict[str, Tensor]]:
+    tensors = model_tensors(model)
+    names_elsewhere = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
+
+    def check() -> tuple[TrainingState, int, Metadata]:
         problem = check_whole(path, recipe=recipe)
         if problem is None:
             marker = read_marker(path)
@@ -122,22 +125,24 @@ def load(
             )
 
         metadata = read_index(read_json(path / "tensors.json"), marker["files"])
-        tensors = model_tensors(model)
-        problem = misfits(_without(MODEL, metadata.state_dict_metadata), tensors)
+        saved = _without(MODEL, metadata.state_dict_metadata)
+        problem = misfits(saved, tensors, names_elsewhere)
         if problem:
             raise CheckpointError(f"model: {path} does not fit it: {problem}")
-        return state, marker["world_size"], metadata, tensors
+        return state, marker["world_size"], metadata
 
     def make_room() -> dict[str, Tensor]:
         saved = _without(OPTIMIZER, metadata.state_dict_metadata)
         try:
-            return restore_optimizer(model, optimizer, read_json(path / "optimizer.json"), saved)
+            return restore_optimizer(
+                model, optimizer, read_json(path / "optimizer.json"), saved, names_elsewhere
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})"
             ) from error
 
-    state, saved_world_size, metadata, tensors = _on_all_ranks(check, group)
+    state, saved_world_size, metadata = _on_all_ranks(check, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     room = _on_all_ranks(make_room, group)
     targets |= {OPTIMIZER + name: tensor for name, tensor in room.items()}

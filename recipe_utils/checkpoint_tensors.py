@@ -1,6 +1,7 @@
 """The tensors of a model and its optimizer by parameter name, whatever the wrapping and the grouping."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from recipe_utils.tensor_file import CheckpointError, dtype_name
 AnyOptimizer = Optimizer | OptimizerInBackward
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_STAGE = re.compile(r"^stage_\d+\.")
 # How a step is computed, not what: the resumed run's own choice stands.
 _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
@@ -49,7 +51,7 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name
+    return _STAGE.sub("", name)
 
 
 def optimizer_contents(
@@ -96,6 +98,21 @@ def optimizer_contents(
     return tensors, {"state": state, "groups": groups}
 
 
+def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What :func:`optimizer_contents` says of the whole model, from what it says of each rank's stages.
+
+    Args:
+        descriptions: one of each rank; their groups have the same options.
+    """
+    merged: dict[str, Any] = {"state": {}, "groups": []}
+    for description in descriptions:
+        merged["state"] |= description["state"]
+    for groups in zip(*(description["groups"] for description in descriptions), strict=True):
+        names = dict.fromkeys(name for group in groups for name in group["names"])
+        merged["groups"].append({"names": list(names), "options": groups[0]["options"]})
+    return merged
+
+
 def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
     parts: Iterable[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else ()
     if isinstance(optimizer, OptimizerInBackward):
@@ -135,6 +152,7 @@ def restore_optimizer(
     optimizer: AnyOptimizer,
     description: Mapping[str, Any],
     saved: Mapping[str, TensorStorageMetadata],
+    names_elsewhere: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Gives an optimizer the options and the plain values of a checkpoint, and room for its tensors.
 
@@ -146,6 +164,7 @@ def restore_optimizer(
         optimizer: of the kind that was saved.
         description: the second result of :func:`optimizer_contents`.
         saved: shape and dtype of the tensors, named as in its first.
+        names_elsewhere: parameters that other pipeline stages step.
 
     Returns:
         The optimizer's new state tensors, to be read into; named likewise, sharded as the parameters.
@@ -158,7 +177,8 @@ def restore_optimizer(
         name: group["options"] for group in description["groups"] for name in group["names"]
     }
     current = [names.get(id(p), "?") for _, group in _groups(optimizer) for p in group["params"]]
-    lacking, superfluous = set(current) - options_of.keys(), options_of.keys() - set(current)
+    lacking = set(current) - options_of.keys()
+    superfluous = options_of.keys() - set(current) - set(names_elsewhere)
     if lacking or superfluous:
         raise CheckpointError(
             "optimizer: it steps other parameters than when it was saved; new: "
@@ -235,10 +255,21 @@ def _some(names: Iterable[str]) -> str:
     return f"{text} and {len(listed) - 5} more" if len(listed) > 5 else text
 
 
-def misfits(saved: Mapping[str, TensorStorageMetadata], expected: Mapping[str, Tensor]) -> str:
-    """What keeps the tensors of a checkpoint from going into a model's; empty if nothing does."""
+def misfits(
+    saved: Mapping[str, TensorStorageMetadata],
+    expected: Mapping[str, Tensor],
+    names_elsewhere: Collection[str] = (),
+) -> str:
+    """What keeps the tensors of a checkpoint from going into a model's; empty if nothing does.
+
+    Args:
+        saved: of the whole model.
+        expected: of the model, or of the pipeline stages on this rank.
+        names_elsewhere: tensors that other pipeline stages have.
+    """
     problems = []
-    missing, unexpected = expected.keys() - saved.keys(), saved.keys() - expected.keys()
+    missing = expected.keys() - saved.keys()
+    unexpected = saved.keys() - expected.keys() - set(names_elsewhere)
     if missing:
         problems.append(f"it lacks {_some(missing)}")
     if unexpected:

@@ -34,7 +34,12 @@ from recipe_utils.checkpoint_plan import (
     plan_save,
     rank_file,
 )
-from recipe_utils.checkpoint_tensors import AnyOptimizer, model_tensors, optimizer_contents
+from recipe_utils.checkpoint_tensors import (
+    AnyOptimizer,
+    merge_descriptions,
+    model_tensors,
+    optimizer_contents,
+)
 from recipe_utils.parallelism import gather_objects
 from recipe_utils.random_state import get_random_state
 from recipe_utils.tensor_file import FileFacts, write_atomically, write_tensors
@@ -86,6 +91,7 @@ class CheckpointWriter:
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._layout: SaveLayout | None = None
         self._layout_here: list[Any] = []
+        self._names_are_alike = True
         self._copies: dict[str, Tensor] | None = {} if asynchronous else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._in_flight: Future[SaveOutcome] | None = None
@@ -101,7 +107,7 @@ class CheckpointWriter:
         Nothing is changed in the model or the optimizer, and no random number is drawn.
 
         Args:
-            model: sharded, or the same on all ranks.
+            model: sharded, or the same on all ranks, or the pipeline stages of each.
             optimizer: its state may still be empty.
             state: the same on all ranks.
 
@@ -127,6 +133,8 @@ class CheckpointWriter:
         if self._rank == 0:  # of a save that failed, and could not even remove what it had written
             shutil.rmtree(temporary, ignore_errors=True)
         layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
+        if not self._names_are_alike:
+            description = merge_descriptions(gather_objects(description, self._group))
         mine = {name: local_part(tensors[name]) for name in layout.names}
         problem = None
         if self._copies is not None:
@@ -173,6 +181,8 @@ class CheckpointWriter:
         if not all(gather_objects(layout_here == self._layout_here, self._group)):
             self._layout = plan_save(tensors, self._rank, self._group)
             self._layout_here = layout_here
+            names = gather_objects(sorted(tensors), self._group)
+            self._names_are_alike = all(of_rank == names[0] for of_rank in names)
         assert self._layout is not None
         return self._layout
 
