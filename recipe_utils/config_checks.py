@@ -4,13 +4,19 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtune import training, utils
+
+from recipe_utils.pipeline import (
+    SCHEDULES,
+    has_several_stages_per_rank,
+    num_microbatches_to_run,
+)
 
 
 class ConfigError(ValueError):
@@ -182,6 +188,94 @@ def check_tensor_parallel(
         )
     if tensor_parallel_dim > 1 and fused:
         problems.add("optimizer.fused=True: tensor parallelism needs it False")
+
+
+def resolve_num_stages(
+    pipeline_parallel_dim: int, schedule: str, split_points: Sequence[int] | None
+) -> int:
+    """Pipeline stages over all ranks: one on each, or two with interleaved schedules.
+
+    Args:
+        pipeline_parallel_dim: ranks of a pipeline.
+        schedule: its name.
+        split_points: where stages begin but for the first; these then say how many there are.
+
+    Raises:
+        ValueError: an unknown schedule, or split points that make no such number of stages.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"pipeline_parallel_schedule={schedule}: unknown; set it to one of {', '.join(SCHEDULES)}"
+        )
+    several = has_several_stages_per_rank(schedule)
+    if split_points is None:
+        return pipeline_parallel_dim * (2 if several else 1)
+    num_stages = len(split_points) + 1
+    per_rank, rest = divmod(num_stages, pipeline_parallel_dim)
+    if rest or (per_rank < 2 if several else per_rank != 1):
+        wanted = "two or more" if several else "one"
+        raise ValueError(
+            f"pipeline_parallel_split_points={list(split_points)}: they make {num_stages} stages, but "
+            f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {pipeline_parallel_dim} "
+            f"ranks; give {pipeline_parallel_dim * (2 if several else 1) - 1} points"
+        )
+    return num_stages
+
+
+def check_pipeline_parallel(
+    problems: Problems,
+    pipeline_parallel_dim: int,
+    num_stages: int,
+    schedule: str,
+    *,
+    num_microbatches: int | None,
+    tensor_parallel_dim: int,
+    optimizer_in_bwd: bool,
+    enable_activation_offloading: bool,
+    gradient_sync: str | None,
+) -> None:
+    """Notes what pipeline stages lack or exclude.
+
+    Args:
+        problems: where to note it.
+        pipeline_parallel_dim: ranks of a pipeline, at least 2.
+        num_stages: over all ranks.
+        schedule: its name.
+        num_microbatches: per update step and data-parallel rank; None where it is not fixed.
+        tensor_parallel_dim: excluded above 1.
+        optimizer_in_bwd: excluded.
+        enable_activation_offloading: excluded.
+        gradient_sync: as set in the config; None if it is not.
+    """
+    name = f"pipeline_parallel_dim={pipeline_parallel_dim}"
+    if num_microbatches is not None and schedule in SCHEDULES:
+        to_run = num_microbatches_to_run(
+            max(num_microbatches, pipeline_parallel_dim),
+            schedule=schedule,
+            num_ranks=pipeline_parallel_dim,
+            num_stages=num_stages,
+        )
+        if num_microbatches != to_run:
+            problems.add(
+                f"gradient_accumulation_steps={num_microbatches}: {name} with {num_stages} stages and "
+                f"pipeline_parallel_schedule={schedule} needs {to_run} microbatches or more per update "
+                f"step; set gradient_accumulation_steps={to_run} (and a smaller batch_size)"
+            )
+    if tensor_parallel_dim > 1:
+        problems.add(
+            f"tensor_parallel_dim={tensor_parallel_dim}: it does not go with {name}; set one of the two to 1"
+        )
+    if optimizer_in_bwd:
+        problems.add(f"optimizer_in_bwd=True: {name} has several microbatches; set it to False")
+    if enable_activation_offloading:
+        problems.add(
+            f"enable_activation_offloading=True: it does not go with {name}; set it to False"
+        )
+    if gradient_sync == "each_microbatch":
+        problems.add(
+            f"gradient_sync=each_microbatch: with {name} gradients are reduced after the last microbatch; "
+            "set gradient_sync=last_microbatch or leave it out"
+        )
 
 
 def check_activation_memory(

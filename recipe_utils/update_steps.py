@@ -62,6 +62,7 @@ def prefetch_update_steps(
     group: dist.ProcessGroup | None,
     depth: int,
     first_index: int = 0,
+    num_microbatches_to_run: Callable[[int], int] | None = None,
     exchange: Exchange | None = None,
     stop: threading.Event | None = None,
     num_workers: int = 0,
@@ -84,6 +85,8 @@ def prefetch_update_steps(
         exchange: :func:`recipe_utils.exchange.exchange_samples` with all but samples, plan and
             ``closed`` bound, to plan over all ranks. None leaves every sample on its rank.
         first_index: position of the first of these update steps in its epoch.
+        num_microbatches_to_run: of the microbatches that the fullest rank has, how many all must run; at
+            least as many. What a rank lacks are microbatches without targets. None runs those.
         stop: once set, the update steps counted from then on say so on all ranks. None never asks.
         num_workers: DataLoader worker processes; 0 loads in the background thread.
         pin_memory: put tensors into page-locked memory, for devices that copy from there.
@@ -101,7 +104,7 @@ def prefetch_update_steps(
         for index in range(len(indices_per_step)):
             try:
                 samples = next(samples_per_step)
-                if stand_in is None and dp_degree > 1:
+                if stand_in is None and (dp_degree > 1 or num_microbatches_to_run is not None):
                     # Now, since nothing may fail any more once the ranks have agreed on the step.
                     sample = samples[0] if samples else dataset.any_sample()
                     stand_in = collate_empty_microbatch(sample, collate, ignore_index)
@@ -121,8 +124,11 @@ def prefetch_update_steps(
                 raise
             stops = stop is not None and stop.is_set()
             counts = count_over_ranks(_counts_of(microbatches, stops), counts_once, group, closed)
+            num_microbatches = counts.max_microbatches
+            if num_microbatches_to_run is not None:
+                num_microbatches = num_microbatches_to_run(num_microbatches)
             if stand_in is not None:
-                microbatches += [stand_in] * (counts.max_microbatches - len(microbatches))
+                microbatches += [stand_in] * (num_microbatches - len(microbatches))
             if pin_memory:
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(first_index + index, microbatches, counts, dp_degree)

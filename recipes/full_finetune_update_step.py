@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.datasets import ConcatDataset
@@ -42,6 +42,7 @@ from recipe_utils.microbatching import plan_and_collate
 from recipe_utils.model import (
     build_on_meta,
     equal_attention_length,
+    gather_weights,
     load_weights,
     parallelize_model,
     vocab_size_and_max_seq_len,
@@ -49,6 +50,8 @@ from recipe_utils.model import (
 from recipe_utils.nonfinite import FiniteSteps, NonfiniteError
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
+from recipe_utils.pipeline import Pipeline, num_microbatches_to_run, stages_of_rank
+from recipe_utils.pipeline_stages import keep_stage, layers_of_stages, ties_output
 from recipe_utils.plan import PLANS, MicrobatchCost
 from recipe_utils.prefetch import Prefetched
 from recipe_utils.profiler import UpdateStepProfiler
@@ -65,13 +68,13 @@ COMPONENTS = ("model", "tokenizer", "dataset", "loss", "optimizer", "checkpointe
 CONFIG_KEYS = frozenset(
     """
     ac_mode ac_option balance_over_ranks batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
-    cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
+    context_parallel_dim cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
     data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
     enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
     keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
     max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_bad_sample on_nonfinite optimizer optimizer_in_bwd output_dir
-    prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
+    pipeline_parallel_dim pipeline_parallel_schedule pipeline_parallel_split_points prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
     resume_with_other_data run_val_every_n_steps save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
 )
@@ -114,6 +117,8 @@ class FullFinetuneUpdateStep:
         self.optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
         self.gradient_sync = cfg.get("gradient_sync", "each_microbatch")
         self.compile = cfg.get("compile", False)
+        self.pipeline_schedule = cfg.get("pipeline_parallel_schedule", "1F1B")
+        self.pipeline_split_points = cfg.get("pipeline_parallel_split_points")
 
         # Memory and checkpoints
         self.activation_checkpointing = cfg.get("enable_activation_checkpointing", False)
@@ -159,6 +164,11 @@ class FullFinetuneUpdateStep:
         problems = config_checks.Problems()
         resume_path = self._find_step_checkpoint(cfg.output_dir)
         resumes_from_stock = resume_path is None and self._finds_stock_state(cfg.checkpointer)
+        if resumes_from_stock and self.dims.pp > 1:
+            problems.add(
+                f"pipeline_parallel_dim={self.dims.pp}: a recipe_state.pt can only be resumed from without "
+                "a pipeline; set it to 1 until the next step checkpoint"
+            )
         with problems.collect("checkpointer: "):
             self.checkpointer = config.instantiate(
                 cfg.checkpointer, should_load_recipe_state=resumes_from_stock
@@ -220,25 +230,38 @@ class FullFinetuneUpdateStep:
                 equal_attention_length=equal_attention_length(self.model)
             )
             longest_sample = vocab_size_and_max_seq_len(self.model)[1]
-            attend_within_documents(
-                self.model,
-                self.device,
-                max_row_length=(self.max_tokens_per_microbatch or 0)
-                + max(self.batch_size, self.batch_size_val) * longest_sample,
-            )
-            compute_loss_in_forward(self.model, self.loss_fn)
-            self.model = parallelize_model(
-                self.model,
-                self.mesh,
-                tensor_parallel_plan=config.instantiate(cfg.get("tensor_parallel_plan")),
-                enable_activation_checkpointing=self.activation_checkpointing,
-                ac_mode=cfg.get("ac_mode"),
-                ac_option=cfg.get("ac_option"),
-                compile_layers=self.compile,
-                custom_sharded_layers=cfg.get("custom_sharded_layers"),
-                fsdp_cpu_offload=self.fsdp_cpu_offload,
-                fsdp_reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
-            )
+            names_of_weights = self.model.state_dict().keys()
+            parts = {0: self.model}
+            if self.dims.pp > 1:
+                output_is_tied = ties_output(self.model)
+                embed_dim = self.model.tok_embeddings.embedding_dim
+                parts = self._build_stages(cfg.model)
+            for index, part in parts.items():
+                attend_within_documents(
+                    part,
+                    self.device,
+                    max_row_length=(self.max_tokens_per_microbatch or 0)
+                    + max(self.batch_size, self.batch_size_val) * longest_sample,
+                )
+                if index == self.num_stages - 1:
+                    compute_loss_in_forward(
+                        part, self.loss_fn, backward_in_parts="ZeroBubble" in self.pipeline_schedule
+                    )
+                parts[index] = parallelize_model(
+                    part,
+                    self.mesh,
+                    tensor_parallel_plan=config.instantiate(cfg.get("tensor_parallel_plan")),
+                    enable_activation_checkpointing=self.activation_checkpointing,
+                    ac_mode=cfg.get("ac_mode"),
+                    ac_option=cfg.get("ac_option"),
+                    compile_layers=self.compile,
+                    custom_sharded_layers=cfg.get("custom_sharded_layers"),
+                    fsdp_cpu_offload=self.fsdp_cpu_offload,
+                    # A stage soon meets the next microbatch.
+                    fsdp_reshard_after_forward=cfg.get(
+                        "fsdp_reshard_after_forward", self.dims.pp == 1
+                    ),
+                )
         problems.raise_if_any()
 
         self.metric_logger = None
@@ -253,8 +276,27 @@ class FullFinetuneUpdateStep:
 
         stock_checkpoint = self.checkpointer.load_checkpoint()
         weights = stock_checkpoint.pop(training.MODEL_KEY)
-        load_weights(self.model, weights, self.device, self.dtype, self.fsdp_cpu_offload)
+        for part in parts.values():
+            load_weights(
+                part, weights, self.device, self.dtype, self.fsdp_cpu_offload, names_of_weights
+            )
         del weights
+
+        self.pipeline, self.pp_group, self.counted_elsewhere = None, None, frozenset()
+        if self.dims.pp > 1:
+            self.pp_group = self.mesh.get_group("pp")
+            self.model = nn.ModuleDict({f"stage_{index}": part for index, part in parts.items()})
+            self.pipeline = Pipeline(
+                parts,
+                num_stages=self.num_stages,
+                schedule=self.pipeline_schedule,
+                embed_dim=embed_dim,
+                dtype=self.dtype,
+                device=self.device,
+                group=self.pp_group,
+                output_is_tied=output_is_tied,
+            )
+            self.counted_elsewhere = self.pipeline.parameters_counted_elsewhere()
 
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         if self.optimizer_in_bwd:
@@ -309,18 +351,25 @@ class FullFinetuneUpdateStep:
             target token [nats]. And the gradient norm before clipping, unless the backward steps.
         """
         loss = torch.zeros((), device=self.device)
-        for microbatch, is_last in copy_ahead(step, self.device):
-            with gradient_sync(self.model, is_last, self.gradient_sync):
-                # The scale holds the target tokens of all microbatches on all ranks, so every target
-                # weighs the same and the accumulated gradient is final.
-                scaled_loss = self.loss_sum(microbatch) * step.loss_scale
-                scaled_loss.backward()
-            loss += scaled_loss.detach()
+        if self.pipeline is not None:
+            # One schedule for all microbatches, so that its bubble is paid once per update step.
+            microbatches = [microbatch for microbatch, _ in copy_ahead(step, self.device)]
+            loss += self.pipeline.forward_backward(microbatches, step.loss_scale)
+        else:
+            for microbatch, is_last in copy_ahead(step, self.device):
+                with gradient_sync(self.model, is_last, self.gradient_sync):
+                    # The scale holds the target tokens of all microbatches on all ranks, so every
+                    # target weighs the same and the accumulated gradient is final.
+                    scaled_loss = self.loss_sum(microbatch) * step.loss_scale
+                    scaled_loss.backward()
+                loss += scaled_loss.detach()
 
         if self.optimizer_in_bwd:
             return loss, None  # each parameter has been updated as soon as its gradient was there
         max_norm = float("inf") if self.clip_grad_norm is None else float(self.clip_grad_norm)
-        grad_norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        grad_norm = clip_grad_norm_(
+            self.model.parameters(), max_norm, self.pp_group, self.counted_elsewhere
+        )
         self.finite_steps.step(grad_norm)  # the optimizer, unless the norm is NaN or infinite
         self.optimizer.zero_grad(set_to_none=True)
         return loss, grad_norm
@@ -333,8 +382,14 @@ class FullFinetuneUpdateStep:
         num_target_tokens = 0
         with self._val_update_steps() as steps:
             for step in steps:
-                for microbatch, _ in copy_ahead(step, self.device):
-                    loss_sum += self.loss_sum(microbatch)
+                microbatches = copy_ahead(step, self.device)
+                if self.pipeline is not None:
+                    loss_sum += self.pipeline.forward(
+                        [microbatch for microbatch, _ in microbatches]
+                    )
+                else:
+                    for microbatch, _ in microbatches:
+                        loss_sum += self.loss_sum(microbatch)
                 num_target_tokens += step.num_target_tokens
         self.model.train()
         return mean_over_ranks(loss_sum) * self.dims.dp_degree / max(num_target_tokens, 1)
@@ -441,7 +496,9 @@ class FullFinetuneUpdateStep:
 
     def export_model(self, epoch: int) -> None:
         """Saves the weights in the checkpointer's own format."""
-        weights = training.gather_cpu_state_dict(self.model, self.is_rank_zero, self.device)
+        weights = gather_weights(
+            self.model, self.device, parallelism.dp_rank_of(self.mesh) == 0, self.checkpoint_group
+        )
         if self.is_rank_zero:
             self.checkpointer.save_checkpoint(
                 {training.MODEL_KEY: weights}, epoch=epoch, intermediate_checkpoint=False
@@ -469,6 +526,7 @@ class FullFinetuneUpdateStep:
             self.device = config_checks.resolve_device(cfg.get("device"))
         with problems.collect():
             self.dtype = config_checks.resolve_dtype(cfg.get("dtype"), self.device)
+        pipeline_parallel_dim = cfg.get("pipeline_parallel_dim", 1)
         self.dims = parallelism.ParallelDims(1, self.world_size, 1)
         with problems.collect():
             self.dims = parallelism.resolve_parallel_dims(
@@ -476,6 +534,7 @@ class FullFinetuneUpdateStep:
                 cfg.get("data_parallel_replicate_dim", 1),
                 cfg.get("data_parallel_shard_dim", -1),
                 cfg.get("tensor_parallel_dim", 1),
+                pipeline_parallel_dim,
             )
         gradient_accumulation_steps = 1
         with problems.collect():
@@ -529,6 +588,29 @@ class FullFinetuneUpdateStep:
             gradient_accumulation_steps,
             self.microbatching,
         )
+        self.num_stages = 1
+        if pipeline_parallel_dim > 1:
+            with problems.collect():
+                self.num_stages = config_checks.resolve_num_stages(
+                    pipeline_parallel_dim, self.pipeline_schedule, self.pipeline_split_points
+                )
+            config_checks.check_pipeline_parallel(
+                problems,
+                self.dims.pp,
+                self.num_stages,
+                self.pipeline_schedule,
+                num_microbatches=gradient_accumulation_steps
+                if self.microbatching == "in_order"
+                else None,
+                tensor_parallel_dim=self.dims.tp,
+                optimizer_in_bwd=self.optimizer_in_bwd,
+                enable_activation_offloading=self.activation_offloading,
+                gradient_sync=cfg.get("gradient_sync"),
+            )
+        if cfg.get("context_parallel_dim", 1) != 1:
+            problems.add(
+                f"context_parallel_dim={cfg.context_parallel_dim}: ring attention is not supported yet; set it to 1"
+            )
         config_checks.check_tensor_parallel(
             problems,
             self.dims.tp,
@@ -543,6 +625,19 @@ class FullFinetuneUpdateStep:
             cfg.get("ac_mode"),
         )
         problems.raise_if_any()
+
+    def _build_stages(self, cfg_model: DictConfig) -> dict[int, nn.Module]:
+        """The pipeline stages on this rank by their index, on the meta device."""
+        layers = layers_of_stages(self.model, self.num_stages, self.pipeline_split_points)
+        stages = {}
+        for index in stages_of_rank(self.mesh.get_local_rank("pp"), self.dims.pp, self.num_stages):
+            stages[index] = build_on_meta(partial(config.instantiate, cfg_model), self.dtype)
+            keep_stage(stages[index], layers[index])
+        self._info(
+            f"{self.pipeline_schedule} over {self.dims.pp} ranks; layers of the stages: "
+            + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
+        )
+        return stages
 
     def _load_dataset(
         self, cfg: DictConfig, key: str, problems: config_checks.Problems
@@ -630,9 +725,17 @@ class FullFinetuneUpdateStep:
             collate=collate,
             ignore_index=ignore_index,
             dp_degree=self.dims.dp_degree,
-            counts_once=parallelism.is_first_in_tp_group(self.mesh),
+            counts_once=parallelism.counts_its_data(self.mesh),
             group=count_group,
             depth=self.prefetch_update_steps,
+            num_microbatches_to_run=None
+            if self.dims.pp == 1
+            else partial(
+                num_microbatches_to_run,
+                schedule=self.pipeline_schedule,
+                num_ranks=self.dims.pp,
+                num_stages=self.num_stages,
+            ),
             exchange=exchange,
             stop=stop,
             num_workers=self.num_workers,

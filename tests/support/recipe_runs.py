@@ -15,6 +15,7 @@ from torch import Tensor
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
 
+from recipe_utils.checkpoint_tensors import parameters_by_name
 from recipe_utils.registry import ROOT
 
 RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
@@ -127,7 +128,7 @@ def run_recipe_recording_gradients(
     with tiny.float64_throughout():
         recipe = recipe_class(*mutation)(cfg)
         recipe.setup(cfg)
-        names = [name for name, _ in recipe.model.named_parameters()]
+        names = list(parameters_by_name(recipe.model))
         recipe.train()
         recipe.cleanup()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
