@@ -18,6 +18,12 @@ from torchtune.utils import get_logger
 from recipe_utils.checkpoint_tensors import parameters_by_name
 from recipe_utils.registry import ROOT
 
+WEIGHTS = {
+    "weights.pt": tiny.MODEL,
+    "untied.pt": tiny.UNTIED_MODEL,
+    "deep.pt": tiny.DEEP_MODEL,
+    "deep_untied.pt": tiny.DEEP_UNTIED_MODEL,
+}
 RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
 
 
@@ -83,8 +89,9 @@ def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
         "process_group_timeout_seconds": 60,
         **changes,
     }
-    if config["model"] == tiny.UNTIED_MODEL:
-        config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
+    for file_name, sizes in WEIGHTS.items():
+        if config["model"] == sizes:
+            config["checkpointer"]["checkpoint_files"] = [file_name]
     return {key: value for key, value in config.items() if value is not ...}
 
 
@@ -135,8 +142,7 @@ def run_recipe_recording_gradients(
 
 
 def save_weights(folder: Path) -> None:
-    """Weights of ``tiny.MODEL`` as weights.pt and of ``tiny.UNTIED_MODEL`` as untied.pt."""
+    """Weights of the tiny models, which :func:`tiny_config` finds there."""
     (folder / "weights").mkdir(parents=True)
-    torch.save(tiny.tiny_model().state_dict(), folder / "weights" / "weights.pt")
-    untied = tiny.tiny_model(tiny.UNTIED_MODEL)
-    torch.save(untied.state_dict(), folder / "weights" / "untied.pt")
+    for file_name, sizes in WEIGHTS.items():
+        torch.save(tiny.tiny_model(sizes).state_dict(), folder / "weights" / file_name)

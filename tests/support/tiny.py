@@ -35,6 +35,8 @@ UNTIED_MODEL = {
     **{key: value for key, value in MODEL.items() if key != "scale_factor"},
     "_component_": "torchtune.models.llama3.llama3",
 }
+DEEP_MODEL = {**MODEL, "num_layers": 4}
+DEEP_UNTIED_MODEL = {**UNTIED_MODEL, "num_layers": 4}
 
 
 GEMMA2_MODEL = {
