@@ -596,13 +596,13 @@ class FullFinetuneUpdateStep:
                 )
             config_checks.check_pipeline_parallel(
                 problems,
-                self.dims.pp,
+                pipeline_parallel_dim,
                 self.num_stages,
                 self.pipeline_schedule,
                 num_microbatches=gradient_accumulation_steps
                 if self.microbatching == "in_order"
                 else None,
-                tensor_parallel_dim=self.dims.tp,
+                tensor_parallel_dim=cfg.get("tensor_parallel_dim", 1),
                 optimizer_in_bwd=self.optimizer_in_bwd,
                 enable_activation_offloading=self.activation_offloading,
                 gradient_sync=cfg.get("gradient_sync"),

@@ -1,0 +1,420 @@
+"""Pipeline stages change neither gradients nor losses nor files, only where the layers are."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import recipe_class, run_recipe, run_recipe_recording_gradients
+
+from recipe_utils import pipeline
+from recipe_utils.sampler import epoch_permutation
+
+TOLERANCE = 1e-10
+NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples
+DATA = {
+    "_component_": "tiny.tiny_dataset",
+    "num_samples": NUM_SAMPLES,
+    "num_without_targets": 3,
+    "mask_prompts": False,
+}
+STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
+MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_and_reference(request):
+    """A model of 4 layers and, per update step, its big-batch gradients in plain PyTorch."""
+    sizes = MODELS[request.param]
+    model = tiny.tiny_model(sizes).double()
+    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
+    order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
+    with tiny.float64_throughout():
+        return sizes, [
+            tiny.big_batch_gradients(model, [samples[i] for i in step])[1]
+            for step in (order[:16], order[16:])
+        ]
+
+
+def error(gradients, reference):
+    """Largest deviation of one rank's gradients relative to the largest entry of all."""
+    scale = max(grad.abs().max() for grad in reference.values())
+    return max((grad - reference[n]).abs().max() for n, grad in gradients.items()).item() / scale
+
+
+PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
+LAYOUTS = {  # world size, dimensions, schedules, microbatches per update step of 16 samples
+    "pp-2": (2, PP_2, ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"], [2, 4, 8, 16]),
+    "pp-4": (4, PP_4, ["1F1B", "GPipe"], [4, 8]),
+    "pp-2-fsdp-2": (4, PP_2, ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], [2, 4, 8]),
+    "pp-2-replicate-2": (4, {**PP_2, "data_parallel_replicate_dim": 2}, ["1F1B", "GPipe"], [2, 8]),
+}
+
+
+def gradients_of_all(configs):
+    return [run_recipe_recording_gradients(config) for config in configs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_reference):
+    """With samples of uneven numbers of targets, and microbatches that have none at all."""
+    sizes, reference = model_and_reference
+    world_size, dims, schedules, nums_microbatches = LAYOUTS[layout]
+    dp_degree = world_size // dims["pipeline_parallel_dim"]
+    configs = [
+        tiny_config(
+            model=sizes,
+            batch_size=16 // dp_degree // num_microbatches,
+            pipeline_parallel_schedule=schedule,
+            enable_activation_checkpointing=num_microbatches == 4,
+            **STEP_OF_16,
+            **dims,
+        )
+        for schedule in schedules
+        for num_microbatches in nums_microbatches
+    ] + [
+        tiny_config(
+            model=sizes, microbatching=plan, max_tokens_per_microbatch=64, **STEP_OF_16, **dims
+        )
+        for plan in ("least_padding", "packed")
+    ]
+    ranks = run_distributed(gradients_of_all, world_size, configs)
+    for of_ranks in zip(*ranks, strict=True):
+        for step, expected in enumerate(reference):
+            assert set().union(*(gradients[step] for gradients in of_ranks)) == expected.keys()
+            for gradients in of_ranks:
+                assert error(gradients[step], expected) < TOLERANCE
+
+
+class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
+    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
+
+    def __init__(self, *args, scale_grads, **kwargs):
+        super().__init__(*args, scale_grads=True, **kwargs)
+
+
+def gradients_scaled_by_the_schedule(config):
+    pipeline.SCHEDULES["1F1B"] = ScalingSchedule
+    return run_recipe_recording_gradients(config)
+
+
+def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microbatches(
+    tiny_config, model_and_reference
+):
+    sizes, reference = model_and_reference
+    config = tiny_config(model=sizes, batch_size=4, **STEP_OF_16, **PP_2)
+    for gradients in run_distributed(gradients_scaled_by_the_schedule, 2, config):
+        if sizes == tiny.DEEP_MODEL:  # a sum of two copies, scaled alike
+            assert "tok_embeddings.weight" in gradients[0]
+        expected = {name: grad / 4 for name, grad in reference[0].items()}
+        assert error(gradients[0], expected) < TOLERANCE
+        assert error(gradients[0], reference[0]) > 1e-2
+
+
+MUTANTS = {
+    "the shared weight's gradients not summed": ("output_is_tied=output_is_tied", "output_is_tied=False"),
+    "every rank's data counted": ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
+    "no scale": ("(microbatches, step.loss_scale)", "(microbatches, 1.0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_reference):
+    sizes, reference = model_and_reference
+    if sizes != tiny.DEEP_MODEL:
+        pytest.skip("one model is enough")
+    config = tiny_config(model=sizes, batch_size=4, **STEP_OF_16, **PP_2)
+    ranks = run_distributed(run_recipe_recording_gradients, 2, config, MUTANTS[mutant])
+    assert max(error(gradients[0], reference[0]) for gradients in ranks) > 1e-2
+
+
+def curve_config(tiny_config, sizes, **changes):
+    return tiny_config(
+        **{
+            "model": sizes,
+            "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 156},
+            "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 23, "seed": 5},
+            "run_val_every_n_steps": 3,
+            "clip_grad_norm": 0.5,
+            "batch_size": 2,
+            "global_batch_size": 16,
+            "gradient_accumulation_steps": ...,
+            **changes,
+        }
+    )
+
+
+def figures(logged):
+    """Losses, validation losses and gradient norms in the order of the log, and the counted tokens."""
+    keys = ("loss", "val_loss", "grad_norm", "num_tokens")
+    return [(m["step"], key, m[key]) for m in logged for key in keys if key in m]
+
+
+def assert_same_curve(logged, expected, rel=1e-5):
+    assert [figure[:2] for figure in logged] == [figure[:2] for figure in expected]
+    assert [value for *_, value in logged] == pytest.approx(
+        [value for *_, value in expected], rel=rel
+    )
+
+
+def run_recipes(configs):
+    return [run_recipe(config) for config in configs]
+
+
+CURVES = {
+    "pp-2": (
+        2,
+        [
+            PP_2,
+            {**PP_2, "microbatching": "packed"},
+            {**PP_2, "microbatching": "least_padding", "max_tokens_per_microbatch": 64},
+            {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B", "prefetch_update_steps": 0},
+            {**PP_2, "pipeline_parallel_schedule": "GPipe", "ac_mode": "selective", "ac_option": 2},
+            {**PP_2, "pipeline_parallel_split_points": [1]},
+            {**PP_2, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
+            {**PP_2, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
+        ],
+    ),
+    "pp-4": (4, [PP_4, {**PP_4, "microbatching": "packed"}]),
+    "pp-2-dp-2": (
+        4,
+        [
+            PP_2,
+            {**PP_2, "microbatching": "least_padding", "max_tokens_per_microbatch": 64},
+            {**PP_2, "microbatching": "packed", "data_parallel_replicate_dim": 2},
+            {**PP_2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
+            {**PP_2, "custom_sharded_layers": ["tok_embeddings", "output"]},
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def one_process(request, weights_folder):
+    """The sizes of a model, and what one process without stages logs in 10 update steps."""
+    import recipe_runs
+
+    def tiny_config(**changes):
+        return recipe_runs.tiny_config(weights_folder, **changes)
+
+    sizes = MODELS[request.param]
+    (logged,) = run_distributed(run_recipe, 1, curve_config(tiny_config, sizes))
+    return sizes, figures(logged)
+
+
+@pytest.mark.parametrize("layout", CURVES)
+def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
+    """Losses, validation losses, norms over all stages and counts, the last step short."""
+    sizes, expected = one_process
+    world_size, changes = CURVES[layout]
+    if sizes == tiny.DEEP_MODEL:  # its output cannot read embeddings that are sharded on their own
+        changes = [each for each in changes if "custom_sharded_layers" not in each]
+    configs = [curve_config(tiny_config, sizes, **each) for each in changes]
+    for logged in run_distributed(run_recipes, world_size, configs)[0]:
+        assert_same_curve(figures(logged), expected)
+
+
+NORM_MUTANTS = {
+    "of one stage": ('self.pp_group = self.mesh.get_group("pp")', "pass"),
+    "with the shared weight twice": (
+        "self.counted_elsewhere = self.pipeline.parameters_counted_elsewhere()",
+        "pass",
+    ),
+}
+
+
+def first_norm(config, mutation):
+    cfg = OmegaConf.create({**config, "max_steps_per_epoch": 1})
+    recipe = recipe_class(*mutation)(cfg)
+    recipe.setup(cfg)
+    with recipe._update_steps(0) as steps:
+        return recipe.update(next(iter(steps)))[1].item()
+
+
+@pytest.mark.parametrize("mutant", NORM_MUTANTS)
+def test_a_norm_that_is_not_of_all_stages_would_be_seen(mutant, tiny_config, one_process):
+    sizes, expected = one_process
+    if sizes != tiny.DEEP_MODEL:
+        pytest.skip("only a tied output is there twice")
+    norm = next(value for _, key, value in expected if key == "grad_norm")
+    config = curve_config(tiny_config, sizes, **PP_2)
+    config["optimizer"] = {"_component_": "torch.optim.AdamW", "lr": 0.01}
+    _, wrong = run_distributed(first_norm, 2, config, NORM_MUTANTS[mutant])
+    assert wrong != pytest.approx(norm, rel=1e-3)
+
+
+def run_compiled(config):
+    import os
+
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
+    return run_recipe({**config, "compile": True})
+
+
+def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
+    sizes, expected = one_process
+    if sizes != tiny.DEEP_MODEL:
+        pytest.skip("one model is enough")
+    config = curve_config(
+        tiny_config, sizes, microbatching="packed", max_tokens_per_microbatch=64, **PP_2
+    )
+    logged, _ = run_distributed(run_compiled, 2, config)
+    assert_same_curve(figures(logged), expected)
+
+
+@pytest.fixture(scope="module")
+def saved_by_two_stages(weights_folder, tmp_path_factory):
+    """A config that was run on 2 stages, what it logged, and its checkpoint after step 4."""
+    import recipe_runs
+
+    folder = tmp_path_factory.mktemp("stages")
+    shutil.copytree(weights_folder / "weights", folder / "weights")
+
+    def tiny_config(**changes):
+        return recipe_runs.tiny_config(folder, **changes)
+
+    config = curve_config(
+        tiny_config,
+        tiny.DEEP_MODEL,
+        save_every_n_steps=4,
+        keep_last_n_checkpoints=9,
+        enable_async_checkpointing=True,
+        **PP_2,
+    )
+    logged = figures(run_distributed(run_recipe, 2, config)[0])
+    kept = folder / "kept" / "step_4"
+    shutil.copytree(Path(config["output_dir"], "step_4"), kept)
+    return config, [figure for figure in logged if figure[0] > 4], kept
+
+
+RESUMED = {
+    "two stages": (2, {}),
+    "four stages": (4, PP_4),
+    "two stages, fsdp-2": (4, {}),
+    "interleaved": (2, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "one process": (1, {"pipeline_parallel_dim": 1}),
+    "fsdp-2": (2, {"pipeline_parallel_dim": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_any_layout_goes_on_from_the_checkpoint_of_two_stages(
+    layout, saved_by_two_stages, tmp_path
+):
+    config, expected, kept = saved_by_two_stages
+    world_size, changes = RESUMED[layout]
+    shutil.copytree(kept, tmp_path / "out" / "step_4")
+    checkpointer = {**config["checkpointer"], "output_dir": f"{tmp_path}/out"}
+    resumed = {**config, **changes, "output_dir": f"{tmp_path}/out", "checkpointer": checkpointer}
+    resumed["resume_from_checkpoint"] = True
+    logged = figures(run_distributed(run_recipe, world_size, resumed)[0])
+    if layout == "two stages":
+        assert logged == expected
+    assert_same_curve(logged, expected)
+
+
+@pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
+def test_the_exported_model_is_the_same_file(sizes, tiny_config, tmp_path):
+    """With a learning rate of 0, or the last digits would differ."""
+    exported = {}
+    for name, world_size, dims in (
+        ("one", 1, {}),
+        ("stages", 2, PP_2),
+        ("interleaved", 4, {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+    ):
+        config = curve_config(
+            tiny_config, sizes, optimizer={"_component_": "torch.optim.SGD", "lr": 0.0}, **dims
+        )
+        config["output_dir"] = f"{tmp_path}/{name}"
+        config["checkpointer"] = {**config["checkpointer"], "output_dir": f"{tmp_path}/{name}"}
+        run_distributed(run_recipe, world_size, config)
+        (file,) = Path(tmp_path, name, "epoch_0").glob("*.bin")
+        exported[name] = torch.load(file, weights_only=True)
+    whole = exported.pop("one")
+    for weights in exported.values():
+        assert weights.keys() == whole.keys()
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
+
+
+def fail_on_rank_1(config):
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    num_calls = 0
+
+    def fail_in_the_third(*_):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise ArithmeticError("planted")
+
+    if not recipe.is_rank_zero:
+        recipe.model["stage_1"].layers[2].register_forward_hook(fail_in_the_third)
+    recipe.train()
+
+
+def test_a_failing_stage_ends_the_job_on_all_ranks_and_is_named(tiny_config):
+    config = curve_config(tiny_config, tiny.DEEP_MODEL, **PP_2)
+    waiting, failing = run_distributed(
+        fail_on_rank_1, 2, config, expect_failures=True, timeout_seconds=15
+    )
+    assert "pipeline stage 1 of 2, microbatch 2 of 8: its forward failed" in failing
+    assert "ArithmeticError: planted" in failing
+    assert "RuntimeError" in waiting
+
+
+def refused(config):
+    cfg = OmegaConf.create(config)
+    with pytest.raises(ValueError, match="problem") as error:
+        recipe_class()(cfg).setup(cfg)
+    return str(error.value)
+
+
+BAD = {
+    "more stages than microbatches": (
+        {"batch_size": 16},
+        "gradient_accumulation_steps=1: pipeline_parallel_dim=2 with 2 stages and "
+        "pipeline_parallel_schedule=1F1B needs 2 microbatches or more",
+    ),
+    "uneven rounds": (
+        {
+            "batch_size": 1,
+            "global_batch_size": 5,
+            "pipeline_parallel_schedule": "Interleaved1F1B",
+        },
+        "gradient_accumulation_steps=5: pipeline_parallel_dim=2 with 4 stages and "
+        "pipeline_parallel_schedule=Interleaved1F1B needs 6 microbatches",
+    ),
+    "a local batch that does not divide": (
+        {"batch_size": 3},
+        "global_batch_size=16: it is no multiple of batch_size=3 * 1 data-parallel ranks",
+    ),
+    "no microbatch": ({"batch_size": 0}, "batch_size=0: it must be at least 1"),
+    "more stages than layers": ({"model": tiny.MODEL, "pipeline_parallel_schedule": "Interleaved1F1B"}, "4 stages need as many layers, the model has 2"),
+    "schedule": ({"pipeline_parallel_schedule": "2F2B"}, "pipeline_parallel_schedule=2F2B: unknown"),
+    "too many points": ({"pipeline_parallel_split_points": [1, 2]}, "they make 3 stages"),
+    "points outside": ({"pipeline_parallel_split_points": [4]}, "between 1 and 3"),
+    "tensor parallel": ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}, "tensor_parallel_dim=2: it does not go with pipeline_parallel_dim=2"),
+    "syncing often": ({"gradient_sync": "each_microbatch"}, "gradient_sync=each_microbatch"),
+    "in backward": ({"optimizer_in_bwd": True}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
+    "ranks": ({"pipeline_parallel_dim": 3}, "pipeline_parallel_dim=3: they make 3 ranks, but 2 run"),
+    "no ranks": ({"pipeline_parallel_dim": 0}, "pipeline_parallel_dim=0: it must be at least 1"),
+    "context parallel": ({"context_parallel_dim": 2}, "context_parallel_dim=2"),
+}  # fmt: skip
+
+
+def refusals(configs):
+    return [refused(config) for config in configs]
+
+
+def test_what_cannot_work_is_refused_with_both_numbers_and_the_mend(tiny_config):
+    configs = [
+        curve_config(tiny_config, **{"sizes": tiny.DEEP_MODEL, **PP_2, **changes})
+        for changes, _ in BAD.values()
+    ]
+    world_size = 2
+    for texts in run_distributed(refusals, world_size, configs):
+        for (_, expected), text in zip(BAD.values(), texts, strict=True):
+            assert expected in text
