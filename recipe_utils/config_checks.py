@@ -232,7 +232,6 @@ def check_pipeline_parallel(
     tensor_parallel_dim: int,
     optimizer_in_bwd: bool,
     enable_activation_offloading: bool,
-    gradient_sync: str | None,
 ) -> None:
     """Notes what pipeline stages lack or exclude.
 
@@ -245,7 +244,6 @@ def check_pipeline_parallel(
         tensor_parallel_dim: excluded above 1.
         optimizer_in_bwd: excluded.
         enable_activation_offloading: excluded.
-        gradient_sync: as set in the config; None if it is not.
     """
     name = f"pipeline_parallel_dim={pipeline_parallel_dim}"
     if num_microbatches is not None and schedule in SCHEDULES:
@@ -270,11 +268,6 @@ def check_pipeline_parallel(
     if enable_activation_offloading:
         problems.add(
             f"enable_activation_offloading=True: it does not go with {name}; set it to False"
-        )
-    if gradient_sync == "each_microbatch":
-        problems.add(
-            f"gradient_sync=each_microbatch: with {name} gradients are reduced after the last microbatch; "
-            "set gradient_sync=last_microbatch or leave it out"
         )
 
 

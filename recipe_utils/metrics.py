@@ -11,7 +11,7 @@ class Throughput:
     Reads the host's clock and counts that are on the CPU already, so it never waits for a device.
 
     Args:
-        world_size: ranks that rates are divided by, tensor-parallel ones included.
+        world_size: ranks that rates are divided by, those that hold the same data (tensor parallel, pipeline stages) included.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -199,6 +199,16 @@ class FullFinetuneUpdateStep:
                 self.last_update_step,
                 self.max_steps_per_epoch,
             )
+        self._info(
+            f"Update step: {self.global_batch_size // self.dims.dp_degree} samples on each of "
+            f"{self.dims.dp_degree} data-parallel ranks, {self.global_batch_size} in all; "
+            f"{self.steps_per_epoch} update steps per epoch"
+        )
+        if self.dims.pp > 1 and self.dims.dp_degree > 1 and self.gradient_sync != "last_microbatch":
+            self._warn(
+                f"gradient_sync={self.gradient_sync}: pipeline stages keep gradients unsharded until the "
+                "last microbatch, as with last_microbatch"
+            )
         if self.max_tokens_per_microbatch is not None and (
             self.max_seq_len is None or self.max_tokens_per_microbatch < self.max_seq_len
         ):
@@ -605,11 +615,10 @@ class FullFinetuneUpdateStep:
                 tensor_parallel_dim=cfg.get("tensor_parallel_dim", 1),
                 optimizer_in_bwd=self.optimizer_in_bwd,
                 enable_activation_offloading=self.activation_offloading,
-                gradient_sync=cfg.get("gradient_sync"),
             )
         if cfg.get("context_parallel_dim", 1) != 1:
             problems.add(
-                f"context_parallel_dim={cfg.context_parallel_dim}: ring attention is not supported yet; set it to 1"
+                f"context_parallel_dim={cfg.context_parallel_dim}: PyTorch's ring attention has no CPU kernel, so this could not be tested and is left out; set it to 1"
             )
         config_checks.check_tensor_parallel(
             problems,

@@ -15,9 +15,9 @@ from recipe_utils.registry import config_path
 TUNE = str(Path(sys.executable).with_name("tune"))
 
 
-def tune_run(recipe, config_name, *overrides):
+def tune_run(*arguments):
     done = subprocess.run(
-        [TUNE, "run", recipe, "--config", config_name, *overrides],
+        [TUNE, "run", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,12 +33,48 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embedded")
     tune_run(
         "full_finetune_update_step",
+        "--config",
         "llama3_2/5M_full_update_step",
         f"output_dir={folder}",
         "max_steps_per_epoch=10",
         "run_val_every_n_steps=3",
     )
     return folder
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_pipeline_stages_log_the_losses_of_one_process(num_stages, one_process_losses, trained):
+    assert len(one_process_losses) == 10
+    staged = short_losses(trained, num_stages)
+    assert staged == pytest.approx(one_process_losses, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_process_losses(trained):
+    return short_losses(trained, 1)
+
+
+def short_losses(trained, num_stages):
+    """Losses of 10 small update steps from the weights that ``trained`` started from."""
+    output_dir = trained / f"stages_{num_stages}"
+    tune_run(
+        *(["--nproc_per_node", str(num_stages)] if num_stages > 1 else []),
+        "full_finetune_update_step",
+        "--config",
+        "llama3_2/5M_full_update_step",
+        f"output_dir={output_dir}",
+        f"checkpoint_dir={trained}/fresh",
+        f"docstrings_path={trained}/docstrings.json",
+        f"pipeline_parallel_dim={num_stages}",
+        "batch_size=2",
+        "global_batch_size=8",
+        "~gradient_accumulation_steps",
+        "max_tokens_per_microbatch=512",
+        "max_steps_per_epoch=10",
+        "run_val_every_n_steps=null",
+    )
+    (log,) = output_dir.glob("logs/*.txt")
+    return [float(loss) for loss in re.findall(r"\| loss:([\d.]+)", log.read_text())]
 
 
 def test_train_and_validation_loss_fall(trained):
@@ -55,6 +91,7 @@ def test_train_and_validation_loss_fall(trained):
 def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
     printed = tune_run(
         "generate",
+        "--config",
         "llama3_2/5M_generation",
         f"output_dir={trained}",
         "max_new_tokens=5",
