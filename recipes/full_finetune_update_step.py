@@ -149,6 +149,7 @@ class FullFinetuneUpdateStep:
         self.samples_consumed = 0
         self.global_step = 0
         self.num_target_tokens_seen = 0
+        self.has_warned_of_few_microbatches = False
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; the weights are loaded once all the rest has been checked."""
@@ -737,18 +738,26 @@ class FullFinetuneUpdateStep:
             counts_once=parallelism.counts_its_data(self.mesh),
             group=count_group,
             depth=self.prefetch_update_steps,
-            num_microbatches_to_run=None
-            if self.dims.pp == 1
-            else partial(
-                num_microbatches_to_run,
-                schedule=self.pipeline_schedule,
-                num_ranks=self.dims.pp,
-                num_stages=self.num_stages,
-            ),
+            num_microbatches_to_run=self._fill_pipeline if self.dims.pp > 1 else None,
             exchange=exchange,
             stop=stop,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
+        )
+
+    def _fill_pipeline(self, num_microbatches: int) -> int:
+        """How many microbatches the schedule must run where the data make so many."""
+        if num_microbatches < self.dims.pp and not self.has_warned_of_few_microbatches:
+            self.has_warned_of_few_microbatches = True
+            self._warn(
+                f"pipeline_parallel_dim={self.dims.pp}: a step of {num_microbatches} microbatches leaves "
+                "most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
+            )
+        return num_microbatches_to_run(
+            num_microbatches,
+            schedule=self.pipeline_schedule,
+            num_ranks=self.dims.pp,
+            num_stages=self.num_stages,
         )
 
     def _max_tokens(self, batch_size: int) -> int | None:

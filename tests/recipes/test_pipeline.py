@@ -8,7 +8,12 @@ import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import recipe_class, run_recipe, run_recipe_recording_gradients
+from recipe_runs import (
+    recipe_class,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    run_recipe_recording_gradients,
+)
 
 from recipe_utils import pipeline
 from recipe_utils.sampler import epoch_permutation
@@ -336,6 +341,18 @@ def test_the_exported_model_is_the_same_file(sizes, tiny_config, tmp_path):
     for weights in exported.values():
         assert weights.keys() == whole.keys()
         assert all(torch.equal(weights[name], whole[name]) for name in whole)
+
+
+def test_too_few_microbatches_are_told_once(tiny_config):
+    """One row for two stages: a microbatch without targets fills up, which the curves above have too."""
+    config = curve_config(
+        tiny_config, tiny.DEEP_MODEL, microbatching="packed", batch_size=16, **PP_2
+    )
+    config["max_tokens_per_microbatch"] = 1000
+    (_, warnings), _ = run_distributed(run_recipe_keeping_warnings, 2, config)
+    few = [text for text in warnings if "idle" in text]
+    assert len(few) == 1
+    assert "pipeline_parallel_dim=2: a step of 1 microbatches" in few[0]
 
 
 def fail_on_rank_1(config):
