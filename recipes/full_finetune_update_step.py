@@ -244,9 +244,9 @@ class FullFinetuneUpdateStep:
             names_of_weights = self.model.state_dict().keys()
             parts = {0: self.model}
             if self.dims.pp > 1:
+                parts = self._build_stages(cfg.model)
                 output_is_tied = ties_output(self.model)
                 embed_dim = self.model.tok_embeddings.embedding_dim
-                parts = self._build_stages(cfg.model)
             for index, part in parts.items():
                 attend_within_documents(
                     part,
