@@ -5,6 +5,8 @@ different data, ``pp`` and ``tp`` ranks hold the same.
 """
 
 import os
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training import get_distributed_backend
+
+_POLL_SECONDS = 0.001
 
 GRADIENT_SYNC = ("each_microbatch", "last_microbatch")
 
@@ -107,11 +112,50 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
     backend = get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        if timeout is not None:
+            store.set_timeout(timeout)
+        # torchrun keeps one store for all restarts of a job. A rank that finds there what a killed one
+        # has left waits for that one until the timeout (pytorch/pytorch#135712).
+        name = name_of_this_start(store, rank, world_size)
+        store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return True
+
+
+def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
+    """A name that all ranks agree on and that no earlier start of the job has had.
+
+    Rank 0 makes one up and must not give it away for nothing: the store may hold what ranks of earlier
+    starts have said there, who are dead. So every other rank asks with a random word of its own, and
+    rank 0 answers all that it finds, until this start's ranks have had their answer. (The launcher's
+    count of restarts is no such name: each node has its own count.)
+
+    Args:
+        store: of all ranks; its timeout bounds how long a rank is waited for.
+        rank: of this process.
+        world_size: number of ranks.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
+    """
+    own_word = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"start/question/{rank}", own_word)
+        name = store.get(f"start/answer/{own_word}").decode()
+        store.set(f"start/{name}/{rank}", "answered")
+        return name
+    deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+    for other in range(1, world_size):
+        while not store.check([f"start/{own_word}/{other}"]):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"rank {other} has not started")
+            question = store.get(f"start/question/{other}").decode()
+            store.set(f"start/answer/{question}", own_word)
+            time.sleep(_POLL_SECONDS)
+    return own_word
 
 
 def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:

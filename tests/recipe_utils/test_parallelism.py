@@ -1,7 +1,10 @@
 """Meshes fit the ranks, gradients are clipped as one, and HSDP's copies talk once per update step."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import tiny
@@ -21,6 +24,7 @@ from recipe_utils.parallelism import (
     gradient_sync,
     init_process_group,
     mean_over_ranks,
+    name_of_this_start,
     new_cpu_group,
     resolve_parallel_dims,
     shard_model,
@@ -83,6 +87,31 @@ def test_without_a_launcher_a_process_is_a_group_of_its_own():
         assert not init_process_group(CPU)  # whoever made it ends it
     finally:
         dist.destroy_process_group()
+
+
+def names_of_a_start(store, world_size):
+    store.set_timeout(timedelta(seconds=30))
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(
+            pool.map(partial(name_of_this_start, store, world_size=world_size), range(world_size))
+        )
+
+
+def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
+    store = dist.HashStore()
+    first, second = names_of_a_start(store, 3), names_of_a_start(store, 3)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first != second
+
+
+def test_what_killed_ranks_have_left_in_the_store_is_not_taken_for_this_starts():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(dist.DistStoreError):
+        name_of_this_start(store, 2, 3)  # it asks, and ends before there is a rank 0
+    with pytest.raises(dist.DistStoreError):
+        name_of_this_start(store, 0, 2)  # it waits for a rank 1 that does not come
+    assert len(set(names_of_a_start(store, 3))) == 1
 
 
 def parameters_with_gradients(scale=1.0):
