@@ -39,6 +39,7 @@ RECIPES = {
 def register() -> None:
     """Adds :data:`RECIPES` to torchtune's registry when torchtune is being imported.
 
+    In ``tune run`` it also changes what the launcher does at a signal, for all recipes.
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
@@ -62,7 +63,12 @@ def register() -> None:
             )
         )
 
-    if len(sys.argv) == 3 and Path(sys.argv[0]).name == "tune" and sys.argv[1] == "validate":
+    is_tune = Path(sys.argv[0]).name == "tune"
+    if is_tune and sys.argv[1:2] == ["run"]:
+        from recipe_utils.launcher import pass_on_first_signal
+
+        pass_on_first_signal()
+    if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
         known = {config for configs in RECIPES.values() for config in configs}
         if sys.argv[2] in known:
             sys.argv[2] = str(config_path(sys.argv[2]))

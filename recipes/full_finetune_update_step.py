@@ -873,7 +873,7 @@ def recipe_main(cfg: DictConfig) -> None:
     recipe.setup(cfg=cfg)
     with set_on_signals(recipe.stop):
         recipe.train()
-    recipe.cleanup()
+        recipe.cleanup()
 
 
 if __name__ == "__main__":

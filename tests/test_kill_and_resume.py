@@ -60,20 +60,26 @@ def started():
         process.wait()
 
 
-def start_on_two_ranks(started, path, output_dir):
+def start_on_two_ranks(started, *arguments, cwd=None):
+    process = subprocess.Popen(
+        [TUNE, "run", "--nproc_per_node=2", *map(str, arguments)],
+        cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    started.append(process)
+    return process
+
+
+def train_on_two_ranks(started, path, output_dir, *launcher_arguments):
     overrides = {
         "output_dir": output_dir,
         "resume_from_checkpoint": True,
         "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
         "metric_logger.log_dir": f"{output_dir}/logs",
     }
-    process = subprocess.Popen(
-        [TUNE, "run", "--nproc_per_node=2", "full_finetune_update_step",
-         "--config", str(path), *(f"{key}={value}" for key, value in overrides.items())],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    return start_on_two_ranks(
+        started, *launcher_arguments, "full_finetune_update_step", "--config", path,
+        *(f"{key}={value}" for key, value in overrides.items()),
     )  # fmt: skip
-    started.append(process)
-    return process
 
 
 def losses_in(output_dir):
@@ -101,22 +107,81 @@ def workers_of(pid):
     return [int(each) for each in listed.stdout.split()]
 
 
+def assert_gone(pids):
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
+    weights_folder, tmp_path, started
+):
+    path = write_config(weights_folder, tmp_path, save_every_n_steps=5)
+    undisturbed = train_on_two_ranks(started, path, tmp_path / "undisturbed")
+    killed = train_on_two_ranks(started, path, tmp_path / "killed", "--max-restarts=3")
+    wait_for(lambda: list((tmp_path / "killed").glob("step_*5")), killed)
+    os.kill(workers_of(killed.pid)[-1], signal.SIGKILL)
+    assert killed.wait(240) == 0
+    assert undisturbed.wait(240) == 0
+    assert len(losses_in(tmp_path / "undisturbed")) == 50
+    assert losses_in(tmp_path / "killed") == losses_in(tmp_path / "undisturbed")
+    assert len(list((tmp_path / "killed" / "logs").iterdir())) == 2
+
+
 def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     weights_folder, tmp_path, started
 ):
-    path = write_config(weights_folder, tmp_path, save_every_n_steps=1000)
-    process = start_on_two_ranks(started, path, tmp_path / "out")
+    path = write_config(weights_folder, tmp_path, save_every_n_steps=1000, num_workers=1)
+    process = train_on_two_ranks(started, path, tmp_path / "out")
     wait_for(lambda: losses_in(tmp_path / "out"), process)
     workers = workers_of(process.pid)
     process.terminate()
-    process.wait(240)
+    assert process.wait(240) == 0
     logged = losses_in(tmp_path / "out")
     assert 1 < len(logged) < 50
     assert [p.name for p in (tmp_path / "out").glob("step_*")] == [f"step_{max(logged)}"]
-    assert len(workers) == 2
-    for pid in workers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    resumed = start_on_two_ranks(started, path, tmp_path / "out")
+    assert_gone(workers)
+    resumed = train_on_two_ranks(started, path, tmp_path / "out")
     assert resumed.wait(240) == 0
     assert len(losses_in(tmp_path / "out")) == 50
+
+
+RECIPE_THAT_DIES_OF_SIGNALS = """
+import os, time
+open(f"{os.environ['TORCHELASTIC_RESTART_COUNT']}_{os.environ['RANK']}", "w").close()
+time.sleep(600)
+"""
+
+
+def test_ranks_that_die_of_the_signal_are_not_restarted_and_the_launcher_fails(tmp_path, started):
+    (tmp_path / "any.py").write_text(RECIPE_THAT_DIES_OF_SIGNALS)
+    arguments = ("--max-restarts=3", "any.py", "--config", "any")
+    process = start_on_two_ranks(started, *arguments, cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("0_*"))) == 2, process)
+    workers = workers_of(process.pid)
+    process.terminate()
+    assert process.wait(240) == 1
+    assert not list(tmp_path.glob("1_*"))
+    assert_gone(workers)
+
+
+RECIPE_THAT_WAITS_FOR_A_SECOND_SIGNAL = """
+import os, signal, time
+signal.signal(signal.SIGINT, lambda *_: open(f"asked_{os.environ['RANK']}", "w").close())
+open(f"runs_{os.environ['RANK']}", "w").close()
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_second_signal_to_the_launcher_ends_ranks_that_go_on(tmp_path, started):
+    (tmp_path / "any.py").write_text(RECIPE_THAT_WAITS_FOR_A_SECOND_SIGNAL)
+    process = start_on_two_ranks(started, "any.py", "--config", "any", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("runs_*"))) == 2, process)
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: len(list(tmp_path.glob("asked_*"))) == 2, process)
+    process.terminate()
+    assert process.wait(240) == 1
+    assert_gone(workers)

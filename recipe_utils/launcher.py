@@ -1,0 +1,57 @@
+"""Lets ``tune run --nproc_per_node`` wait for what its ranks do when they are asked to stop.
+
+torchrun, which ``tune run`` starts ranks with, answers a signal by ending its ranks within 30 seconds and
+reports a failure, even if all of them have saved and ended as they should.
+"""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, SignalException
+
+
+def pass_on_first_signal() -> None:
+    """Changes how this process, as a launcher, takes its first SIGTERM or SIGINT.
+
+    It goes to the ranks and the launcher waits for them, however long they save; if all end with exit
+    code 0, so does the launcher. If one does not, the launcher ends as torchrun does at a signal, and
+    never restarts them. A second signal acts as the first would have without this.
+    """
+    torch_start, torch_wait = PContext.start, PContext.wait
+    received: list[signal.Signals] = []
+
+    def raise_if_received() -> None:
+        if received:
+            name = received[0].name
+            raise SignalException(f"The ranks did not all end well after {name}", received[0])
+
+    def start(ranks: PContext) -> None:
+        raise_if_received()  # this is a restart
+        torch_start(ranks)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        torch_handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+
+        def pass_on(number: int, _: FrameType | None) -> None:
+            received.append(signal.Signals(number))
+            for each, handler in torch_handlers.items():
+                signal.signal(each, handler)
+            # Only to the ranks: their DataLoader workers, in the same group, are still needed.
+            for pid in ranks.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        for number in torch_handlers:
+            signal.signal(number, pass_on)
+
+    def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        result = torch_wait(ranks, timeout, period)
+        if result is not None and result.is_failed():
+            raise_if_received()
+        return result
+
+    PContext.start = start  # type: ignore[method-assign]
+    PContext.wait = wait  # type: ignore[method-assign, assignment]
