@@ -53,5 +53,5 @@ def pass_on_first_signal() -> None:
             raise_if_received()
         return result
 
-    PContext.start = start  # type: ignore[method-assign]
+    PContext.start = start  # type: ignore[method-assign, assignment]
     PContext.wait = wait  # type: ignore[method-assign, assignment]
