@@ -40,7 +40,7 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--config", str(path), "--kills", "3",
          "--nproc_per_node", str(nproc_per_node)],
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
