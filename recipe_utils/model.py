@@ -1,6 +1,6 @@
 """A model from its builder to loaded weights on the device, wrapped as asked for."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -168,7 +168,11 @@ def load_weights(
 
 
 def gather_weights(
-    model: nn.Module, device: torch.device, keeps: bool, group: dist.ProcessGroup
+    model: nn.Module,
+    device: torch.device,
+    keeps: bool,
+    group: dist.ProcessGroup,
+    names: Iterable[str],
 ) -> dict[str, Tensor]:
     """All weights, unsharded, on the CPU of rank 0; empty on the others. All ranks together.
 
@@ -177,6 +181,7 @@ def gather_weights(
         device: where sharded weights are put together.
         keeps: True on one rank of each pipeline stage, on rank 0 in any case: the one that sends.
         group: a CPU (gloo) group of all ranks.
+        names: of the weights of the whole model, in the order that they are returned in.
     """
     weights: dict[str, Tensor] = {}
     for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
@@ -196,7 +201,7 @@ def gather_weights(
             if name not in descriptions[0]:
                 weights[name] = torch.empty(shape, dtype=dtype)
                 dist.recv(weights[name], src=rank, group=group)
-    return weights
+    return {name: weights[name] for name in names}
 
 
 def _shard_like(

@@ -241,7 +241,7 @@ class FullFinetuneUpdateStep:
                 equal_attention_length=equal_attention_length(self.model)
             )
             longest_sample = vocab_size_and_max_seq_len(self.model)[1]
-            names_of_weights = self.model.state_dict().keys()
+            self.names_of_weights = list(self.model.state_dict())
             parts = {0: self.model}
             if self.dims.pp > 1:
                 parts = self._build_stages(cfg.model)
@@ -289,7 +289,7 @@ class FullFinetuneUpdateStep:
         weights = stock_checkpoint.pop(training.MODEL_KEY)
         for part in parts.values():
             load_weights(
-                part, weights, self.device, self.dtype, self.fsdp_cpu_offload, names_of_weights
+                part, weights, self.device, self.dtype, self.fsdp_cpu_offload, self.names_of_weights
             )
         del weights
 
@@ -508,7 +508,11 @@ class FullFinetuneUpdateStep:
     def export_model(self, epoch: int) -> None:
         """Saves the weights in the checkpointer's own format."""
         weights = gather_weights(
-            self.model, self.device, parallelism.dp_rank_of(self.mesh) == 0, self.checkpoint_group
+            self.model,
+            self.device,
+            keeps=parallelism.dp_rank_of(self.mesh) == 0,
+            group=self.checkpoint_group,
+            names=self.names_of_weights,
         )
         if self.is_rank_zero:
             self.checkpointer.save_checkpoint(

@@ -1,11 +1,11 @@
 """Pipeline stages change neither gradients nor losses nor files, only where the layers are."""
 
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 import tiny
-import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
@@ -336,11 +336,10 @@ def test_the_exported_model_is_the_same_file(sizes, tiny_config, tmp_path):
         config["checkpointer"] = {**config["checkpointer"], "output_dir": f"{tmp_path}/{name}"}
         run_distributed(run_recipe, world_size, config)
         (file,) = Path(tmp_path, name, "epoch_0").glob("*.bin")
-        exported[name] = torch.load(file, weights_only=True)
-    whole = exported.pop("one")
-    for weights in exported.values():
-        assert weights.keys() == whole.keys()
-        assert all(torch.equal(weights[name], whole[name]) for name in whole)
+        with zipfile.ZipFile(file) as parts:  # whose padding between parts is random
+            exported[name] = [(part, parts.read(part)) for part in parts.namelist()]
+    assert exported["stages"] == exported["one"]
+    assert exported["interleaved"] == exported["one"]
 
 
 def test_too_few_microbatches_are_told_once(tiny_config):
