@@ -189,7 +189,9 @@ def gather_weights(
             if isinstance(weight, DTensor):
                 weight = cast(DTensor, weight.to(device)).full_tensor()
             if keeps:
-                weights[name] = weight.cpu()
+                # FSDP2 puts shards together with padding, which torch.save would write, too.
+                padded = weight.untyped_storage().nbytes() > weight.nbytes
+                weights[name] = (weight.clone() if padded else weight).cpu()
     descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
     if dist.get_rank(group) != 0:
         for name, weight in weights.items():
