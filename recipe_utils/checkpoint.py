@@ -41,7 +41,6 @@ class TrainingState:
     seed: int
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
     """What must be equal for the same samples to be in the same update steps."""
-    lr_scheduler: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
 

@@ -13,7 +13,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 class OptimizerInBackward(OptimizerInBackwardWrapper):
     """Steps each parameter as soon as its gradient is there, and frees the gradient.
 
-    It can be used where an optimizer is: the loss is scaled before the backward, hence the gradients
+    Nobody calls ``step`` or ``zero_grad``: the loss is scaled before the backward, hence the gradients
     that the hooks see are final. An update step must have a single microbatch, and there is no moment
     at which all gradients exist to be clipped or checked.
 
@@ -33,12 +33,6 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
-
-    def step(self) -> None:
-        """Does nothing: the backward has stepped already."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the backward has freed the gradients already."""
 
 
 def build_lr_scheduler(

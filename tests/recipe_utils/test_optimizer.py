@@ -34,8 +34,9 @@ def train(model, optimizer, steps, scheduler=None):
             tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(step)
         )
         model(tokens).logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if not isinstance(optimizer, OptimizerInBackward):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
     return rates
