@@ -51,10 +51,16 @@ class Problems:
             self.add(f"{prefix}{error}{cause}")
 
     def check_at_least(self, least: int, **values: float | None) -> None:
-        """Notes each ``key=value`` below ``least``; None is fine."""
+        """Notes each ``key=value`` that is no number or below ``least``; None is fine."""
         for key, value in values.items():
-            if value is not None and value < least:
+            if value is not None and not (isinstance(value, (int, float)) and value >= least):
                 self.add(f"{key}={value}: it must be at least {least}")
+
+    def check_more_than_zero(self, **values: float | None) -> None:
+        """Notes each ``key=value`` that is no number above 0; None is fine."""
+        for key, value in values.items():
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                self.add(f"{key}={value}: it must be a number above 0; leave it out for never")
 
     def check_one_of(self, allowed: Iterable[str], **values: str) -> None:
         """Notes each ``key=value`` that is not among ``allowed``."""

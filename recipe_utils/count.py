@@ -25,6 +25,8 @@ class RankCounts(NamedTuple):
     num_microbatches: int
     stop_requested: bool = False
     """Whether it was asked to stop, say by a signal."""
+    clock_ms: int = 0
+    """Its monotonic clock [ms]; differences mean something, the value itself does not."""
 
 
 class StepCounts(NamedTuple):
@@ -37,6 +39,8 @@ class StepCounts(NamedTuple):
     """Microbatches that every rank must run."""
     stop_requested: bool = False
     """Whether some rank was asked to stop; all do so after the same update step."""
+    clock_seconds: float = 0.0
+    """Rank 0's clock; what ranks decide by it, they decide alike."""
 
 
 class OtherRankFailedError(RuntimeError):
@@ -73,10 +77,10 @@ def count_over_ranks(
     row: tuple[int, ...] = ()
     if local is not None:
         counts = local[:3] if counts_once else (0, 0, 0)
-        row = (1, local.num_microbatches, *counts, local.stop_requested)
-    table = gather_rows(row, 6, group, closed)
+        row = (1, local.num_microbatches, *counts, local.stop_requested, local.clock_ms)
+    table = gather_rows(row, 7, group, closed)
 
-    ready, num_microbatches, targets, real, slots, stop = table.unbind(1)
+    ready, num_microbatches, targets, real, slots, stop, clock_ms = table.unbind(1)
     if local is not None:
         check_all_ready(ready)
     return StepCounts(
@@ -85,6 +89,7 @@ def count_over_ranks(
         int(slots.sum()),
         int(num_microbatches.max()),
         bool(stop.any()),
+        int(clock_ms[0]) / 1000,
     )
 
 

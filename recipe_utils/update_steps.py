@@ -5,6 +5,7 @@ their microbatches and how many target tokens they hold over all data-parallel (
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
@@ -39,6 +40,8 @@ class UpdateStep:
         self.num_slots = counts.num_slots
         # On all ranks alike, whichever of them was asked to.
         self.stop_requested = counts.stop_requested
+        # Rank 0's, when it was counted [s]: as many update steps ago as were prefetched.
+        self.clock_seconds = counts.clock_seconds
         # FSDP2 and DDP average gradients over the DP ranks, hence the factor.
         self.loss_scale = dp_degree / max(counts.num_target_tokens, 1)
         self._microbatches = microbatches
@@ -143,4 +146,5 @@ def _counts_of(microbatches: list[Microbatch], stop_requested: bool) -> RankCoun
         sum(microbatch.num_slots for microbatch in microbatches),
         len(microbatches),
         stop_requested,
+        time.monotonic_ns() // 1_000_000,
     )

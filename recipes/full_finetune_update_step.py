@@ -75,7 +75,7 @@ CONFIG_KEYS = frozenset(
     keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
     max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_bad_sample on_nonfinite optimizer optimizer_in_bwd output_dir
     pipeline_parallel_dim pipeline_parallel_schedule pipeline_parallel_split_points prefetch_update_steps process_group_timeout_seconds profiler resume_from_checkpoint
-    resume_with_other_data run_val_every_n_steps save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
+    resume_with_other_data run_val_every_n_steps save_every_n_minutes save_every_n_steps seed shuffle tensor_parallel_dim tensor_parallel_plan tokenizer
     """.split()  # noqa: SIM905
 )
 
@@ -127,6 +127,7 @@ class FullFinetuneUpdateStep:
         self.resume_from_checkpoint = cfg.get("resume_from_checkpoint", False)
         self.resume_with_other_data = cfg.get("resume_with_other_data", False)
         self.save_every_n_steps = cfg.get("save_every_n_steps")
+        self.save_every_n_minutes = cfg.get("save_every_n_minutes")
         self.keep_last_n_checkpoints = cfg.get("keep_last_n_checkpoints", 2)
         self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
 
@@ -150,6 +151,7 @@ class FullFinetuneUpdateStep:
         self.global_step = 0
         self.num_target_tokens_seen = 0
         self.has_warned_of_few_microbatches = False
+        self.unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; the weights are loaded once all the rest has been checked."""
@@ -473,17 +475,18 @@ class FullFinetuneUpdateStep:
                     if step.stop_requested:
                         self._stop()
                         return
-                    if (
-                        self.save_every_n_steps is not None
-                        and self.global_step % self.save_every_n_steps == 0
-                        and step.index + 1 < self.steps_per_epoch  # or it is saved below
-                    ):
+                    # After the last one of an epoch it is saved below.
+                    if step.index + 1 < self.steps_per_epoch and self._is_save_due(step):
                         self.save_checkpoint()
             progress.close()
             self.epochs_run += 1
             self.samples_consumed = 0
             self.export_model(epoch)
-            if self.save_every_n_steps is not None or self.epochs_run < self.total_epochs:
+            if (
+                self.save_every_n_steps is not None
+                or self.save_every_n_minutes is not None
+                or self.epochs_run < self.total_epochs
+            ):
                 self.save_checkpoint()
         self.profiler.stop()
 
@@ -504,6 +507,7 @@ class FullFinetuneUpdateStep:
         except ValueError as error:  # a state that no checkpoint can hold, on all ranks alike
             outcome = SaveOutcome(self.global_step, None, error=str(error))
         self._report(outcome)
+        self.unsaved_since_seconds = None
 
     def export_model(self, epoch: int) -> None:
         """Saves the weights in the checkpointer's own format."""
@@ -578,6 +582,7 @@ class FullFinetuneUpdateStep:
             batch_size_val=cfg.get("batch_size_val"),
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
+        problems.check_more_than_zero(save_every_n_minutes=self.save_every_n_minutes)
         problems.check_one_of(PLANS, microbatching=self.microbatching)
         config_checks.check_microbatching(
             problems,
@@ -835,6 +840,17 @@ class FullFinetuneUpdateStep:
             f"{text}. on_nonfinite={self.on_nonfinite}: {most_in_a_row} in a row, "
             f"max_nonfinite_steps={self.max_nonfinite_steps}. resume_from_checkpoint=True goes on from here; "
             "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        )
+
+    def _is_save_due(self, step: UpdateStep) -> bool:
+        """By the number of update steps or by rank 0's clock; alike on all ranks."""
+        if self.unsaved_since_seconds is None:
+            self.unsaved_since_seconds = step.clock_seconds
+        unsaved_minutes = (step.clock_seconds - self.unsaved_since_seconds) / 60
+        return (
+            self.save_every_n_steps is not None and self.global_step % self.save_every_n_steps == 0
+        ) or (
+            self.save_every_n_minutes is not None and unsaved_minutes >= self.save_every_n_minutes
         )
 
     def _stop(self) -> None:

@@ -15,7 +15,11 @@ from recipe_utils.count import (
 )
 from recipe_utils.parallelism import new_cpu_group
 
-OF_RANK = [RankCounts(5, 70, 800, 3), RankCounts(40, 600, 7000, 2)]
+OF_RANK = [
+    RankCounts(5, 70, 800, 3, clock_ms=90_500),
+    RankCounts(40, 600, 7000, 2, clock_ms=77_000),
+]
+CLOCK_OF_RANK_0 = 90.5
 
 
 def count(local, counts_once=True):
@@ -39,17 +43,21 @@ def counts_of_two_ranks():
     return run_distributed(count_in_three_ways, 2)
 
 
-def test_every_rank_learns_the_sums_and_the_most_microbatches(counts_of_two_ranks):
+def test_every_rank_learns_the_sums_the_most_microbatches_and_the_time_of_rank_0(
+    counts_of_two_ranks,
+):
     sums = [sum(column) for column in zip(*OF_RANK, strict=True)]
     for both, *_ in counts_of_two_ranks:
-        assert both == StepCounts(*sums[:3], max_microbatches=3)
+        assert both == StepCounts(*sums[:3], max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0)
 
 
 def test_a_rank_whose_data_another_one_counts_adds_nothing_but_its_microbatches(
     counts_of_two_ranks,
 ):
     for _, only_rank_1, *_ in counts_of_two_ranks:
-        assert only_rank_1 == StepCounts(*OF_RANK[1][:3], max_microbatches=3)
+        assert only_rank_1 == StepCounts(
+            *OF_RANK[1][:3], max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0
+        )
 
 
 def test_the_other_rank_is_told_which_one_failed(counts_of_two_ranks):

@@ -74,6 +74,11 @@ BAD_CONFIGS = {
         "without max_tokens_per_microbatch",
     ),
     "saving never": ({"save_every_n_steps": 0}, "save_every_n_steps=0: it must be at least 1"),
+    "saving at words": ({"save_every_n_steps": "often"}, "save_every_n_steps=often: it must be at"),
+    "saving all the time": (
+        {"save_every_n_minutes": 0},
+        "save_every_n_minutes=0: it must be a number above 0",
+    ),
     "not finite": ({"on_nonfinite": "hope"}, "on_nonfinite=hope: unknown"),
     "bad samples": ({"on_bad_sample": "mend"}, "on_bad_sample=mend: unknown"),
     "keeping none": ({"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0"),

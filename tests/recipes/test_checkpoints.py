@@ -1,9 +1,11 @@
 """A training that was ended anywhere goes on as if it had not been, on any number of ranks."""
 
+import itertools
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from recipe_runs import (
     run_stock_recipe,
 )
 
+from recipe_utils import update_steps
 from recipe_utils.stop_signals import set_on_signals
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
@@ -209,6 +212,36 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(pre
     assert saved(config) == [f"step_{len(logged)}"]
     resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
     assert logged + resumed == uninterrupted
+
+
+def run_with_clock(config, seconds_per_step):
+    """Rank 0's clock goes by so much from one counted update step to the next, the others' backwards."""
+    sign = 1 if dist.get_rank() == 0 else -1
+    readings = itertools.count(10**6)
+    ours = {"monotonic_ns": lambda: int(sign * next(readings) * seconds_per_step * 1e9)}
+    update_steps.time = SimpleNamespace(**ours)
+    return run_recipe(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # A minute has gone by with the third update step after the one that the clock starts from.
+        ({"save_every_n_minutes": 1}, [4, 5, 9, 10]),
+        ({"save_every_n_minutes": 1, "save_every_n_steps": 2}, [2, 4, 5, 6, 8, 10]),
+        ({"save_every_n_minutes": 1000}, [5, 10]),
+    ],
+    ids=["minutes", "minutes-and-steps", "long"],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(
+    prefetch, changes, expected, tiny_config
+):
+    config = config_of(
+        tiny_config, **{"save_every_n_steps": ..., "prefetch_update_steps": prefetch, **changes}
+    )
+    run_distributed(run_with_clock, 2, config, 20)
+    assert saved(config) == sorted(f"step_{step}" for step in expected)
 
 
 def test_with_nothing_to_resume_from_it_starts_anew(tiny_config):
