@@ -26,6 +26,10 @@ MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """What the names of tensors in a checkpoint begin with."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written; an older one may be whole."""
+
+
 @dataclass
 class TrainingState:
     """Where a training is, but for tensors. Plain values throughout, as JSON knows them."""
@@ -96,9 +100,11 @@ def load(
         What was saved besides.
 
     Raises:
-        CheckpointError: on all ranks; it is torn or foreign, or does not fit model, optimizer or
-            data. Names what differs with both values. Nothing has been loaded, unless a file turned
-            out to hold something else than its checksum and ``tensors.json`` say.
+        DamagedError: on all ranks; it is torn, foreign or unreadable. Names the file. Nothing has been
+            loaded.
+        CheckpointError: on all ranks; it does not fit model, optimizer or data. Names what differs
+            with both values. Nothing has been loaded, unless a file turned out to hold something else
+            than its checksum and ``tensors.json`` say.
     """
     path = Path(path)
     rank, world_size = 0, 1
@@ -108,13 +114,16 @@ def load(
     tensors = model_tensors(model)
     names_elsewhere = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
 
-    def check() -> tuple[TrainingState, int, Metadata]:
+    def check_bytes() -> dict[str, Any]:
         problem = check_whole(path, recipe=recipe)
         if problem is None:
             marker = read_marker(path)
             problem = check_checksums(path, sorted(marker["files"])[rank::world_size])
         if problem is not None:
-            raise CheckpointError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
+            raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
+        return marker
+
+    def check_fit() -> tuple[TrainingState, Metadata]:
         state = read_state(path)
         differences = fingerprint_differences(state.data_fingerprint, data_fingerprint or {})
         if data_fingerprint is not None and differences:
@@ -127,8 +136,10 @@ def load(
         saved = _without(MODEL, metadata.state_dict_metadata)
         problem = misfits(saved, tensors, names_elsewhere)
         if problem:
-            raise CheckpointError(f"model: {path} does not fit it: {problem}")
-        return state, marker["world_size"], metadata
+            raise CheckpointError(
+                f"model: {path} does not fit it: {problem}; set model and dtype as then"
+            )
+        return state, metadata
 
     def make_room() -> dict[str, Tensor]:
         saved = _without(OPTIMIZER, metadata.state_dict_metadata)
@@ -141,12 +152,14 @@ def load(
                 f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})"
             ) from error
 
-    state, saved_world_size, metadata = _on_all_ranks(check, group)
+    # Nothing in it is to be believed before every rank is done with its share of the bytes.
+    marker = _on_all_ranks(check_bytes, group)
+    state, metadata = _on_all_ranks(check_fit, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     room = _on_all_ranks(make_room, group)
     targets |= {OPTIMIZER + name: tensor for name, tensor in room.items()}
     read_tensors(path, metadata, targets, group)
-    if saved_world_size == world_size:
+    if marker["world_size"] == world_size:
         _on_all_ranks(partial(_load_random_state, path / rank_file(rank)), group)
     return state
 
@@ -161,18 +174,19 @@ def _load_random_state(path: Path) -> None:
 
 
 def _on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Calls ``function``; a CheckpointError on one rank is raised on all."""
+    """Calls ``function``; a CheckpointError on one rank is raised on all, in the same class."""
     result, mine = None, None
     try:
         result = function()
     except CheckpointError as error:
         mine = error
-    reports = gather_objects(None if mine is None else str(mine), group)
+    reports = gather_objects(None if mine is None else (type(mine), str(mine)), group)
     if mine is not None:
         raise mine
     for rank, report in enumerate(reports):
         if report is not None:
-            raise CheckpointError(f"rank {rank}: {report}")
+            error_class, text = report
+            raise error_class(f"rank {rank}: {text}")
     return result
 
 

@@ -135,7 +135,9 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 # ---- Reading ------------------------------------------------------------------------------------
 
 
-def find_newest_whole(folder: Path, recipe: str) -> tuple[Path | None, list[tuple[Path, str]]]:
+def find_newest_whole(
+    folder: Path, recipe: str, older_than: Path | None = None
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The checkpoint with the most update steps among the whole ones of a recipe.
 
     Whole is judged by names and sizes; :func:`check_checksums` reads every byte.
@@ -143,13 +145,17 @@ def find_newest_whole(folder: Path, recipe: str) -> tuple[Path | None, list[tupl
     Args:
         folder: may be missing.
         recipe: the name that the checkpoint was saved with.
+        older_than: a checkpoint in ``folder``; only those of fewer update steps are looked at.
 
     Returns:
         Its path, or None if there is none; and the newer ones that were passed over, each with a
         reason.
     """
     skipped: list[tuple[Path, str]] = []
-    for _, path in _steps(folder):
+    paths = [path for _, path in _steps(folder)]
+    if older_than is not None:
+        paths = paths[paths.index(older_than) + 1 :]
+    for path in paths:
         reason = check_whole(path, recipe=recipe)
         if reason is None:
             return path, skipped

@@ -775,11 +775,13 @@ class FullFinetuneUpdateStep:
             return batch_size * self.max_seq_len
         return self.max_tokens_per_microbatch
 
-    def _find_step_checkpoint(self, output_dir: str) -> Path | None:
-        """The newest whole checkpoint to resume from; the same on all ranks."""
+    def _find_step_checkpoint(self, output_dir: str, older_than: Path | None = None) -> Path | None:
+        """The newest whole checkpoint to resume from, by names and sizes; the same on all ranks."""
         if not self.resume_from_checkpoint:
             return None
-        found = find_newest_whole(Path(output_dir), RECIPE_NAME) if self.is_rank_zero else None
+        found = None
+        if self.is_rank_zero:
+            found = find_newest_whole(Path(output_dir), RECIPE_NAME, older_than)
         path, skipped = parallelism.gather_objects(found, self.checkpoint_group)[0]
         for other, reason in skipped:
             self._warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
@@ -792,15 +794,25 @@ class FullFinetuneUpdateStep:
         return self.resume_from_checkpoint and (given or default.exists())
 
     def _resume(self, path: Path) -> None:
-        """Goes on from a step checkpoint, in the middle of its epoch if need be."""
-        state = checkpoint.load(
-            path,
-            self.model,
-            self.optimizer,
-            recipe=RECIPE_NAME,
-            data_fingerprint=None if self.resume_with_other_data else self.data_fingerprint,
-            group=self.checkpoint_group,
-        )
+        """Goes on from a step checkpoint, in the middle of its epoch if need be; or from an older one."""
+        try:
+            state = checkpoint.load(
+                path,
+                self.model,
+                self.optimizer,
+                recipe=RECIPE_NAME,
+                data_fingerprint=None if self.resume_with_other_data else self.data_fingerprint,
+                group=self.checkpoint_group,
+            )
+        except checkpoint.DamagedError as error:
+            older = self._find_step_checkpoint(str(path.parent), older_than=path)
+            if older is None:
+                raise checkpoint.DamagedError(
+                    f"{error}; there is no older one. resume_from_checkpoint=False starts anew"
+                ) from error
+            self._warn(f"{error}; passed over")
+            self._resume(older)
+            return
         self.epochs_run = state.epoch
         self.samples_consumed = state.samples_consumed
         self.global_step = state.global_step

@@ -1,13 +1,17 @@
 """A training that was ended anywhere goes on as if it had not been, on any number of ranks."""
 
 import itertools
+import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
+import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
@@ -163,21 +167,108 @@ def test_changed_data_is_refused_with_both_values_unless_asked_for(
     assert logged[0]["step"] == 4
 
 
-def test_a_torn_checkpoint_is_passed_over_by_name(saved_on_two_ranks, tmp_path):
-    config, uninterrupted, kept = saved_on_two_ranks
-    shutil.copytree(kept, tmp_path / "out")
-    shutil.copytree(kept / "step_3", tmp_path / "out" / "step_4")
-    (file, *_) = (tmp_path / "out" / "step_4").glob("rank_*")
-    os.truncate(file, file.stat().st_size // 2)
-    resumed = {
+def resuming_in(folder, config):
+    return {
         **config,
-        "output_dir": f"{tmp_path}/out",
-        "checkpointer": {**config["checkpointer"], "output_dir": f"{tmp_path}/out"},
+        "output_dir": f"{folder}",
+        "checkpointer": {**config["checkpointer"], "output_dir": f"{folder}"},
         "resume_from_checkpoint": True,
     }
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def make_unreadable(file):
+    """Whoever runs the tests may read everything, so a folder has to do."""
+    file.unlink()
+    file.mkdir()
+    marker = json.loads((file.parent / "complete.json").read_text())
+    marker["files"][file.name][0] = file.stat().st_size
+    (file.parent / "complete.json").write_text(json.dumps(marker))
+
+
+def of_another_recipe(file):
+    marker = json.loads((file.parent / "complete.json").read_text())
+    (file.parent / "complete.json").write_text(json.dumps({**marker, "recipe": "lora"}))
+
+
+DAMAGES = {
+    "truncated": (truncate, r"rank_00000.safetensors: it has \d+ bytes instead of \d+"),
+    "flipped bit": (flip_a_bit, r"rank_00000.safetensors: its bytes are not those .*\(CRC-32\)"),
+    "unreadable": (make_unreadable, "rank_00000.safetensors: Is a directory"),
+    "another recipe": (of_another_recipe, "it is of recipe lora, this one is full_finetune_update"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_foreign_checkpoints_are_passed_over_by_name_and_reason(
+    damage, saved_on_two_ranks, tmp_path
+):
+    """Of what lies in two ranks' shares rank 1 alone reads the file that is damaged."""
+    config, uninterrupted, kept = saved_on_two_ranks
+    do, reason = DAMAGES[damage]
+    shutil.copytree(kept, tmp_path / "out")
+    for newer in ("step_4", "step_5"):
+        shutil.copytree(kept / "step_3", tmp_path / "out" / newer)
+        do(tmp_path / "out" / newer / "rank_00000.safetensors")
+    resumed = resuming_in(tmp_path / "out", config)
     ((logged, warnings), _) = run_distributed(run_recipe_keeping_warnings, 2, resumed)
-    assert any("step_4 is passed over" in text and file.name in text for text in warnings)
+    for newer in ("step_4", "step_5"):
+        (said,) = [text for text in warnings if newer in text]
+        assert "passed over" in said
+        assert re.search(reason, said)
     assert losses(logged) == uninterrupted[3:]
+
+
+def test_where_every_checkpoint_is_damaged_it_does_not_start_anew_by_itself(
+    saved_on_two_ranks, tmp_path
+):
+    config, _, kept = saved_on_two_ranks
+    shutil.copytree(kept, tmp_path / "out")
+    flip_a_bit(tmp_path / "out" / "step_3" / "state.json")
+    resumed = resuming_in(tmp_path / "out", config)
+    for error in run_distributed(run_recipe, 2, resumed, expect_failures=True):
+        assert "step_3/state.json: its bytes" in error
+        assert "resume_from_checkpoint=False starts anew" in error
+
+
+MISFITS = {
+    "model: .*step_3 does not fit it: .*mlp.w1.weight \\(48, 32\\) instead of \\(64, 32\\)": {
+        "model": {**tiny.MODEL, "intermediate_dim": 64},
+        "checkpoint_files": ["wider.pt"],
+    },
+    "torch.float32 instead of torch.bfloat16.*set model and dtype as then": {"dtype": "bf16"},
+    "optimizer=SGD: its options are": {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize("expected", MISFITS)
+def test_a_checkpoint_that_does_not_fit_the_config_is_refused_with_both_values(
+    expected, saved_on_two_ranks, tmp_path
+):
+    config, _, kept = saved_on_two_ranks
+    shutil.copytree(kept, tmp_path / "out")
+    changes = dict(MISFITS[expected])
+    resumed = resuming_in(tmp_path / "out", config)
+    if "checkpoint_files" in changes:
+        resumed["checkpointer"] |= {
+            "checkpoint_dir": f"{tmp_path}/weights",
+            "checkpoint_files": changes.pop("checkpoint_files"),
+        }
+        (tmp_path / "weights").mkdir()
+        torch.save(
+            tiny.tiny_model(changes["model"]).state_dict(), tmp_path / "weights" / "wider.pt"
+        )
+    (error,) = run_distributed(run_recipe, 1, {**resumed, **changes}, expect_failures=True)
+    assert re.search(expected, error)
 
 
 def run_until_signalled(config, at_step, on_rank):
