@@ -6,7 +6,7 @@
         optimizer.json  state.json   everything that is no tensor
         complete.json                written last: the names, sizes and checksums of the others
 
-A folder is made under a temporary name and gets its own by one rename. JSON and safetensors hold data
+A folder is made under a temporary name and gets its own by one rename, as exported models do. JSON and safetensors hold data
 only, so nothing that a stranger has put there is ever executed.
 """
 
@@ -25,8 +25,11 @@ FORMAT = "torchtune-update-step"
 FORMAT_VERSION = 1
 MARKER = "complete.json"
 
+TEMPORARY_EXPORT = "export.tmp"
+"""Where a model is while it is being exported."""
+
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+(\.old)?\.tmp")
+_LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|(step|epoch|export_step)_\d+\.old\.tmp")
 _FILE_NAME = re.compile(r"[a-z]+(_\d{5})?\.(json|safetensors)")
 _READ_BYTES = 1 << 24
 
@@ -56,6 +59,17 @@ def publish(temporary: Path, final: Path, marker: Mapping[str, Any]) -> None:
         OSError: nothing has changed but for ``temporary``.
     """
     write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
+    replace_folder(temporary, final)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Gives a synced folder its name; what bears that name already goes.
+
+    After a kill at any moment :func:`remove_leftovers` leaves the one or the other.
+
+    Raises:
+        OSError: nothing has changed.
+    """
     replaced = None
     if final.exists():
         replaced = _rename_away(final)
@@ -74,19 +88,22 @@ def remove_leftovers(folder: Path) -> list[Path]:
     """Removes what a killed run has left half written or half removed.
 
     Only folders that bear a temporary name of this module, directly inside ``folder``. A whole
-    checkpoint that was about to be replaced gets its name back.
+    checkpoint or export that was about to be replaced gets its name back.
 
     Returns:
         The folders that were removed.
     """
     removed = []
-    for path in sorted(folder.glob("step_*.tmp")):
+    for path in sorted(folder.glob("*.tmp")):
         if not _LEFTOVER.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             continue
-        final = path.with_name(path.name.split(".")[0])
-        if path.name.endswith(".old.tmp") and not final.exists() and check_whole(path) is None:
-            path.rename(final)
-            continue
+        if path.name.endswith(".old.tmp"):
+            final = path.with_name(path.name.split(".")[0])
+            # Checkpoints are also renamed to be removed, exports only once the new one is there.
+            is_whole = not _STEP_FOLDER.fullmatch(final.name) or check_whole(path) is None
+            if is_whole and not final.exists():
+                path.rename(final)
+                continue
         shutil.rmtree(path, ignore_errors=True)
         removed.append(path)
     return removed

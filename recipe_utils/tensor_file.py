@@ -141,6 +141,12 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(folder: Path) -> None:
+    """The same for everything in a folder, the content of files included."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync_folder(path)
+
+
 class TensorFile:
     """Reads parts of the tensors in a safetensors file.
 

@@ -36,6 +36,7 @@ from recipe_utils.collate import Microbatch
 from recipe_utils.device_copy import copy_ahead
 from recipe_utils.document_attention import attend_within_documents, other_attention
 from recipe_utils.exchange import exchange_samples
+from recipe_utils.export import ExportError, export_weights
 from recipe_utils.loss import compute_loss_in_forward
 from recipe_utils.metrics import Throughput
 from recipe_utils.microbatching import plan_and_collate
@@ -70,7 +71,7 @@ CONFIG_KEYS = frozenset(
     ac_mode ac_option balance_over_ranks batch_size batch_size_val checkpointer clip_grad_norm collate_fn compile
     context_parallel_dim cudnn_deterministic_mode custom_sharded_layers data_parallel_replicate_dim
     data_parallel_shard_dim dataset dataset_val device dtype enable_activation_checkpointing
-    enable_activation_offloading enable_async_checkpointing epochs fsdp_cpu_offload
+    enable_activation_offloading enable_async_checkpointing epochs export_every_n_steps fsdp_cpu_offload
     fsdp_reshard_after_forward global_batch_size gradient_accumulation_steps gradient_sync
     keep_last_n_checkpoints last_update_step log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch
     max_nonfinite_steps max_tokens_per_microbatch metric_logger microbatching model num_workers on_bad_sample on_nonfinite optimizer optimizer_in_bwd output_dir
@@ -128,6 +129,7 @@ class FullFinetuneUpdateStep:
         self.resume_with_other_data = cfg.get("resume_with_other_data", False)
         self.save_every_n_steps = cfg.get("save_every_n_steps")
         self.save_every_n_minutes = cfg.get("save_every_n_minutes")
+        self.export_every_n_steps = cfg.get("export_every_n_steps")
         self.keep_last_n_checkpoints = cfg.get("keep_last_n_checkpoints", 2)
         self.enable_async_checkpointing = cfg.get("enable_async_checkpointing", False)
 
@@ -287,7 +289,9 @@ class FullFinetuneUpdateStep:
             self.model, self.activation_offloading
         )
 
-        stock_checkpoint = self.checkpointer.load_checkpoint()
+        with problems.collect("checkpointer: "):
+            stock_checkpoint = self.checkpointer.load_checkpoint()
+        problems.raise_if_any()
         weights = stock_checkpoint.pop(training.MODEL_KEY)
         for part in parts.values():
             load_weights(
@@ -475,13 +479,21 @@ class FullFinetuneUpdateStep:
                     if step.stop_requested:
                         self._stop()
                         return
-                    # After the last one of an epoch it is saved below.
-                    if step.index + 1 < self.steps_per_epoch and self._is_save_due(step):
-                        self.save_checkpoint()
+                    if step.index + 1 < self.steps_per_epoch:  # or it is done below
+                        # Exported first: a run that is killed meanwhile does it again.
+                        if (
+                            self.export_every_n_steps is not None
+                            and self.global_step % self.export_every_n_steps == 0
+                        ):
+                            self.export_model(f"export_step_{self.global_step}")
+                        if self._is_save_due(step):
+                            self.save_checkpoint()
             progress.close()
+            problem = self.export_model(f"epoch_{epoch}")
+            if problem is not None and epoch + 1 == self.total_epochs:
+                self._end_unexported(problem)
             self.epochs_run += 1
             self.samples_consumed = 0
-            self.export_model(epoch)
             if (
                 self.save_every_n_steps is not None
                 or self.save_every_n_minutes is not None
@@ -509,8 +521,13 @@ class FullFinetuneUpdateStep:
         self._report(outcome)
         self.unsaved_since_seconds = None
 
-    def export_model(self, epoch: int) -> None:
-        """Saves the weights in the checkpointer's own format."""
+    def export_model(self, name: str) -> str | None:
+        """Saves the weights as a folder in the checkpointer's own format, whole or not at all.
+
+        Returns:
+            Why it could not, on all ranks alike; None if it could.
+        """
+        self._report(self.checkpoints.wait())  # which uses the group and the disk
         weights = gather_weights(
             self.model,
             self.device,
@@ -518,11 +535,16 @@ class FullFinetuneUpdateStep:
             group=self.checkpoint_group,
             names=self.names_of_weights,
         )
+        error = None
         if self.is_rank_zero:
-            self.checkpointer.save_checkpoint(
-                {training.MODEL_KEY: weights}, epoch=epoch, intermediate_checkpoint=False
-            )
-        dist.barrier()
+            try:
+                self._info(f"Exported to {export_weights(self.checkpointer, weights, name)}")
+            except ExportError as failure:
+                error = str(failure)
+        error = parallelism.gather_objects(error, self.checkpoint_group)[0]
+        if error is not None:
+            self._warn(error)
+        return error
 
     def cleanup(self) -> None:
         """Waits for the last checkpoint, closes the logger and leaves the process group."""
@@ -577,6 +599,7 @@ class FullFinetuneUpdateStep:
             log_every_n_steps=self.log_every_n_steps,
             run_val_every_n_steps=self.run_val_every_n_steps,
             save_every_n_steps=self.save_every_n_steps,
+            export_every_n_steps=self.export_every_n_steps,
             keep_last_n_checkpoints=self.keep_last_n_checkpoints,
             max_nonfinite_steps=self.max_nonfinite_steps,
             batch_size_val=cfg.get("batch_size_val"),
@@ -872,6 +895,14 @@ class FullFinetuneUpdateStep:
         self._info(
             f"Stopped as asked after update step {self.global_step}; the same command with "
             "resume_from_checkpoint=True goes on from there"
+        )
+
+    def _end_unexported(self, problem: str) -> None:
+        """Saves an epoch whose export is all that is left to do, and ends the training."""
+        self.save_checkpoint()
+        self._report(self.checkpoints.close())
+        raise ExportError(
+            f"{problem}. Once it can be, resume_from_checkpoint=True exports the trained model"
         )
 
     def _report(self, outcome: SaveOutcome | None) -> None:

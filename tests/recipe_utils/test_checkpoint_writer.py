@@ -1,6 +1,5 @@
 """Saving: behind the training or not, whole or not at all, whatever fails."""
 
-import multiprocessing
 import os
 import random
 import resource
@@ -13,14 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_runs import RECIPE, build, files_of, save_once, state, train
-from distributed_runs import run_distributed
+from distributed_runs import fork_context, run_distributed
 
 from recipe_utils.checkpoint import load
 from recipe_utils.checkpoint_folder import check_whole, find_newest_whole
 from recipe_utils.checkpoint_writer import CheckpointWriter
 from recipe_utils.parallelism import new_cpu_group
-
-_context = multiprocessing.get_context("forkserver")
 
 
 def save_and_go_on(folder, asynchronous):
@@ -209,7 +206,9 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_checkpoint_w
     found = []
     for operation in range(1, 100):
         folder = tmp_path / str(operation)
-        process = _context.Process(target=checkpoint_runs.save_and_die_at, args=(operation, folder))
+        process = fork_context.Process(
+            target=checkpoint_runs.save_and_die_at, args=(operation, folder)
+        )
         process.start()
         process.join(60)
         found.append(go_on_from_what_is_left(folder))
@@ -229,7 +228,7 @@ def test_a_kill_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path):
     found = []
     for attempt in range(6):
         folder = tmp_path / str(attempt)
-        process = _context.Process(
+        process = fork_context.Process(
             target=checkpoint_runs.save_until_killed, args=(folder, rng.uniform(0, 0.5), 0)
         )
         process.start()

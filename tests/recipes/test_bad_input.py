@@ -4,9 +4,11 @@ import os
 
 import pytest
 import tiny
+import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import recipe_class, run_recipe
+from safetensors.torch import save_file
 
 
 def refused(config):
@@ -81,6 +83,10 @@ BAD_CONFIGS = {
     ),
     "not finite": ({"on_nonfinite": "hope"}, "on_nonfinite=hope: unknown"),
     "bad samples": ({"on_bad_sample": "mend"}, "on_bad_sample=mend: unknown"),
+    "exporting never": (
+        {"export_every_n_steps": 0},
+        "export_every_n_steps=0: it must be at least 1",
+    ),
     "keeping none": ({"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0"),
     "balance in order": ({"balance_over_ranks": True}, "balance_over_ranks=True"),
     "last step": ({"last_update_step": "repeat"}, "last_update_step=repeat: unknown"),
@@ -146,6 +152,42 @@ def test_a_missing_checkpoint_file_is_named(tiny_config):
     config = tiny_config()
     config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["gone.pt"]}
     assert "checkpointer: No file with name: gone.pt" in refused(config)
+
+
+def test_a_missing_checkpoint_directory_is_named(tiny_config):
+    config = tiny_config()
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_dir": "/nowhere"}
+    assert "checkpointer: /nowhere is not a valid directory" in refused(config)
+    config["checkpointer"]["_component_"] = "torchtune.training.FullModelHFCheckpointer"
+    assert "No such file or directory: '/nowhere/config.json'" in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("weights.pt", "truncated", "Invalid argument"),  # in PyTorch's words
+        ("weights.pt", "unreadable", "Input/output error"),
+        ("weights.safetensors", "truncated", "incomplete metadata, file not fully covered"),
+        ("weights.safetensors", "unreadable", "No such device"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named_with_the_reason(
+    name, damage, reason, tiny_config, tmp_path
+):
+    path = tmp_path / "weights" / name
+    path.parent.mkdir()
+    weights = {key: w.clone() for key, w in tiny.tiny_model().state_dict().items()}
+    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
+    if damage == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    else:  # whoever runs the tests may read every file; reading this one fails all the same
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+    config = tiny_config()
+    config["checkpointer"] |= {"checkpoint_dir": str(path.parent), "checkpoint_files": [name]}
+    text = refused(config)
+    assert f"checkpointer: Unable to load checkpoint from {path}" in text
+    assert reason in text
 
 
 def test_an_unwritable_output_directory_is_named(tiny_config, tmp_path):

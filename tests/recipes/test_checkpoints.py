@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -17,11 +18,13 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
     ListLogger,
+    keep_warnings,
     recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
 )
+from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils import update_steps
 from recipe_utils.stop_signals import set_on_signals
@@ -333,6 +336,93 @@ def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(
     )
     run_distributed(run_with_clock, 2, config, 20)
     assert saved(config) == sorted(f"step_{step}" for step in expected)
+
+
+def run_with_full_disk(config, method, at_step, rank, num_bytes):
+    """After update step ``at_step`` rank ``rank`` cannot write larger files while ``method`` runs."""
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    recipe.setup(cfg)
+    unlimited = getattr(recipe, method)
+
+    def limited(*args):
+        if recipe.global_step != at_step or dist.get_rank() != rank:
+            return unlimited(*args)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
+        result = unlimited(*args)
+        recipe._report(recipe.checkpoints.wait())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        return result
+
+    setattr(recipe, method, limited)
+    ListLogger.logged.clear()
+    warnings = keep_warnings()
+    recipe.train()
+    recipe.cleanup()
+    return list(ListLogger.logged), warnings
+
+
+@pytest.mark.parametrize("enable_async_checkpointing", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_is_said_and_the_training_goes_on_with_the_last_whole_checkpoint(
+    world_size, enable_async_checkpointing, tiny_config
+):
+    config = config_of(tiny_config, enable_async_checkpointing=enable_async_checkpointing)
+    ranks = run_distributed(
+        run_with_full_disk, world_size, config, "save_checkpoint", 6, world_size - 1, 50_000
+    )
+    logged, warnings = ranks[0]
+    assert len(logged) == 10
+    (said,) = [text for text in warnings if "no checkpoint could be saved" in text]
+    assert said.startswith(f"update step 6: no checkpoint could be saved (rank {world_size - 1}: ")
+    assert "File too large" in said
+    assert "the one before stays" in said
+    assert saved(config) == ["step_10", "step_3", "step_5", "step_9"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_config, tmp_path):
+    config = config_of(tiny_config, save_every_n_steps=...)
+    shutil.copytree(Path(config["checkpointer"]["checkpoint_dir"]), tmp_path / "weights")
+    uninterrupted = resuming_in(tmp_path / "whole", config)
+    run_distributed(run_recipe, world_size, uninterrupted)
+    errors = run_distributed(
+        run_with_full_disk, world_size, config, "export_model", 10, 0, 50_000, expect_failures=True
+    )
+    for error in errors:
+        assert "out/epoch_1: it could not be exported (" in error
+        assert "resume_from_checkpoint=True exports the trained model" in error
+    assert sorted(os.listdir(config["output_dir"])) == ["epoch_0", "step_10", "step_5"]
+    resumed = run_distributed(run_recipe, world_size, {**config, "resume_from_checkpoint": True})
+    assert resumed[0] == []
+    (ours,) = Path(config["output_dir"], "epoch_1").glob("*.bin")
+    (theirs,) = Path(uninterrupted["output_dir"], "epoch_1").glob("*.bin")
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_export_within_an_epoch_is_the_model_after_its_step(world_size, tiny_config, tmp_path):
+    config = config_of(
+        tiny_config, save_every_n_steps=..., export_every_n_steps=2, lr_scheduler=...
+    )
+    run_distributed(run_recipe, world_size, config)
+    # Step 10 ends an epoch, which is exported as such.
+    assert sorted(path.name for path in tmp_path.glob("out/e*")) == [
+        "epoch_0", "epoch_1", *(f"export_step_{n}" for n in (2, 4, 6, 8))
+    ]  # fmt: skip
+    short = {**config, "max_steps_per_epoch": 4, "epochs": 1, "output_dir": f"{tmp_path}/short"}
+    short["checkpointer"] = {**config["checkpointer"], "output_dir": short["output_dir"]}
+    run_distributed(run_recipe, world_size, short)
+
+    def load(folder):  # as stock recipes do
+        files = ["model-00001-of-00001.bin"]
+        checkpointer = FullModelTorchTuneCheckpointer(folder, files, "LLAMA3_2", f"{tmp_path}/none")
+        return checkpointer.load_checkpoint()["model"]
+
+    exported, expected = load(f"{tmp_path}/out/export_step_4"), load(f"{tmp_path}/short/epoch_0")
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_with_nothing_to_resume_from_it_starts_anew(tiny_config):

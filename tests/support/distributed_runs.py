@@ -14,8 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tiny", "recipe_runs"])
+fork_context = multiprocessing.get_context("forkserver")
+fork_context.set_forkserver_preload(["tiny", "recipe_runs"])
 
 
 def run_distributed(
@@ -35,8 +35,8 @@ def run_distributed(
         port = free.getsockname()[1]
     ranks, pipes = [], []
     for rank in range(world_size):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
+        ours, theirs = fork_context.Pipe(duplex=False)
+        process = fork_context.Process(
             target=_run_rank, args=(function, args, rank, world_size, port, timeout_seconds, theirs)
         )
         process.start()

@@ -119,11 +119,17 @@ def run_stock_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run_recipe_keeping_warnings(config: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
+    warnings = keep_warnings()
+    return run_recipe(config), warnings
+
+
+def keep_warnings() -> list[str]:
+    """A list that gets the text of every warning that this process logs from now on."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     get_logger().addHandler(handler)
-    return run_recipe(config), warnings
+    return warnings
 
 
 def run_recipe_recording_gradients(
