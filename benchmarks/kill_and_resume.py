@@ -1,11 +1,13 @@
-"""Kills a training at random moments, resumes it, and compares every loss with a run left alone.
+"""Kills a training at random moments, resumes it, and compares it with a run that is left alone.
 
     python benchmarks/kill_and_resume.py --minutes 30
     python benchmarks/kill_and_resume.py --kills 20 --nproc_per_node 2 max_steps_per_epoch=12 save_every_n_steps=2
 
 Every process of the training gets a SIGKILL, wherever it is: loading, computing, staging or writing a
-checkpoint, exporting. In the same layout each loss must be bitwise that of the undisturbed run. Trainings that
-get to their end are started anew. Exits with 1 if a loss differs or a step is lost.
+checkpoint, exporting. Every second kill waits for the next moment at which something is being written. In the
+same layout each loss and every exported file, those of the final weights included, must be bitwise those of the
+undisturbed run: after each kill what is exported by then, at a training's end all. Trainings that get to their end
+are started anew. Exits with 1 if a loss or a file differs or a step is lost.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 TUNE = str(Path(sys.executable).with_name("tune"))
@@ -45,18 +48,28 @@ def main() -> int:
         return 1
     duration = time.monotonic() - begin
     expected = reference.losses()
-    print(f"undisturbed: {len(expected)} update steps in {duration:.0f} s", flush=True)
+    expected_files = exported_files(reference.output_dir)
+    print(
+        f"undisturbed: {len(expected)} update steps in {duration:.0f} s, {len(expected_files)} exported files",
+        flush=True,
+    )
 
-    kills = resumes = trainings = computed = differing = lost = 0
+    kills = kills_in_writing = resumes = trainings = computed = differing = lost = 0
+    files = files_differing = 0
     run_folder = folder / "run_0"
     while time.monotonic() - started < 60 * args.minutes if args.minutes else kills < args.kills:
         resuming = any(run_folder.glob("step_*"))
         before = Run.losses_in(run_folder)
+        left_over = being_written(run_folder)
         run = Run(args, run_folder)
         status = run.wait(timeout_seconds=rng.uniform(0.1, 1.1) * duration)
+        if kills % 2:
+            while status is None and not being_written(run_folder) - left_over:
+                status = run.wait(timeout_seconds=0.001)
         if status is None:
             run.kill()
             kills += 1
+            kills_in_writing += bool(being_written(run_folder) - left_over)
         elif status != 0:
             print(run.output()[-3000:])
             return 1
@@ -66,18 +79,43 @@ def main() -> int:
         differing += sum(
             loss != expected.get(step) for step, losses in logged.items() for loss in losses
         ) - sum(loss != expected.get(step) for step, losses in before.items() for loss in losses)
+        exported = exported_files(run_folder)
+        files += len(exported)
+        files_differing += sum(expected_files.get(name) != crc for name, crc in exported.items())
         if status == 0:
+            files_differing += len(expected_files.keys() - exported.keys())
             lost += len(expected.keys() - logged.keys())
             trainings += 1
             shutil.rmtree(run_folder)
             run_folder = folder / f"run_{trainings}"
         print(
-            f"{(time.monotonic() - started) / 60:.1f} min: {kills} kills, {resumes} resumes, "
-            f"{trainings} trainings ended, {computed} update steps, {lost} lost, {differing} losses differ",
+            f"{(time.monotonic() - started) / 60:.1f} min: {kills} kills, {kills_in_writing} of them in "
+            f"writing, {resumes} resumes, {trainings} trainings ended, {computed} update steps, {lost} lost, "
+            f"{differing} losses differ, {files} files compared, {files_differing} differ",
             flush=True,
         )
     shutil.rmtree(folder)
-    return 1 if differing or lost else 0
+    return 1 if differing or lost or files_differing else 0
+
+
+def being_written(output_dir: Path) -> set[tuple[str, int]]:
+    """Temporary folders of checkpoints and exports, each with what tells it from an earlier one."""
+    found = set()
+    for path in output_dir.glob("*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def exported_files(output_dir: Path) -> dict[str, int]:
+    """The CRC-32 of each file of the models that are exported there."""
+    return {
+        str(path.relative_to(output_dir)): zlib.crc32(path.read_bytes())
+        for pattern in ("epoch_*", "export_step_*")
+        for folder in output_dir.glob(pattern)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 class Run:
@@ -91,7 +129,7 @@ class Run:
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [TUNE, "run", *launcher, "full_finetune_update_step", "--config", args.config,
-                 "save_every_n_steps=2", *args.overrides, f"output_dir={output_dir}",
+                 "save_every_n_steps=2", "export_every_n_steps=3", *args.overrides, f"output_dir={output_dir}",
                  "metric_logger._component_=torchtune.training.metric_logging.DiskLogger",
                  f"metric_logger.log_dir={output_dir}/logs", "log_every_n_steps=1",
                  "resume_from_checkpoint=True"],

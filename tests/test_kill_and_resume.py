@@ -46,6 +46,8 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
     last = done.stdout.strip().splitlines()[-1]
     assert "3 kills" in last
     assert " 0 lost, 0 losses differ" in last
+    assert last.endswith(" files compared, 0 differ")
+    assert " 0 files compared" not in last
 
 
 @pytest.fixture
