@@ -75,7 +75,21 @@ def load_optimizer_state(
         optimizer: of the kind that was saved.
         state_dict: for :class:`OptimizerInBackward` one state per parameter name.
         device: of the model.
+
+    Raises:
+        ValueError: it is the state of an optimizer of other parameters.
     """
+    names = [name for name, _ in model.named_parameters()]
+    if isinstance(optimizer, OptimizerInBackward):
+        num_saved = len(state_dict.keys() & names)
+    else:
+        num_saved = sum(len(group["params"]) for group in state_dict.get("param_groups", ()))
+    if num_saved != len(names):
+        raise ValueError(
+            f"checkpointer.recipe_checkpoint: its optimizer steps {num_saved} of this model's parameters, "
+            f"which are {len(names)}; it must be of a full fine-tuning recipe, this model and the same "
+            "optimizer_in_bwd"
+        )
     if isinstance(optimizer, OptimizerInBackward):
         for name, part in optimizer.optim_map.items():
             training.load_from_full_optimizer_state_dict(model, part, state_dict[name], device)

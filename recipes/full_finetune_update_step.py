@@ -848,6 +848,12 @@ class FullFinetuneUpdateStep:
 
     def _resume_from_stock(self, saved: dict[str, Any]) -> None:
         """Goes on at the end of an epoch, from the recipe state that a stock recipe has saved."""
+        needed = {training.OPT_KEY, training.SEED_KEY, training.MAX_STEPS_KEY, training.EPOCHS_KEY}
+        if needed - saved.keys():
+            raise ValueError(
+                f"checkpointer.recipe_checkpoint: it has no {', '.join(sorted(needed - saved.keys()))}; "
+                "it must be of a full fine-tuning recipe"
+            )
         load_optimizer_state(self.model, self.optimizer, saved[training.OPT_KEY], self.device)
         for key, here in (
             (training.SEED_KEY, self.seed),

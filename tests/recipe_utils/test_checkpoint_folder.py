@@ -1,7 +1,6 @@
 """A checkpoint is whole or passed over, and nothing that a stranger wrote is ever executed."""
 
 import json
-import os
 import pickle
 import re
 import zlib
@@ -9,7 +8,7 @@ import zlib
 import checkpoint_runs
 import pytest
 import torch
-from checkpoint_runs import RECIPE, build, save_once
+from checkpoint_runs import RECIPE, Malicious, build, save_once
 
 from recipe_utils.checkpoint import load
 from recipe_utils.checkpoint_folder import MARKER, check_whole, find_newest_whole, remove_leftovers
@@ -100,16 +99,6 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(folder, name):
     with pytest.raises(CheckpointError, match=rf"{name}: its bytes"):
         load(folder / "step_2", model, optimizer, recipe=RECIPE)
     checkpoint_runs.assert_equal(checkpoint_runs.contents(model, optimizer), before)
-
-
-class Malicious:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("zipped", [False, True])

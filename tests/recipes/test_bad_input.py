@@ -1,10 +1,12 @@
 """Bad input is refused before training, by the name of its key or sample; nothing is half-written."""
 
 import os
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from checkpoint_runs import Malicious
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import recipe_class, run_recipe
@@ -201,6 +203,55 @@ def test_a_checkpoint_of_another_size_is_refused_before_training(tiny_config):
     cfg = OmegaConf.create(tiny_config(model={**tiny.MODEL, "intermediate_dim": 64}))
     with pytest.raises(ValueError, match=r"another shape: layers.0.mlp.w1.weight \(48, 32\)"):
         recipe_class()(cfg).setup(cfg)
+
+
+def with_recipe_state(tiny_config, state):
+    """A config that resumes from a stock recipe's first epoch."""
+    config = tiny_config(resume_from_checkpoint=True, epochs=2)
+    files = {"checkpoint_files": ["epoch_0/weights.pt"]}
+    config["checkpointer"] = {**config["checkpointer"], **files}
+    out = Path(config["output_dir"])
+    for folder in ("epoch_0", "recipe_state"):
+        (out / folder).mkdir(parents=True)
+    torch.save(tiny.tiny_model().state_dict(), out / "epoch_0" / "weights.pt")
+    torch.save(state, out / "recipe_state" / "recipe_state.pt")
+    return config
+
+
+LORA_OPTIMIZER = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+STOCK_STATES = {
+    "it has no max_steps_per_epoch, optimizer, seed": {"epochs_run": 1},
+    "its optimizer steps 2 of this model's parameters, which are 20; it must be of a full": {
+        "optimizer": LORA_OPTIMIZER, "epochs_run": 1, "seed": 0, "max_steps_per_epoch": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expected", STOCK_STATES)
+def test_the_state_of_another_stock_recipe_is_refused(expected, tiny_config):
+    cfg = OmegaConf.create(with_recipe_state(tiny_config, STOCK_STATES[expected]))
+    with pytest.raises(ValueError, match=f"checkpointer.recipe_checkpoint: {expected}"):
+        recipe_class()(cfg).setup(cfg)
+
+
+@pytest.mark.parametrize("place", ["weights", "recipe state"])
+def test_a_pickle_that_would_execute_something_is_refused_unexecuted(place, tiny_config, tmp_path):
+    crime = tmp_path / "crime"
+    if place == "weights":
+        path = tmp_path / "weights.pt"
+        torch.save({"model": Malicious(crime)}, path)
+        config = tiny_config()
+        config["checkpointer"] |= {"checkpoint_dir": f"{tmp_path}", "checkpoint_files": [path.name]}
+        config["checkpointer"]["output_dir"] = f"{tmp_path.parent}/{tmp_path.name}_out"
+    else:
+        config = with_recipe_state(tiny_config, {"optimizer": Malicious(crime)})
+        path = tmp_path / "out" / "recipe_state" / "recipe_state.pt"
+    text = refused(config)
+    assert f"checkpointer: Unable to load checkpoint from {path}" in text
+    assert "Weights only load failed" in text
+    assert not crime.exists()
+    torch.load(path, weights_only=False)
+    assert crime.exists(), "the pickle is harmless"
 
 
 BAD_SAMPLES = {

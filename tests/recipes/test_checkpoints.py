@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
 import signal
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from checkpoint_runs import Malicious
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
@@ -229,6 +232,25 @@ def test_damaged_and_foreign_checkpoints_are_passed_over_by_name_and_reason(
         assert "passed over" in said
         assert re.search(reason, said)
     assert losses(logged) == uninterrupted[3:]
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "tensors.json", "state.json"])
+def test_a_pickle_in_a_checkpoint_is_refused_unexecuted(name, saved_on_two_ranks, tmp_path):
+    """Whoever put it there knows what a whole checkpoint's marker says."""
+    config, _, kept = saved_on_two_ranks
+    shutil.copytree(kept, tmp_path / "out")
+    path = tmp_path / "out" / "step_3" / name
+    path.write_bytes(pickle.dumps(Malicious(tmp_path / "crime")))
+    marker = json.loads((path.parent / "complete.json").read_text())
+    marker["files"][name] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+    (path.parent / "complete.json").write_text(json.dumps(marker))
+    resumed = resuming_in(tmp_path / "out", config)
+    for error in run_distributed(run_recipe, 2, resumed, expect_failures=True):
+        assert "CheckpointError" in error
+        assert name in error
+    assert not (tmp_path / "crime").exists()
+    pickle.loads(path.read_bytes())
+    assert (tmp_path / "crime").exists(), "the pickle is harmless"
 
 
 def test_where_every_checkpoint_is_damaged_it_does_not_start_anew_by_itself(

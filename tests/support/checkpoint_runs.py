@@ -128,6 +128,16 @@ def assert_whole(path: Path) -> None:
     assert check_checksums(path, list(read_marker(path)["files"])) is None
 
 
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
