@@ -90,7 +90,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
         **changes,
     }
     for file_name, sizes in WEIGHTS.items():
-        if config["model"] == sizes:
+        if config["model"] == sizes and "checkpointer" not in changes:
             config["checkpointer"]["checkpoint_files"] = [file_name]
     return {key: value for key, value in config.items() if value is not ...}
 
