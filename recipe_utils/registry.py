@@ -31,6 +31,7 @@ RECIPES = {
     "benchmark_tokens_per_second": (
         "llama3_2/5M_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
+        "llama3_2/5M_benchmark_saving",
     ),
 }
 """Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""

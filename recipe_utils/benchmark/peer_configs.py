@@ -17,6 +17,7 @@ ALL_PEERS = {
     "epochs": 1,
     "resume_from_checkpoint": False,
     "run_val_every_n_steps": None,
+    "save_every_n_minutes": None,
     "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
     "metric_logger": {"_component_": "recipe_utils.benchmark.turns.LossLogger"},
@@ -111,6 +112,10 @@ def peer_of(
     overrides = {key: value for key, value in settings.items() if key != "kind"}
     config = merge(merge(base, overrides), {**ALL_PEERS, "output_dir": output_dir})
     config.pop("dataset_val", None)
+    if (
+        "save_every_n_steps" not in overrides
+    ):  # what it costs is of interest where a peer asks for it
+        config.save_every_n_steps = None
     for key, value in {**DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
     if settings["kind"] == "stock" and "loss" not in overrides:

@@ -64,9 +64,11 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
 
 
 def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
-    """This project's recipe."""
+    """This project's recipe; it saves checkpoints where its own ``save_every_n_steps`` says so."""
     recipe = runpy.run_path(str(UPDATE_STEP_RECIPE))["FullFinetuneUpdateStep"](config)
-    recipe.save_checkpoint = recipe.export_model = _do_nothing
+    recipe.export_model = _do_nothing
+    if config.get("save_every_n_steps") is None:
+        recipe.save_checkpoint = _do_nothing
     recipe.setup(config)
     take_model(lambda: _gradients_of(recipe.model))
     recipe.train()

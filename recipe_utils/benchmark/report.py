@@ -52,6 +52,8 @@ class PeerSummary:
     """Target tokens per second over the baseline's in the same round and update step."""
     ratio_per_round: list[float]
     """Medians."""
+    extra_seconds: Quartiles
+    """Seconds of an update step, less the baseline's in the same round and update step."""
     real_tokens_per_second: float
     """Median."""
     slots_per_target: float
@@ -125,6 +127,7 @@ def summarize(
                     )
                     for number in rounds
                 ],
+                extra_seconds=quartiles([each.seconds - other.seconds for each, other in pairs]),
                 real_tokens_per_second=statistics.median(
                     each.num_real_tokens / each.seconds for each in own
                 ),
@@ -154,12 +157,13 @@ def throughput_table(
         missing: why each other peer has no numbers.
     """
     lines = [
-        f"| peer | target tokens/s (quartiles) | over {baseline} (quartiles) | per round | real tokens/s "
+        f"| peer | target tokens/s (quartiles) | over {baseline} (quartiles) | per round "
+        f"| seconds per update step more than {baseline} (quartiles) | real tokens/s "
         f"| slots per target | padding | peak memory GB (over {baseline}) | loss deviation |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in summaries:
-        rate, ratio = each.target_tokens_per_second, each.ratio
+        rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
         deviation = "other samples"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.peer != baseline else "0"
@@ -167,11 +171,12 @@ def throughput_table(
             f"| {each.peer} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) "
             f"| **{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) "
             f"| {' '.join(f'{value:.2f}' for value in each.ratio_per_round)} "
+            f"| {extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) "
             f"| {each.real_tokens_per_second:.0f} | {each.slots_per_target:.2f} "
             f"| {each.padding_fraction:.0%} "
             f"| {each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
         )
-    lines += [f"| {peer} | {why} | | | | | | | |" for peer, why in missing.items()]
+    lines += [f"| {peer} | {why} | | | | | | | | |" for peer, why in missing.items()]
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ PEERS = {
         "train_sampling_strategy": "batch_rebalance",
     },
     "limit": {"kind": "limit"},
+    "saving": {"kind": "update_step", "save_every_n_steps": 1},
     # The recipe refuses this, but only once it runs.
     "broken": {
         "kind": "update_step",
@@ -142,6 +143,17 @@ def test_gradient_errors_tell_exact_peers_from_others(benchmark):
     if HAS_HUGGING_FACE:
         assert errors["hf_batch_rebalance"]["uneven"] < 1e-4
         assert errors["hf_batch_rebalance"]["short_last_step"] > 0.01  # repeats samples to fill up
+
+
+def test_a_peer_that_is_to_save_does_and_the_others_do_not(benchmark):
+    _, markdown, results = benchmark
+    saved = {
+        peer: sorted(path.name for path in Path(of_peer["config"]["output_dir"]).glob("step_*"))
+        for peer, of_peer in results["peers"].items()
+    }
+    assert saved.pop("saving")
+    assert not any(saved.values())
+    assert "| seconds per update step more than stock (quartiles) |" in markdown
 
 
 def test_what_ran_is_written_down(benchmark):

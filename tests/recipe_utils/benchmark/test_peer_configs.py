@@ -24,6 +24,13 @@ def test_peers_share_what_the_base_derives_from_output_dir_and_write_elsewhere(b
     assert "my_folder" not in config, "the recipe would refuse it, nothing refers to it any more"
 
 
+def test_only_a_peer_that_asks_for_it_saves(base):
+    base.save_every_n_steps = base.save_every_n_minutes = 200
+    config = make(base, kind="update_step")
+    assert config["save_every_n_steps"] is config["save_every_n_minutes"] is None
+    assert make(base, kind="update_step", save_every_n_steps=1)["save_every_n_steps"] == 1
+
+
 def test_stock_gets_a_loss_of_torchtune_unless_told_otherwise(base):
     stock = "torchtune.modules.loss.CEWithChunkedOutputLoss"
     assert make(base, kind="stock")["loss"]["_component_"] == stock

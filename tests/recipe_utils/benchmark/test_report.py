@@ -44,6 +44,13 @@ def test_ratios_are_paired_by_round_and_update_step():
     assert summarize([*STEPS, alone], LOSSES, "stock")[1].ratio.median == 2.5
 
 
+def test_seconds_of_an_update_step_are_compared_with_the_baseline_s_of_the_same_step():
+    stock, fast = summarize(STEPS, LOSSES, "stock")
+    assert stock.extra_seconds == (0, 0, 0)
+    assert fast.extra_seconds == (-1.75, -1.5, -1.25)  # 1 less in step 2, 2 less in step 3
+    assert "| -1.500 (-1.750 to -1.250) |" in report.throughput_table([stock, fast], "stock", {})
+
+
 def test_a_ratio_per_round_shows_the_spread_of_processes():
     second = [replace(each, round=2, seconds=each.seconds / 2) for each in STEPS[:1]]
     second += [replace(STEPS[1], round=2, seconds=4.0)]
