@@ -38,6 +38,7 @@ def trained(tmp_path_factory):
         f"output_dir={folder}",
         "max_steps_per_epoch=10",
         "run_val_every_n_steps=3",
+        "export_every_n_steps=9",
     )
     return folder
 
@@ -101,13 +102,15 @@ def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
     assert "Time for inference" in printed
 
 
-def test_the_checkpoint_loads_in_transformers_with_equal_logits(trained):
+@pytest.mark.parametrize("exported", ["epoch_0", "export_step_9"])
+def test_what_is_exported_loads_in_transformers_with_equal_logits(exported, trained):
     transformers = pytest.importorskip("transformers")
     cfg = OmegaConf.load(config_path("llama3_2/5M_generation"))
     cfg.output_dir = str(trained)
     model = config.instantiate(cfg.model)
+    cfg.checkpointer.checkpoint_dir = str(trained / exported)
     model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
-    hugging_face = transformers.LlamaForCausalLM.from_pretrained(trained / "epoch_0")
+    hugging_face = transformers.LlamaForCausalLM.from_pretrained(trained / exported)
     tokens = torch.randint(4096, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (model(tokens) - hugging_face(tokens).logits).abs().max() < 1e-4
