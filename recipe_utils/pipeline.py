@@ -6,7 +6,7 @@ microbatches. Here m are all microbatches of the update step. Schedules are thos
 torch.distributed.pipelining.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,22 +114,24 @@ class Pipeline:
                 if stage.is_first or stage.is_last
             ]
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss_scale: float) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Forwards and backwards of a whole update step; gradients accumulate in the stages' parameters.
 
         Args:
             microbatches: on the device, as many on all ranks, at least
                 :func:`num_microbatches_to_run`; on every rank of the pipeline the same.
-            loss_scale: what each microbatch's summed loss is multiplied by.
+            scale: makes of a microbatch's summed loss [] what its backward starts from.
 
         Returns:
-            The summed loss times ``loss_scale``, shape [], whose mean over the ranks of the pipeline is
-            that of all microbatches: the rank of the last stage has it for all.
+            The sum of the scaled losses, shape []; as a mean over the ranks of the pipeline, because only
+            the rank of the last stage has it.
 
         Raises:
             PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
         """
-        loss = self._run(microbatches, loss_scale, has_backward=True)
+        loss = self._run(microbatches, scale, has_backward=True)
         for copy in self._copies_of_tied:
             gradient: Any = copy.weight.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -139,7 +141,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The summed loss of microbatches, as :meth:`forward_backward` gives it, and no gradients."""
-        return self._run(microbatches, 1.0, has_backward=False)
+        return self._run(microbatches, lambda loss_sum: loss_sum, has_backward=False)
 
     def parameters_counted_elsewhere(self) -> frozenset[int]:
         """Ids of this rank's parameters that are copies of the first stage's."""
@@ -150,7 +152,10 @@ class Pipeline:
         )
 
     def _run(
-        self, microbatches: Sequence[Microbatch], loss_scale: float, has_backward: bool
+        self,
+        microbatches: Sequence[Microbatch],
+        scale: Callable[[Tensor], Tensor],
+        has_backward: bool,
     ) -> Tensor:
         schedule = self._schedule_of(len(microbatches), has_backward)
         inputs = [dict(microbatch.inputs) for microbatch in microbatches]
@@ -163,7 +168,7 @@ class Pipeline:
         losses: list[Tensor] = []
         # Not its step(), which would cut one big batch into microbatches of one shape.
         schedule._step_microbatches(
-            tokens, inputs, [loss_scale] * len(microbatches), losses, return_outputs=False
+            tokens, inputs, [scale] * len(microbatches), losses, return_outputs=False
         )
         for stage in self._stages:
             stage.clear_runtime_states()
@@ -178,7 +183,7 @@ class Pipeline:
             schedule = self._schedule_class(
                 self._stages[0] if self._takes_one_stage else self._stages,
                 num_microbatches,
-                loss_fn=lambda loss_sum, loss_scale: loss_sum * loss_scale,
+                loss_fn=lambda loss_sum, scale: scale(loss_sum),
                 scale_grads=False,  # the default divides by the number of microbatches
             )
             schedule._has_backward = has_backward

@@ -371,7 +371,9 @@ class FullFinetuneUpdateStep:
         if self.pipeline is not None:
             # One schedule for all microbatches, so that its bubble is paid once per update step.
             microbatches = [microbatch for microbatch, _ in copy_ahead(step, self.device)]
-            loss += self.pipeline.forward_backward(microbatches, step.loss_scale)
+            loss += self.pipeline.forward_backward(
+                microbatches, lambda loss_sum: loss_sum * step.loss_scale
+            )
         else:
             for microbatch, is_last in copy_ahead(step, self.device):
                 with gradient_sync(self.model, is_last, self.gradient_sync):
@@ -445,9 +447,8 @@ class FullFinetuneUpdateStep:
                     throughput.add(step, steps.wait_seconds)
                     progress.update(1)
 
-                    if (
-                        should_log
-                    ):  # with a fused optimizer, where alone the host waits for the device
+                    # With a fused optimizer the host waits for the device here only.
+                    if should_log:
                         mean_loss = mean_over_ranks(loss)
                         progress.set_description(
                             f"{epoch + 1}|{self.global_step}|Loss: {mean_loss}"
@@ -651,7 +652,8 @@ class FullFinetuneUpdateStep:
             )
         if cfg.get("context_parallel_dim", 1) != 1:
             problems.add(
-                f"context_parallel_dim={cfg.context_parallel_dim}: PyTorch's ring attention has no CPU kernel, so this could not be tested and is left out; set it to 1"
+                f"context_parallel_dim={cfg.context_parallel_dim}: PyTorch's ring attention has no CPU "
+                "kernel, so this could not be tested and is left out; set it to 1"
             )
         config_checks.check_tensor_parallel(
             problems,

@@ -51,6 +51,10 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
     return made
 
 
+def scaled(loss_sum):
+    return loss_sum * 0.25
+
+
 def make_pipeline(schedule, num_stages, make_stage=CountingStage):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     stages = {i: make_stage(i, num_stages) for i in stages_of_rank(rank, num_ranks, num_stages)}
@@ -79,7 +83,7 @@ def live_microbatches(schedule, num_stages, numbers):
     for num in numbers:
         for stage in stages.values():
             stage.most_live = 0
-        pipeline.forward_backward(microbatches(num), 0.5)
+        pipeline.forward_backward(microbatches(num), scaled)
         assert all(stage.num_live == 0 for stage in stages.values())
         most.append(max(stage.most_live for stage in stages.values()))
         left.append(room_of_receives())
@@ -100,7 +104,7 @@ def results_of(schedule, num_stages, num):
     pipeline, stages = make_pipeline(schedule, num_stages)
     validated = pipeline.forward(microbatches(num)).item()
     assert all(stage.linear.weight.grad is None for stage in stages.values())
-    loss = pipeline.forward_backward(microbatches(num), 0.25).item()
+    loss = pipeline.forward_backward(microbatches(num), scaled).item()
     again = pipeline.forward(microbatches(num)).item()
     grads = {i: stage.linear.weight.grad for i, stage in stages.items()}
     return loss, validated, again, grads
@@ -165,7 +169,7 @@ class FailingStage(CountingStage):
 
 def fail_in_the_second_microbatch():
     pipeline, _ = make_pipeline("1F1B", 2, FailingStage)
-    pipeline.forward_backward(microbatches(4), 1.0)
+    pipeline.forward_backward(microbatches(4), scaled)
 
 
 def test_a_failing_stage_is_named_with_its_microbatch_and_no_rank_hangs():

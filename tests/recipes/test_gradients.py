@@ -96,7 +96,10 @@ def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_refere
 MUTANTS = {
     "mean of means": (
         1,
-        ("* step.loss_scale", "/ max(microbatch.num_target_tokens, 1) / 8"),
+        (
+            "self.loss_sum(microbatch) * step.loss_scale",
+            "self.loss_sum(microbatch) / max(microbatch.num_target_tokens, 1) / 8",
+        ),
     ),
     "a microbatch left out": (
         1,
@@ -105,7 +108,13 @@ MUTANTS = {
             "            if is_last: continue\n            with gradient_sync(",
         ),
     ),
-    "scale of one rank": (2, ("* step.loss_scale", "/ step.num_target_tokens")),
+    "scale of one rank": (
+        2,
+        (
+            "self.loss_sum(microbatch) * step.loss_scale",
+            "self.loss_sum(microbatch) / step.num_target_tokens",
+        ),
+    ),
     "tensor-parallel ranks counted twice": (
         2,
         ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),

@@ -122,7 +122,7 @@ def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microb
 MUTANTS = {
     "the shared weight's gradients not summed": ("output_is_tied=output_is_tied", "output_is_tied=False"),
     "every rank's data counted": ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
-    "no scale": ("(microbatches, step.loss_scale)", "(microbatches, 1.0)"),
+    "no scale": ("loss_sum * step.loss_scale", "loss_sum"),
 }  # fmt: skip
 
 
