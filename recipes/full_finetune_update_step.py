@@ -204,11 +204,11 @@ class FullFinetuneUpdateStep:
                 self.last_update_step,
                 self.max_steps_per_epoch,
             )
-        self._info(
-            f"Update step: {self.global_batch_size // self.dims.dp_degree} samples on each of "
-            f"{self.dims.dp_degree} data-parallel ranks, {self.global_batch_size} in all; "
-            f"{self.steps_per_epoch} update steps per epoch"
-        )
+            self._info(
+                f"Update step: {self.global_batch_size // self.dims.dp_degree} samples on each of "
+                f"{self.dims.dp_degree} data-parallel ranks, {self.global_batch_size} in all; "
+                f"{self.steps_per_epoch} update steps per epoch"
+            )
         if self.dims.pp > 1 and self.dims.dp_degree > 1 and self.gradient_sync != "last_microbatch":
             self._warn(
                 f"gradient_sync={self.gradient_sync}: pipeline stages keep gradients unsharded until the "
