@@ -42,6 +42,11 @@ def has_several_stages_per_rank(schedule: str) -> bool:
     return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
 
 
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule runs the backward for inputs and the one for weights apart."""
+    return "ZeroBubble" in schedule
+
+
 def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
     """The stages on a rank: every ``num_ranks``-th."""
     return range(pp_rank, num_stages, num_ranks)

@@ -51,7 +51,12 @@ from recipe_utils.model import (
 from recipe_utils.nonfinite import FiniteSteps, NonfiniteError
 from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
 from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
-from recipe_utils.pipeline import Pipeline, num_microbatches_to_run, stages_of_rank
+from recipe_utils.pipeline import (
+    Pipeline,
+    num_microbatches_to_run,
+    splits_backward,
+    stages_of_rank,
+)
 from recipe_utils.pipeline_stages import keep_stage, layers_of_stages, ties_output
 from recipe_utils.plan import PLANS, MicrobatchCost
 from recipe_utils.prefetch import Prefetched
@@ -260,7 +265,9 @@ class FullFinetuneUpdateStep:
                 )
                 if index == self.num_stages - 1:
                     compute_loss_in_forward(
-                        part, self.loss_fn, backward_in_parts="ZeroBubble" in self.pipeline_schedule
+                        part,
+                        self.loss_fn,
+                        backward_in_parts=splits_backward(self.pipeline_schedule),
                     )
                 parts[index] = parallelize_model(
                     part,
