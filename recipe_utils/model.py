@@ -179,7 +179,7 @@ def gather_weights(
     Args:
         model: after :func:`load_weights`, or an ``nn.ModuleDict`` of the pipeline stages on this rank.
         device: where sharded weights are put together.
-        keeps: True on one rank of each pipeline stage, on rank 0 in any case: the one that sends.
+        keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
         group: a CPU (gloo) group of all ranks.
         names: of the weights of the whole model, in the order that they are returned in.
     """

@@ -91,6 +91,19 @@ def test_ranks_with_unequal_samples_run_equally_many_microbatches(unequal_steps)
             assert step["is_last"] == [False] * (most - 1) + [True]
 
 
+def test_more_microbatches_than_there_are_data_for_have_no_targets_and_are_not_counted(one_process):
+    indices = [[0, 1, 2], [3]]
+    with update_steps(SAMPLES, indices, num_microbatches_to_run=lambda n: max(n, 4)) as steps:
+        for step, of_step in zip(steps, indices, strict=True):
+            microbatches = [microbatch for microbatch, _ in step]
+            num_filled = 4 - math.ceil(len(of_step) / 2)
+            assert len(microbatches) == 4
+            assert [m.num_target_tokens for m in microbatches[-num_filled:]] == [0] * num_filled
+            assert step.num_target_tokens == num_targets([SAMPLES[i] for i in of_step])
+            assert step.num_real_tokens == sum(len(SAMPLES[i]["tokens"]) for i in of_step)
+            assert step.num_slots == sum(m.num_slots for m in microbatches[:-num_filled])
+
+
 def test_counts_and_scale_are_of_all_ranks_and_each_sample_counts_once(unequal_steps):
     for step_index, shares in enumerate(zip(*UNEQUAL, strict=True)):
         samples = [SAMPLES[i] for share in shares for i in share]
