@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torchtune import training, utils
 
 from recipe_utils.pipeline import (
@@ -252,6 +253,9 @@ def check_pipeline_parallel(
         enable_activation_offloading: excluded.
     """
     name = f"pipeline_parallel_dim={pipeline_parallel_dim}"
+    # Stages of older ones want one shape for all microbatches.
+    if TorchVersion(torch.__version__) < "2.13":
+        problems.add(f"{name}: it needs torch 2.13, this is {torch.__version__}; set it to 1")
     if num_microbatches is not None and schedule in SCHEDULES:
         to_run = num_microbatches_to_run(
             max(num_microbatches, pipeline_parallel_dim),

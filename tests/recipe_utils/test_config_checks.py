@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from recipe_utils.config_checks import (
     ConfigError,
     Problems,
     check_keys,
     check_optimizer_in_bwd,
+    check_pipeline_parallel,
     check_writable_dir,
     resolve_device,
     resolve_dtype,
@@ -169,3 +171,20 @@ def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path, below):
     file.write_text("")
     with pytest.raises(ValueError, match=r"^output_dir=.*file.*: it cannot be written to"):
         check_writable_dir("output_dir", str(file / below))
+
+
+def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu128"))
+    problems = Problems()
+    check_pipeline_parallel(
+        problems,
+        2,
+        2,
+        "1F1B",
+        num_microbatches=None,
+        tensor_parallel_dim=1,
+        optimizer_in_bwd=False,
+        enable_activation_offloading=False,
+    )
+    with pytest.raises(ConfigError, match=r"needs torch 2.13, this is 2.11.0\+cu128"):
+        problems.raise_if_any()
