@@ -30,13 +30,22 @@ def weights_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def tiny_config(weights_folder, tmp_path):
-    """Makes tiny configs whose output goes to this test's own folder."""
-
+def config_maker(weights_folder, folder):
     def make(**changes):
         config = recipe_runs.tiny_config(weights_folder, **changes)
-        config["output_dir"] = config["checkpointer"]["output_dir"] = str(tmp_path / "out")
+        config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder / "out")
         return config
 
     return make
+
+
+@pytest.fixture
+def tiny_config(weights_folder, tmp_path):
+    """Makes tiny configs whose output goes to this test's own folder."""
+    return config_maker(weights_folder, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module_config(weights_folder, tmp_path_factory):
+    """The same for what a module's tests share, in a folder of its own."""
+    return config_maker(weights_folder, tmp_path_factory.mktemp("module"))

@@ -107,21 +107,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def saved_on_two_ranks(weights_folder, tmp_path_factory):
+def saved_on_two_ranks(module_config, tmp_path_factory):
     """A config that was run on 2 ranks, its losses, and a copy of what was saved after step 3."""
-    import recipe_runs
-
-    folder = tmp_path_factory.mktemp("two")
-    shutil.copytree(weights_folder / "weights", folder / "weights")
-
-    def tiny_config(**changes):
-        return recipe_runs.tiny_config(folder, **changes)
-
-    config = config_of(tiny_config)
+    config = config_of(module_config)
     uninterrupted = losses(run_distributed(run_recipe, 2, config)[0])
     keep_only(config, 3)
-    shutil.copytree(Path(config["output_dir"], "step_3"), folder / "kept" / "step_3")
-    return config, uninterrupted, folder / "kept"
+    kept = tmp_path_factory.mktemp("two")
+    shutil.copytree(Path(config["output_dir"], "step_3"), kept / "step_3")
+    return config, uninterrupted, kept
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

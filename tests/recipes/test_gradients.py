@@ -1,35 +1,24 @@
 """The gradient of every parameter is that of one big batch, in float64, whatever the layout."""
 
+import big_batch
 import pytest
 import tiny
+from big_batch import STEP_OF_16, TOLERANCE
 from distributed_runs import run_distributed
 from recipe_runs import run_recipe_recording_gradients
-
-from recipe_utils.sampler import epoch_permutation
-
-TOLERANCE = 1e-10
-NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def model_and_reference(request):
     """A model and, per update step of 16 samples, its big-batch gradients in plain PyTorch."""
     sizes = tiny.MODEL if request.param == "tied" else tiny.UNTIED_MODEL
-    model = tiny.tiny_model(sizes).double()
-    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
-    order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
-    with tiny.float64_throughout():
-        return sizes, [
-            tiny.big_batch_gradients(model, [samples[i] for i in step])[1]
-            for step in (order[:16], order[16:])
-        ]
+    return sizes, big_batch.reference_gradients(sizes)
 
 
 def error(gradients, reference):
     """Largest deviation relative to the largest entry, over all parameters."""
     assert gradients.keys() == reference.keys()
-    scale = max(grad.abs().max() for grad in reference.values())
-    return max((gradients[n] - reference[n]).abs().max() for n in reference).item() / scale.item()
+    return big_batch.error(gradients, reference)
 
 
 LAYOUTS = {
@@ -41,15 +30,6 @@ LAYOUTS = {
     "fsdp-2-tp-2": (4, {"tensor_parallel_dim": 2}),
 }
 TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
-
-
-DATA = {
-    "_component_": "tiny.tiny_dataset",
-    "num_samples": NUM_SAMPLES,
-    "num_without_targets": 3,
-    "mask_prompts": False,
-}
-STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
 
 
 SPLITS = [

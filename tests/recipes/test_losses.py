@@ -1,10 +1,8 @@
 """Loss curves: the same for every split and layout, and those of the stock recipe and of others."""
 
-import os
-
 import pytest
 from distributed_runs import run_distributed
-from recipe_runs import run_recipe, run_stock_recipe
+from recipe_runs import run_compiled_recipe, run_recipe, run_stock_recipe
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
 NUM_STEPS = 20
@@ -54,11 +52,6 @@ def test_the_same_global_batch_gives_the_same_losses(
         assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
 
 
-def run_compiled(config):
-    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
-    return run_recipe({**config, "compile": True})
-
-
 def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, one_process_losses):
     """A budget below some samples: each of those has a row of twice the length."""
     config = tiny_config(
@@ -68,7 +61,7 @@ def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, on
         microbatching="packed",
         max_tokens_per_microbatch=39,
     )
-    (logged,) = run_distributed(run_compiled, 1, config)
+    (logged,) = run_distributed(run_compiled_recipe, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
 
 

@@ -6,27 +6,19 @@ from pathlib import Path
 
 import pytest
 import tiny
+from big_batch import STEP_OF_16, TOLERANCE, error, reference_gradients
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
     recipe_class,
+    run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipe_recording_gradients,
 )
 
 from recipe_utils import pipeline
-from recipe_utils.sampler import epoch_permutation
 
-TOLERANCE = 1e-10
-NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples
-DATA = {
-    "_component_": "tiny.tiny_dataset",
-    "num_samples": NUM_SAMPLES,
-    "num_without_targets": 3,
-    "mask_prompts": False,
-}
-STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
 MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
 
 
@@ -34,20 +26,7 @@ MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
 def model_and_reference(request):
     """A model of 4 layers and, per update step, its big-batch gradients in plain PyTorch."""
     sizes = MODELS[request.param]
-    model = tiny.tiny_model(sizes).double()
-    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
-    order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
-    with tiny.float64_throughout():
-        return sizes, [
-            tiny.big_batch_gradients(model, [samples[i] for i in step])[1]
-            for step in (order[:16], order[16:])
-        ]
-
-
-def error(gradients, reference):
-    """Largest deviation of one rank's gradients relative to the largest entry of all."""
-    scale = max(grad.abs().max() for grad in reference.values())
-    return max((grad - reference[n]).abs().max() for n, grad in gradients.items()).item() / scale
+    return sizes, reference_gradients(sizes)
 
 
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
@@ -198,15 +177,10 @@ CURVES = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def one_process(request, weights_folder):
+def one_process(request, module_config):
     """The sizes of a model, and what one process without stages logs in 10 update steps."""
-    import recipe_runs
-
-    def tiny_config(**changes):
-        return recipe_runs.tiny_config(weights_folder, **changes)
-
     sizes = MODELS[request.param]
-    (logged,) = run_distributed(run_recipe, 1, curve_config(tiny_config, sizes))
+    (logged,) = run_distributed(run_recipe, 1, curve_config(module_config, sizes))
     return sizes, figures(logged)
 
 
@@ -251,13 +225,6 @@ def test_a_norm_that_is_not_of_all_stages_would_be_seen(mutant, tiny_config, one
     assert wrong != pytest.approx(norm, rel=1e-3)
 
 
-def run_compiled(config):
-    import os
-
-    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
-    return run_recipe({**config, "compile": True})
-
-
 def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
     sizes, expected = one_process
     if sizes != tiny.DEEP_MODEL:
@@ -265,23 +232,15 @@ def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
     config = curve_config(
         tiny_config, sizes, microbatching="packed", max_tokens_per_microbatch=64, **PP_2
     )
-    logged, _ = run_distributed(run_compiled, 2, config)
+    logged, _ = run_distributed(run_compiled_recipe, 2, config)
     assert_same_curve(figures(logged), expected)
 
 
 @pytest.fixture(scope="module")
-def saved_by_two_stages(weights_folder, tmp_path_factory):
+def saved_by_two_stages(module_config, tmp_path_factory):
     """A config that was run on 2 stages, what it logged, and its checkpoint after step 4."""
-    import recipe_runs
-
-    folder = tmp_path_factory.mktemp("stages")
-    shutil.copytree(weights_folder / "weights", folder / "weights")
-
-    def tiny_config(**changes):
-        return recipe_runs.tiny_config(folder, **changes)
-
     config = curve_config(
-        tiny_config,
+        module_config,
         tiny.DEEP_MODEL,
         save_every_n_steps=4,
         keep_last_n_checkpoints=9,
@@ -289,7 +248,7 @@ def saved_by_two_stages(weights_folder, tmp_path_factory):
         **PP_2,
     )
     logged = figures(run_distributed(run_recipe, 2, config)[0])
-    kept = folder / "kept" / "step_4"
+    kept = tmp_path_factory.mktemp("stages") / "step_4"
     shutil.copytree(Path(config["output_dir"], "step_4"), kept)
     return config, [figure for figure in logged if figure[0] > 4], kept
 

@@ -1,6 +1,7 @@
 """Runs a recipe file in this process and returns what it logged."""
 
 import logging
+import os
 import runpy
 import tempfile
 from functools import cache
@@ -104,6 +105,12 @@ def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     recipe.train()
     recipe.cleanup()
     return list(ListLogger.logged)
+
+
+def run_compiled_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What :func:`run_recipe` returns with compiled layers."""
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
+    return run_recipe({**config, "compile": True})
 
 
 def run_stock_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
