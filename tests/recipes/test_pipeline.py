@@ -101,6 +101,7 @@ def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microb
 MUTANTS = {
     "the shared weight's gradients not summed": ("output_is_tied=output_is_tied", "output_is_tied=False"),
     "every rank's data counted": ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
+    "a microbatch left out": ("in copy_ahead(step, self.device)]", "in copy_ahead(step, self.device)][1:]"),
     "no scale": ("loss_sum * step.loss_scale", "loss_sum"),
 }  # fmt: skip
 
@@ -110,7 +111,7 @@ def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_refe
     sizes, reference = model_and_reference
     if sizes != tiny.DEEP_MODEL:
         pytest.skip("one model is enough")
-    config = tiny_config(model=sizes, batch_size=4, **STEP_OF_16, **PP_2)
+    config = tiny_config(model=sizes, batch_size=4, max_steps_per_epoch=1, **STEP_OF_16, **PP_2)
     ranks = run_distributed(run_recipe_recording_gradients, 2, config, MUTANTS[mutant])
     assert max(error(gradients[0], reference[0]) for gradients in ranks) > 1e-2
 
