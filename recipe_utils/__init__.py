@@ -5,7 +5,7 @@ One module per arrow of the data flow (``sampler`` -> ``samples`` -> ``plan`` ->
 (``parallelism``, ``model``, ``loss``, ``optimizer``, ``metrics``, ``profiler``, ``config_checks``).
 Functions take plain arguments and return plain torch objects; none of them reads a config.
 
-This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.registry` at every
+This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` at every
 ``import torch`` of the environment.
 """
 

@@ -31,10 +31,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, utils
 from tqdm import tqdm
 
-from recipe_utils import config_checks
+from recipe_utils import settings as config_checks
 from recipe_utils.benchmark import report
 from recipe_utils.benchmark.exactness import crafted_config
-from recipe_utils.benchmark.fed_tokens import StepContents, contents_of
+from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.peer_configs import (
     Peer,
     load_base_config,
@@ -49,9 +49,9 @@ from recipe_utils.benchmark.peers import (
     samples_in_order,
     why_skipped,
 )
-from recipe_utils.benchmark.turns import PeerDiedError, PeerProcesses, RankReport
+from recipe_utils.benchmark.token_audit import StepContents, contents_of
 from recipe_utils.benchmark.worker import write_spec
-from recipe_utils.registry import RECIPES, config_path
+from recipe_utils.tune.registry import RECIPES, config_path
 
 log = utils.get_logger("INFO")
 
@@ -76,7 +76,7 @@ class BenchmarkTokensPerSecond:
         cfg: the config.
 
     Raises:
-        recipe_utils.config_checks.ConfigError: lists everything in the config that cannot work.
+        recipe_utils.settings.ConfigError: lists everything in the config that cannot work.
     """
 
     def __init__(self, cfg: DictConfig) -> None:

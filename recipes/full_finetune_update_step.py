@@ -29,18 +29,22 @@ from torchtune.datasets import ConcatDataset
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from recipe_utils import checkpoint, config_checks, parallelism
-from recipe_utils.checkpoint_folder import find_newest_whole
-from recipe_utils.checkpoint_writer import CheckpointWriter, SaveOutcome
-from recipe_utils.collate import Microbatch
-from recipe_utils.device_copy import copy_ahead
-from recipe_utils.document_attention import attend_within_documents, other_attention
-from recipe_utils.exchange import exchange_samples
-from recipe_utils.export import ExportError, export_weights
-from recipe_utils.loss import compute_loss_in_forward
-from recipe_utils.metrics import Throughput
-from recipe_utils.microbatching import plan_and_collate
-from recipe_utils.model import (
+import recipe_utils.checkpoint.load as checkpoint
+from recipe_utils import settings as config_checks
+from recipe_utils.checkpoint.export import ExportError, export_weights
+from recipe_utils.checkpoint.folder import find_newest_whole
+from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
+from recipe_utils.data.balance import exchange_samples
+from recipe_utils.data.collate import Microbatch
+from recipe_utils.data.loader import UpdateStep, prefetch_update_steps
+from recipe_utils.data.microbatching import plan_and_collate
+from recipe_utils.data.plan import PLANS, MicrobatchCost
+from recipe_utils.data.prefetch import Prefetched
+from recipe_utils.data.sampler import epoch_permutation, num_update_steps, update_step_indices
+from recipe_utils.data.samples import CheckedDataset, fingerprint
+from recipe_utils.data.to_device import copy_ahead
+from recipe_utils.loss.head import compute_loss_in_forward
+from recipe_utils.model.build import (
     build_on_meta,
     equal_attention_length,
     gather_weights,
@@ -48,23 +52,25 @@ from recipe_utils.model import (
     parallelize_model,
     vocab_size_and_max_seq_len,
 )
-from recipe_utils.nonfinite import FiniteSteps, NonfiniteError
-from recipe_utils.optimizer import OptimizerInBackward, build_lr_scheduler, load_optimizer_state
-from recipe_utils.parallelism import clip_grad_norm_, gradient_sync, mean_over_ranks
-from recipe_utils.pipeline import (
+from recipe_utils.model.document_mask import attend_within_documents, other_attention
+from recipe_utils.model.pipeline import (
     Pipeline,
     num_microbatches_to_run,
     splits_backward,
     stages_of_rank,
 )
-from recipe_utils.pipeline_stages import keep_stage, layers_of_stages, ties_output
-from recipe_utils.plan import PLANS, MicrobatchCost
-from recipe_utils.prefetch import Prefetched
-from recipe_utils.profiler import UpdateStepProfiler
-from recipe_utils.sampler import epoch_permutation, num_update_steps, update_step_indices
-from recipe_utils.samples import CheckedDataset, fingerprint
-from recipe_utils.stop_signals import set_on_signals
-from recipe_utils.update_steps import UpdateStep, prefetch_update_steps
+from recipe_utils.model.stages import keep_stage, layers_of_stages, ties_output
+from recipe_utils.optim.nonfinite import FiniteSteps, NonfiniteError
+from recipe_utils.optim.optimizer import (
+    OptimizerInBackward,
+    build_lr_scheduler,
+    load_optimizer_state,
+)
+from recipe_utils.parallel import ranks as parallelism
+from recipe_utils.parallel.ranks import clip_grad_norm_, gradient_sync, mean_over_ranks
+from recipe_utils.run.profiler import UpdateStepProfiler
+from recipe_utils.run.stop_signals import set_on_signals
+from recipe_utils.run.throughput import Throughput
 
 log = utils.get_logger("INFO")
 
@@ -93,7 +99,7 @@ class FullFinetuneUpdateStep:
         cfg: the config; its keys are torchtune's where torchtune has one.
 
     Raises:
-        recipe_utils.config_checks.ConfigError: lists everything in the config that cannot work.
+        recipe_utils.settings.ConfigError: lists everything in the config that cannot work.
     """
 
     def __init__(self, cfg: DictConfig) -> None:

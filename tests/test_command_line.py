@@ -98,4 +98,6 @@ def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "['recipe_utils', 'recipe_utils.registry']"
+    assert (
+        done.stdout.strip() == "['recipe_utils', 'recipe_utils.tune', 'recipe_utils.tune.registry']"
+    )

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from recipe_utils.registry import config_path
+from recipe_utils.tune.registry import config_path
 
 TUNE = str(Path(sys.executable).with_name("tune"))
 

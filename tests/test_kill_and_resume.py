@@ -14,7 +14,7 @@ import yaml
 from recipe_runs import tiny_config
 
 TUNE = str(Path(sys.executable).with_name("tune"))
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_and_resume.py"
+SCRIPT = ["-m", "recipe_utils.benchmark.kill_and_resume"]
 
 
 def write_config(weights_folder, tmp_path, **changes):
@@ -38,7 +38,7 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
 ):
     path = write_config(weights_folder, tmp_path, enable_async_checkpointing=asynchronous)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--config", str(path), "--kills", "3",
+        [sys.executable, *SCRIPT, "--config", str(path), "--kills", "3",
          "--nproc_per_node", str(nproc_per_node)],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip

@@ -14,10 +14,10 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import MultiHeadAttention
 
-from recipe_utils.config_checks import Problems, check_keys
-from recipe_utils.loss import LinearCrossEntropyLoss, compute_loss_in_forward
-from recipe_utils.model import build_on_meta, vocab_size_and_max_seq_len
-from recipe_utils.registry import RECIPES, ROOT, config_path
+from recipe_utils.loss.head import LinearCrossEntropyLoss, compute_loss_in_forward
+from recipe_utils.model.build import build_on_meta, vocab_size_and_max_seq_len
+from recipe_utils.settings import Problems, check_keys
+from recipe_utils.tune.registry import RECIPES, ROOT, config_path
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 DEFAULT = "llama3_2/5M_full_update_step"

@@ -20,7 +20,7 @@ from torchtune import training
 from torchtune.utils import get_device
 
 from recipe_utils.benchmark.peers import IGNORE_INDEX, Gradients
-from recipe_utils.samples import Sample
+from recipe_utils.data.samples import Sample
 
 BATCH_SIZE, GRADIENT_ACCUMULATION_STEPS = 2, 4
 

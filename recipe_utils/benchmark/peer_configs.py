@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.benchmark.peers import OWN_KEYS, STOCK_LOSS, UPDATE_STEP_RECIPE
-from recipe_utils.config_checks import resolve_device, resolve_gradient_accumulation_steps
-from recipe_utils.registry import config_path
+from recipe_utils.settings import resolve_device, resolve_gradient_accumulation_steps
+from recipe_utils.tune.registry import config_path
 
 ALL_PEERS = {
     "epochs": 1,
@@ -20,7 +20,7 @@ ALL_PEERS = {
     "save_every_n_minutes": None,
     "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
-    "metric_logger": {"_component_": "recipe_utils.benchmark.turns.LossLogger"},
+    "metric_logger": {"_component_": "recipe_utils.benchmark.interleave.LossLogger"},
     "profiler": None,
 }
 """What a benchmark needs whatever the configs say."""

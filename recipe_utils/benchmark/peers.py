@@ -26,11 +26,11 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
-from recipe_utils.benchmark.turns import LossLogger
-from recipe_utils.parallelism import world_size_from_env
-from recipe_utils.registry import ROOT
-from recipe_utils.sampler import epoch_permutation
-from recipe_utils.samples import Sample
+from recipe_utils.benchmark.interleave import LossLogger
+from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.samples import Sample
+from recipe_utils.parallel.ranks import world_size_from_env
+from recipe_utils.tune.registry import ROOT
 
 Gradients = Callable[[], dict[str, Tensor]]
 """Returns the full gradient of each parameter, by its name in torchtune's model. On every rank."""

@@ -15,10 +15,10 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe_utils.benchmark import exactness
-from recipe_utils.benchmark.fed_tokens import FedTokens
+from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
 from recipe_utils.benchmark.peer_configs import Peer
 from recipe_utils.benchmark.peers import KINDS
-from recipe_utils.benchmark.turns import Gate, end_with_the_benchmark
+from recipe_utils.benchmark.token_audit import FedTokens
 
 
 def write_spec(

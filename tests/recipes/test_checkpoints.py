@@ -29,8 +29,8 @@ from recipe_runs import (
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from recipe_utils import update_steps
-from recipe_utils.stop_signals import set_on_signals
+from recipe_utils.data import loader as update_steps
+from recipe_utils.run.stop_signals import set_on_signals
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}

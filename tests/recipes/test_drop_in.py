@@ -14,7 +14,7 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
-from recipe_utils.loss import compute_loss_in_forward
+from recipe_utils.loss.head import compute_loss_in_forward
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK = sorted(
@@ -65,7 +65,7 @@ def test_stock_configs_train(world_size, kind, tiny_config):
 @pytest.mark.parametrize("stock", STOCK)
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
-    from recipe_utils.model import build_on_meta, vocab_size_and_max_seq_len
+    from recipe_utils.model.build import build_on_meta, vocab_size_and_max_seq_len
 
     if "vision" in stock:
         pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py

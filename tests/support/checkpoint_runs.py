@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_utils.checkpoint import TrainingState
-from recipe_utils.checkpoint_folder import check_checksums, read_marker
-from recipe_utils.checkpoint_writer import CheckpointWriter
-from recipe_utils.optimizer import OptimizerInBackward
-from recipe_utils.parallelism import ParallelDims, build_mesh, new_cpu_group, shard_model
+from recipe_utils.checkpoint.folder import check_checksums, read_marker
+from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.checkpoint.save import CheckpointWriter
+from recipe_utils.optim.optimizer import OptimizerInBackward
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh, new_cpu_group, shard_model
 
 RECIPE = "tiny"
 MAKE_OPTIMIZER = {

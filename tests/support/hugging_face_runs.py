@@ -6,7 +6,7 @@ from typing import Any
 import tiny
 from recipe_runs import tiny_config
 
-from recipe_utils.sampler import epoch_permutation
+from recipe_utils.data.sampler import epoch_permutation
 
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 
@@ -16,7 +16,7 @@ def config(folder: Path) -> dict[str, Any]:
     return tiny_config(
         folder,
         checkpointer={
-            "_component_": "recipe_utils.fresh_weights.fresh_llama_checkpointer",
+            "_component_": "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer",
             "model": tiny.MODEL,
             "checkpoint_dir": f"{folder}/fresh",
             "output_dir": f"{folder}/out",

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
 
-from recipe_utils.checkpoint_tensors import parameters_by_name
-from recipe_utils.registry import ROOT
+from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.tune.registry import ROOT
 
 WEIGHTS = {
     "weights.pt": tiny.MODEL,

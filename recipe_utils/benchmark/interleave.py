@@ -1,0 +1,319 @@
+"""One peer computes at a time, one optimizer step per turn.
+
+All peers are alive at once, each in processes of its own. After each optimizer step a peer's ranks
+report to the benchmark and block until their next turn. The peers' code is not touched: PyTorch calls
+a hook after every optimizer step of a process.
+
+Meanwhile the operating system keeps them stopped with all their threads. A thread that prepares data
+ahead, or one of OpenMP's that spins, would otherwise work in the time of other peers, which slows
+these and is free for its own.
+
+The time of a step is from "go" to the end of the next optimizer step on the slowest rank, read from
+the benchmark's clock. What a peer does between two steps (logging, fetching data) lies inside of it.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from recipe_utils.benchmark.token_audit import FedTokens
+
+_GO, _FINISH = "go", "finish"
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+@dataclass
+class RankReport:
+    """What one rank says after an optimizer step."""
+
+    num_slots: int
+    """Positions that went through its model since the last report, padding included."""
+    fingerprint: int
+    """Of the tokens among them, see :func:`recipe_utils.benchmark.token_audit.fingerprint`."""
+    peak_memory_bytes: int
+    """Of the process so far; on CUDA, of the allocator."""
+    idle_cpu_seconds: float
+    """CPU time that its threads took between the last report and "go", although they were stopped."""
+    losses: list[float] = field(default_factory=list)
+    """Logged since the last report [nats per target token]; a recipe logs after its step, so they
+    come one turn late."""
+
+
+# ---- In a peer's process -------------------------------------------------------------------------
+
+
+class Gate:
+    """Stops this process after each optimizer step until its next turn.
+
+    Args:
+        pipe: to the benchmark.
+        fed_tokens: counts what goes into the model.
+        device: where the model is.
+    """
+
+    def __init__(self, pipe: Connection, fed_tokens: FedTokens, device: torch.device) -> None:
+        self._pipe = pipe
+        self._fed_tokens = fed_tokens
+        self._device = device
+        self._losses: list[float] = []
+        self._idle_cpu_seconds = 0.0
+        self._is_finishing = False
+
+    def install(self) -> None:
+        """From now on every optimizer step of the process ends a turn."""
+        register_optimizer_step_post_hook(self._end_turn)
+        LossLogger.gate = self
+
+    def wait_for_turn(self) -> None:
+        """Returns when the benchmark says so; ends the process if the benchmark is gone."""
+        started = time.process_time()
+        try:
+            turn = self._pipe.recv()
+        except EOFError:
+            os._exit(1)
+        self._idle_cpu_seconds = time.process_time() - started
+        self._is_finishing = turn == _FINISH
+
+    def add_loss(self, loss: float) -> None:
+        """Takes a step's loss; the one of the last step also ends the process."""
+        self._losses.append(loss)
+        if self._is_finishing:
+            self._report()
+            # No exception: recipes and trainers would save a checkpoint or tidy up on their way out.
+            os._exit(0)
+
+    def _end_turn(self, _: Optimizer, __: Any, ___: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._report()
+        self.wait_for_turn()
+
+    def _report(self) -> None:
+        num_slots, fingerprint = self._fed_tokens.read_and_restart()
+        report = RankReport(
+            num_slots,
+            fingerprint,
+            _peak_memory_bytes(self._device),
+            self._idle_cpu_seconds,
+            self._losses,
+        )
+        try:
+            self._pipe.send(report)
+        except BrokenPipeError:
+            os._exit(1)
+        self._losses = []
+
+
+class LossLogger(MetricLoggerInterface):
+    """A metric logger that hands each step's loss to the gate of its process."""
+
+    gate: Gate | None = None
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        """Takes ``payload["loss"]``; everything else is left out."""
+        if LossLogger.gate is not None and "loss" in payload:
+            LossLogger.gate.add_loss(float(payload["loss"]))
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        """Takes ``data`` if ``name`` is ``"loss"``."""
+        self.log_dict({name: data}, step)
+
+    def log_config(self, config: Any) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def end_with_the_benchmark() -> None:
+    """Makes Linux kill this process as soon as the one that started it is gone.
+
+    A process that is stopped could not notice by itself.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError):
+        # Not ru_maxrss where this exists: Linux starts a child's at the size of its parent.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ---- In the benchmark's process ------------------------------------------------------------------
+
+
+class PeerDiedError(RuntimeError):
+    """A peer's process ended or went silent; the message has the last lines it wrote."""
+
+
+class PeerProcesses:
+    """The ranks of one running peer.
+
+    They are started directly, with the environment that torchrun sets, and not through it: the
+    benchmark must be able to end all of them at any moment.
+
+    Args:
+        name: of the peer.
+        spec_path: what its worker reads, see :mod:`recipe_utils.benchmark.worker`.
+        num_ranks: processes; with one there is no launcher's environment.
+        log_path: ``{rank}`` in it is replaced; each rank's output goes there.
+        timeout_seconds: how long to wait for any message.
+    """
+
+    def __init__(
+        self, name: str, spec_path: Path, num_ranks: int, log_path: Path, timeout_seconds: float
+    ) -> None:
+        self.name = name
+        self._timeout_seconds = timeout_seconds
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._log_paths = [Path(str(log_path).format(rank=rank)) for rank in range(num_ranks)]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        environments = _environments(num_ranks)
+        try:
+            for rank_log_path, environment in zip(self._log_paths, environments, strict=True):
+                ours, theirs = Pipe()
+                with theirs, open(rank_log_path, "wb") as output:
+                    self._pipes.append(ours)
+                    process = subprocess.Popen(
+                        # -P: the working directory must not come before the installed packages.
+                        [sys.executable, "-P", "-m", "recipe_utils.benchmark.worker",
+                         str(spec_path), str(theirs.fileno())],
+                        env=environment,
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # a process group to signal; Ctrl-C does not reach it
+                    )  # fmt: skip
+                    self._processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def take_turn(self) -> tuple[float, list[Any]]:
+        """Lets the peer go on to its next message: the end of its next optimizer step.
+
+        Returns:
+            How long it took on the slowest rank [seconds], and what each rank says.
+
+        Raises:
+            PeerDiedError: a rank ended without a message, or the time is up.
+        """
+        started = time.perf_counter()
+        self._go(_GO)
+        deadline = time.monotonic() + self._timeout_seconds
+        messages = [self._receive_from(rank, deadline) for rank in range(len(self._pipes))]
+        seconds = time.perf_counter() - started
+        self._signal_all(signal.SIGSTOP)
+        return seconds, messages
+
+    def finish(self) -> list[float]:
+        """Ends the peer after its last turn.
+
+        Returns:
+            The losses that rank 0 had not reported yet [nats per target token].
+
+        Raises:
+            PeerDiedError: it ended before it logged the last one.
+        """
+        self._go(_FINISH)
+        deadline = time.monotonic() + self._timeout_seconds
+        losses = self._receive_from(0, deadline).losses
+        self.kill()
+        return losses
+
+    def kill(self) -> None:
+        """Ends the ranks and whatever they started, now; does nothing the second time."""
+        self._signal_all(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _go(self, turn: str) -> None:
+        self._signal_all(signal.SIGCONT)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(turn)
+            except OSError:
+                raise self._died(rank) from None
+
+    def _signal_all(self, signal_number: signal.Signals) -> None:
+        """To the ranks and to what they started, such as DataLoader workers."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_number)
+
+    def _receive_from(self, rank: int, deadline: float) -> Any:
+        pipe, process = self._pipes[rank], self._processes[rank]
+        while True:
+            # Asked for before the pipe: what a rank sent before it ended still counts.
+            has_ended = process.poll() is not None
+            try:
+                if pipe.poll(0 if has_ended else 0.5):
+                    return pipe.recv()
+            except (EOFError, OSError):
+                raise self._died(rank) from None
+            if has_ended:
+                raise self._died(rank)
+            if time.monotonic() > deadline:
+                raise self._died(rank, f"said nothing for {self._timeout_seconds:g} s")
+
+    def _died(self, rank: int, what: str = "") -> PeerDiedError:
+        if not what:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[rank].wait(timeout=10)
+            what = f"ended with exit code {self._processes[rank].returncode}"
+        path = self._log_paths[rank]
+        lines = path.read_text(errors="replace").rstrip().splitlines()[-8:]
+        text = "\n".join(f"    {line}" for line in lines)
+        return PeerDiedError(f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}")
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    """The environment of each rank, as torchrun would set it."""
+    common = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    if num_ranks == 1:
+        return [common]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    common = {"OMP_NUM_THREADS": str(threads), **common}
+    return [
+        {
+            **common,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(num_ranks)
+    ]

@@ -1,0 +1,96 @@
+"""Measures what a microbatch costs, and fits the constants of recipe_utils.data.plan.MicrobatchCost.
+
+    python -m recipe_utils.benchmark.microbatch_cost                        # the embedded model on this machine
+    python -m recipe_utils.benchmark.microbatch_cost --config my.yaml device=cuda dtype=bf16
+
+Forward and backward of padded microbatches of many shapes, half of their slots targets, in random order and
+several times each; medians are fitted with seconds = a * slots + b * slots * longest + c, by least squares of
+relative errors. Then overhead_slots = c / a and equal_attention_length = a / b, which the last lines compare
+with what is used.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from functools import partial
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import config, training
+
+from recipe_utils.data.collate import Targets
+from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
+from recipe_utils.loss.head import compute_loss_in_forward
+from recipe_utils.model.build import equal_attention_length, vocab_size_and_max_seq_len
+from recipe_utils.tune.registry import config_path
+
+
+def main() -> None:
+    """Prints the measurements and the fit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=str(config_path("llama3_2/5M_full_update_step")))
+    parser.add_argument("--max_slots", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    cfg = OmegaConf.merge(OmegaConf.load(args.config), OmegaConf.from_dotlist(args.overrides))
+
+    torch.manual_seed(0)
+    device = torch.device(cfg.device)
+    with training.set_default_dtype(training.get_dtype(cfg.dtype, device)), device:
+        model = config.instantiate(cfg.model)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    compute_loss_in_forward(model, config.instantiate(cfg.loss))
+
+    longest_sample = vocab_size_and_max_seq_len(model)[1]
+    shapes = [
+        (rows, longest)
+        for longest in (2**power for power in range(4, 20))
+        for rows in (2**power for power in range(12))
+        if longest <= longest_sample and rows * longest <= args.max_slots
+    ]
+    seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    for _ in range(args.repeats + 1):  # the first warms up
+        for shape in random.sample(shapes, len(shapes)):
+            seconds[shape].append(time_of(model, *shape, device))
+    medians = {shape: statistics.median(times[1:]) for shape, times in seconds.items()}
+
+    terms = np.array([(r * s, r * s * s, 1.0) for r, s in shapes])
+    times = np.array([medians[shape] for shape in shapes])
+    (a, b, c), *_ = np.linalg.lstsq(terms / times[:, None], np.ones(len(times)), rcond=None)
+    fitted = terms @ (a, b, c)
+    print("| rows x longest | slots | median [ms] | fitted [ms] |")
+    print("| --- | --- | --- | --- |")
+    for (rows, longest), measured, fit in zip(shapes, times, fitted, strict=True):
+        print(f"| {rows} x {longest} | {rows * longest} | {measured * 1e3:.2f} | {fit * 1e3:.2f} |")
+    print(f"\nMedian relative error of the fit: {np.median(np.abs(fitted / times - 1)):.1%}")
+    print(f"overhead_slots: fitted {c / a:.0f}, used {MicrobatchCost().overhead_slots:.0f}")
+    theory = equal_attention_length(model) * ATTENTION_SLOWNESS
+    print(
+        f"equal_attention_length: fitted {a / b:.0f}, N / (L * d) {theory:.0f}; "
+        f"attention's slowness: fitted {theory * b / a:.1f}, used {ATTENTION_SLOWNESS:.1f}"
+    )
+
+
+def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> float:
+    """Of one forward and backward [seconds]."""
+    vocab_size = vocab_size_and_max_seq_len(model)[0]
+    tokens = torch.randint(vocab_size, (rows, longest), device=device)
+    positions = torch.arange(0, rows * longest, 2, device=device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    model(tokens, targets=Targets(tokens, positions)).backward()
+    synchronize()
+    elapsed = time.perf_counter() - start
+    model.zero_grad(set_to_none=False)  # accumulate, as all microbatches but the first of a step do
+    return elapsed
+
+
+if __name__ == "__main__":
+    main()

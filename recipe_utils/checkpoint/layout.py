@@ -1,0 +1,283 @@
+"""Which rank writes which part of which tensor, and which parts a rank with other shards reads.
+
+torch.distributed.checkpoint decides both. The files are ours: its own ones are pickled.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from recipe_utils.files import CheckpointError, TensorFile, dtype_name, dtype_of
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with a rank's part of the tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class SaveLayout:
+    """Who writes what."""
+
+    names: list[str]
+    """Tensors of which this rank writes its part."""
+    index: dict[str, Any]
+    """What ``tensors.json`` says; on rank 0, empty on the others."""
+
+
+def plan_save(
+    tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
+) -> SaveLayout:
+    """Agrees on who writes what: every part of every tensor once, about as much on each rank.
+
+    All ranks together. It takes a good part of a second for a thousand tensors, and more on many
+    ranks; the result holds as long as :func:`layout_of` stays the same on all.
+
+    Args:
+        tensors: by name, of all ranks; sharded, or the same on all.
+        rank: of this process.
+        group: a CPU (gloo) group of all ranks.
+
+    Raises:
+        ValueError: on all ranks; a tensor that a checkpoint cannot hold.
+    """
+    planned = _Planned(rank)
+    try:
+        save(
+            dict(tensors),
+            storage_writer=planned,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint: {describe_failures(error)}") from error
+    return SaveLayout(planned.names, planned.index)
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """All that :func:`plan_save` looks at on this rank, to tell whether an earlier result holds."""
+    return [
+        (name, tensor.shape, tensor.dtype, isinstance(tensor, DTensor) and tensor.placements)
+        for name, tensor in tensors.items()
+    ]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors as they are now, which the next update step does not change.
+
+    Args:
+        tensors: by name.
+        copies: where to, kept from one call for the next; filled as needed.
+    """
+    for name, tensor in tensors.items():
+        copy = copies.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copies[name] = copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        copy.copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return {name: copies[name] for name in tensors}
+
+
+class _Planned(StorageWriter):
+    """Notes what torch.distributed.checkpoint would have this rank write, and writes nothing."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.names: list[str] = []
+        self.index: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.names = [item.index.fqn for item in plan.items]
+        assert len(set(self.names)) == len(self.names), f"rank {self._rank} has two parts of one"
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(i.index, 0, rank_file(self._rank)) for i in plan.items])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Runs on rank 0."""
+        parts = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            dtype = dtype_name(tensor.properties.dtype)
+            self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
+            parts.update({(name, chunk.offsets): chunk.sizes for chunk in tensor.chunks})
+        for result in (result for rank in results for result in rank):
+            offset = result.index.offset
+            assert offset is not None
+            self.index[result.index.fqn]["parts"].append(
+                {
+                    "file": result.storage_data,
+                    "offset": list(offset),
+                    "shape": list(parts[result.index.fqn, offset]),
+                }
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
+    """The metadata of torch.distributed.checkpoint from what ``tensors.json`` says.
+
+    Args:
+        index: from the file.
+        files: names of the checkpoint's files; nothing else is ever opened.
+
+    Raises:
+        CheckpointError: it says something that :func:`plan_save` does not.
+    """
+    metadata: dict[str, Any] = {}
+    storage: dict[MetadataIndex, str] = {}
+    known = frozenset(files)
+    try:
+        for name, tensor in index.items():
+            chunks = []
+            for part in tensor["parts"]:
+                chunk = ChunkStorageMetadata(torch.Size(part["offset"]), torch.Size(part["shape"]))
+                chunks.append(chunk)
+                if part["file"] not in known:
+                    raise ValueError(f"{part['file']} is no file of the checkpoint")
+                storage[MetadataIndex(name, chunk.offsets)] = part["file"]
+            shape = torch.Size(tensor["shape"])
+            if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+                raise ValueError(f"the parts of {name} do not make up {tuple(shape)}")
+            properties = TensorProperties(dtype=dtype_of(tensor["dtype"]))
+            metadata[name] = TensorStorageMetadata(properties, shape, chunks)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"tensors.json: it does not list tensors ({error!r})") from error
+    return Metadata(metadata, storage_data=storage)
+
+
+def read_tensors(
+    path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Reads from a checkpoint into tensors, all ranks together, each what it holds of them.
+
+    Args:
+        path: of the checkpoint.
+        metadata: of :func:`read_index`.
+        tensors: by name, of the saved shapes and dtypes, sharded in any way.
+        group: a CPU (gloo) group of all ranks.
+
+    Raises:
+        CheckpointError: on all ranks; a file does not hold what the index says. Names it.
+    """
+    try:
+        load(
+            dict(tensors),
+            storage_reader=_Reader(path, metadata),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(describe_failures(error)) from error
+
+
+class _Reader(StorageReader):
+    """Reads the parts of tensors that torch.distributed.checkpoint asks for."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__()
+        self._path = path
+        self._metadata = metadata
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
+        for file_name, items in sorted(by_file.items()):
+            file = TensorFile(self._path / file_name)
+            for item in items:
+                slices = tuple(
+                    slice(offset, offset + length)
+                    for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+                )
+                part = file.read(item.storage_index.fqn, slices)
+                target = planner.resolve_tensor(item).detach()
+                if part.shape != target.shape or part.dtype != target.dtype:
+                    raise CheckpointError(
+                        f"{self._path / file_name}: {item.storage_index.fqn} has {part.dtype} "
+                        f"{tuple(part.shape)} where tensors.json says {target.dtype} "
+                        f"{tuple(target.shape)}"
+                    )
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def describe_failures(error: CheckpointException) -> str:
+    """Which ranks failed in torch.distributed.checkpoint, and why.
+
+    Raises:
+        KeyboardInterrupt: that was the failure; it gets wrapped like any other.
+    """
+    for cause, _ in error.failures.values():
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from error
+    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())

@@ -1,0 +1,253 @@
+"""Saves step checkpoints, at once or behind the next update steps.
+
+A save that fails is no reason to stop training: all ranks learn of it, and the last whole checkpoint
+stays.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recipe_utils.checkpoint.folder import (
+    FORMAT,
+    FORMAT_VERSION,
+    publish,
+    remove_leftovers,
+    remove_older,
+    step_folder,
+    temporary_folder,
+)
+from recipe_utils.checkpoint.layout import (
+    SaveLayout,
+    copy_to_cpu,
+    layout_of,
+    local_part,
+    plan_save,
+    rank_file,
+)
+from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, RANDOM, TrainingState
+from recipe_utils.checkpoint.random_state import get_random_state
+from recipe_utils.checkpoint.tensors import (
+    AnyOptimizer,
+    merge_descriptions,
+    model_tensors,
+    optimizer_contents,
+)
+from recipe_utils.files import FileFacts, write_atomically, write_tensors
+from recipe_utils.parallel.ranks import gather_objects
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """What became of a save; the same on all ranks."""
+
+    global_step: int
+    path: Path | None
+    """Of the whole checkpoint; None if it could not be saved."""
+    error: str | None = None
+    """Why it could not be saved; names the rank and the file."""
+    warning: str | None = None
+    """Why older checkpoints could not be removed."""
+
+
+class CheckpointWriter:
+    """Saves step checkpoints, all ranks together, at once or behind the next update steps.
+
+    Every method is to be called by all ranks alike, from the thread that trains. What a killed run
+    has left half written in ``folder`` is removed at the start.
+
+    Args:
+        folder: for the checkpoints; every rank must see the same. Nothing outside is touched.
+        keep_last_n: whole checkpoints to keep, the newest ones; None keeps all.
+        group: a CPU (gloo) group of all ranks that nothing else uses. Its timeout bounds how long the
+            fastest rank's writing may wait for the slowest's.
+        asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread
+            writes them. The copies stay allocated, for the next save.
+
+    Raises:
+        ValueError: ``keep_last_n`` is below 1.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        keep_last_n: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        if keep_last_n is not None and keep_last_n < 1:
+            raise ValueError(f"keep_last_n_checkpoints={keep_last_n}: it must be at least 1")
+        self._folder = Path(folder)
+        self._keep_last_n = keep_last_n
+        self._group = group
+        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._layout: SaveLayout | None = None
+        self._layout_here: list[Any] = []
+        self._names_are_alike = True
+        self._copies: dict[str, Tensor] | None = {} if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._in_flight: Future[SaveOutcome] | None = None
+        self._interrupt: BaseException | None = None
+        if self._rank == 0:
+            remove_leftovers(self._folder)
+
+    def save(
+        self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState
+    ) -> SaveOutcome | None:
+        """Saves a checkpoint as ``step_N``; waits for the save before, if that is still in flight.
+
+        Nothing is changed in the model or the optimizer, and no random number is drawn.
+
+        Args:
+            model: sharded, or the same on all ranks, or the pipeline stages of each.
+            optimizer: its state may still be empty.
+            state: the same on all ranks.
+
+        Returns:
+            What became of this save; when asynchronous, of the one before if it had to be waited
+            for, else None.
+
+        Raises:
+            ValueError: model, optimizer or ``state`` have something that a checkpoint cannot hold.
+            KeyboardInterrupt: after the other ranks have been told that this save failed.
+        """
+        finished = self.wait()
+        tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+        optimizer_tensors, description = optimizer_contents(model, optimizer)
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
+        try:
+            documents = {"state.json": json.dumps(asdict(state), indent=1).encode()}
+        except TypeError as error:
+            raise ValueError(f"state: a checkpoint cannot hold it ({error})") from error
+        random = {RANDOM + name: tensor for name, tensor in get_random_state().items()}
+
+        temporary = temporary_folder(self._folder, state.global_step)
+        if self._rank == 0:  # of a save that failed, and could not even remove what it had written
+            shutil.rmtree(temporary, ignore_errors=True)
+        layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
+        if not self._names_are_alike:
+            description = merge_descriptions(gather_objects(description, self._group))
+        mine = {name: local_part(tensors[name]) for name in layout.names}
+        problem = None
+        if self._copies is not None:
+            mine, problem = self._attempt(partial(copy_to_cpu, mine, self._copies))
+
+        def write() -> SaveOutcome:
+            if self._rank == 0:
+                documents["optimizer.json"] = json.dumps(description).encode()
+                documents["tensors.json"] = json.dumps(layout.index).encode()
+            marker = {"recipe": state.recipe, "global_step": state.global_step}
+            return self._write(temporary, (mine or {}) | random, documents, marker, problem)
+
+        if self._thread is None:
+            outcome = write()
+            interrupt, self._interrupt = self._interrupt, None
+            if interrupt is not None:
+                raise interrupt
+            return outcome
+        self._in_flight = self._thread.submit(write)
+        return finished
+
+    def wait(self) -> SaveOutcome | None:
+        """Waits for the save in flight and says what became of it; None if there was none."""
+        if self._in_flight is None:
+            return None
+        outcome = self._in_flight.result()
+        self._in_flight = None
+        return outcome
+
+    def close(self) -> SaveOutcome | None:
+        """Waits as :meth:`wait` does, ends the thread and frees the copies.
+
+        To be called before the process group is destroyed.
+        """
+        outcome = self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._copies = {}
+        return outcome
+
+    def _agree_on_layout(self, tensors: Mapping[str, Tensor]) -> SaveLayout:
+        """The last save's, if that still holds on all ranks; planning anew is slow."""
+        layout_here = layout_of(tensors)
+        if not all(gather_objects(layout_here == self._layout_here, self._group)):
+            self._layout = plan_save(tensors, self._rank, self._group)
+            self._layout_here = layout_here
+            names = gather_objects(sorted(tensors), self._group)
+            self._names_are_alike = all(of_rank == names[0] for of_rank in names)
+        assert self._layout is not None
+        return self._layout
+
+    def _write(
+        self,
+        temporary: Path,
+        tensors: Mapping[str, Tensor],
+        documents: Mapping[str, bytes],
+        marker: dict[str, Any],
+        problem: str | None,
+    ) -> SaveOutcome:
+        """Writes this rank's files and, once every rank has, makes them a checkpoint."""
+        step = marker["global_step"]
+        try:
+            files, error = None, problem
+            if problem is None:
+                files, error = self._attempt(
+                    partial(self._write_files, temporary, tensors, documents)
+                )
+            reports = gather_objects((files, error), self._group)
+            errors = [f"rank {rank}: {e}" for rank, (_, e) in enumerate(reports) if e]
+            warning = None
+            if not errors and self._rank == 0:
+                marker |= {"format": FORMAT, "version": FORMAT_VERSION, "world_size": len(reports)}
+                marker["files"] = {
+                    name: facts for part, _ in reports for name, facts in part.items()
+                }
+                final = step_folder(self._folder, step)
+                _, error = self._attempt(partial(publish, temporary, final, marker))
+                errors = [f"rank 0: {error}"] if error else []
+                if not errors and self._keep_last_n is not None:
+                    _, warning = self._attempt(
+                        partial(
+                            remove_older, self._folder, step, self._keep_last_n, marker["recipe"]
+                        )
+                    )
+            if errors:
+                self._remove(temporary)
+            errors, warning = gather_objects((errors, warning), self._group)[0]
+        except RuntimeError as lost:  # a rank is gone; the next start removes what this one leaves
+            return SaveOutcome(step, None, error=f"the ranks could not agree: {lost}")
+        if errors:
+            return SaveOutcome(step, None, error="; ".join(errors))
+        return SaveOutcome(step, step_folder(self._folder, step), warning=warning)
+
+    def _write_files(
+        self, temporary: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]
+    ) -> dict[str, FileFacts]:
+        temporary.mkdir(parents=True, exist_ok=True)
+        files = {rank_file(self._rank): write_tensors(temporary / rank_file(self._rank), tensors)}
+        if self._rank == 0:
+            for name, content in documents.items():
+                files[name] = write_atomically(temporary / name, content)
+        return files
+
+    def _attempt(self, write: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What ``write`` returned, or why it did not; the other ranks must learn of it."""
+        try:
+            return write(), None
+        except Exception as error:
+            return None, str(error) or type(error).__name__
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            return None, type(interrupt).__name__
+
+    def _remove(self, temporary: Path) -> None:
+        if self._rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)

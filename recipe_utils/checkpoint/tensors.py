@@ -1,0 +1,291 @@
+"""The tensors of a model and its optimizer by parameter name, whatever the wrapping and the grouping."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recipe_utils.files import CheckpointError, dtype_name
+from recipe_utils.optim.optimizer import OptimizerInBackward
+
+AnyOptimizer = Optimizer | OptimizerInBackward
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_STAGE = re.compile(r"^stage_\d+\.")
+# How a step is computed, not what: the resumed run's own choice stands.
+_IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the name that they have without any wrapper.
+
+    The names are those of the modules, so that a run with other wrappers (activation checkpointing,
+    compile) finds them. Weights that modules share are there once.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without a backward (validation) leaves the root's parameters unsharded.
+            module.reshard()
+    tensors = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return {_unwrapped(name): tensor.detach() for name, tensor in tensors.items()}
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of :func:`model_tensors` themselves."""
+    model_tensors(model)
+    return {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return _STAGE.sub("", name)
+
+
+def optimizer_contents(
+    model: nn.Module, optimizer: AnyOptimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state by parameter name; nothing is initialised and no step is taken.
+
+    Args:
+        model: the optimizer's parameters.
+        optimizer: of any kind whose state is tensors and plain values.
+
+    Returns:
+        ``PARAMETER.KEY`` -> tensor; and what JSON can hold: ``state``, parameter -> key -> None for
+        a tensor and ``[value]`` for a plain one, and ``groups``, each with its ``names`` and
+        ``options``.
+
+    Raises:
+        ValueError: a state or an option that a checkpoint cannot hold; names it.
+    """
+    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
+    tensors: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for part, group in _groups(optimizer):
+        where = f"optimizer={type(part).__name__}"
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError(f"{where}: it has a parameter that the model has not")
+        options = {
+            key: _plain(value, f"{where}: its option {key}")
+            for key, value in group.items()
+            if key not in _IMPLEMENTATION_OPTIONS
+        }
+        members = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"names": members, "options": options})
+        for name, parameter in zip(members, group["params"], strict=True):
+            for key, value in part.state.get(parameter, {}).items():
+                what = f"{where}: its state {key} of {name}"
+                if isinstance(value, Tensor):
+                    _check_storable(value, what)
+                    tensors[f"{name}.{key}"] = value.detach()
+                    state.setdefault(name, {})[key] = None
+                else:
+                    state.setdefault(name, {})[key] = [_plain(value, what)]
+    return tensors, {"state": state, "groups": groups}
+
+
+def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What :func:`optimizer_contents` says of the whole model, from what it says of each rank's stages.
+
+    Args:
+        descriptions: one of each rank; their groups have the same options.
+    """
+    merged: dict[str, Any] = {"state": {}, "groups": []}
+    for description in descriptions:
+        merged["state"] |= description["state"]
+    for groups in zip(*(description["groups"] for description in descriptions), strict=True):
+        names = dict.fromkeys(name for group in groups for name in group["names"])
+        merged["groups"].append({"names": list(names), "options": groups[0]["options"]})
+    return merged
+
+
+def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    parts: Iterable[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else ()
+    if isinstance(optimizer, OptimizerInBackward):
+        parts = optimizer.optim_map.values()
+    for part in parts:
+        for group in part.param_groups:
+            yield part, group
+
+
+def _check_storable(value: Tensor, what: str) -> None:
+    local = value
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        if any(isinstance(placement, Partial) for placement in value.placements):
+            raise ValueError(f"{what}: its parts on the ranks are summands, which cannot be saved")
+    if is_traceable_wrapper_subclass(local):
+        raise ValueError(
+            f"{what} is a {type(local).__name__}, which step checkpoints cannot hold; use an "
+            "optimizer with plain tensors"
+        )
+    dtype_name(local.dtype)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """``value`` as JSON gives it back."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, what) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{what} is a {type(value).__name__}, which step checkpoints cannot hold")
+
+
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    description: Mapping[str, Any],
+    saved: Mapping[str, TensorStorageMetadata],
+    names_elsewhere: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """Gives an optimizer the options and the plain values of a checkpoint, and room for its tensors.
+
+    Nothing is changed if something does not fit. The grouping of the parameters may differ, as it
+    does between an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
+
+    Args:
+        model: the optimizer's parameters, sharded or not.
+        optimizer: of the kind that was saved.
+        description: the second result of :func:`optimizer_contents`.
+        saved: shape and dtype of the tensors, named as in its first.
+        names_elsewhere: parameters that other pipeline stages step.
+
+    Returns:
+        The optimizer's new state tensors, to be read into; named likewise, sharded as the parameters.
+
+    Raises:
+        CheckpointError: parameters or options that do not fit; names them.
+    """
+    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
+    options_of = {
+        name: group["options"] for group in description["groups"] for name in group["names"]
+    }
+    current = [names.get(id(p), "?") for _, group in _groups(optimizer) for p in group["params"]]
+    lacking = set(current) - options_of.keys()
+    superfluous = options_of.keys() - set(current) - set(names_elsewhere)
+    if lacking or superfluous:
+        raise CheckpointError(
+            "optimizer: it steps other parameters than when it was saved; new: "
+            f"{_some(lacking)}; no longer: {_some(superfluous)}"
+        )
+
+    tensors: dict[str, Tensor] = {}
+    new_options, new_states = [], []
+    for part, group in _groups(optimizer):
+        members = [names[id(parameter)] for parameter in group["params"]]
+        options = options_of[members[0]] if members else {}
+        differing = [name for name in members if options_of[name] != options]
+        ours = group.keys() - _IMPLEMENTATION_OPTIONS
+        if differing:
+            raise CheckpointError(
+                f"optimizer: {members[0]} and {differing[0]} are in one group, but were saved with "
+                f"{options} and {options_of[differing[0]]}"
+            )
+        # A scheduler adds initial_lr.
+        if members and (ours ^ options.keys()) - {"initial_lr"}:
+            raise CheckpointError(
+                f"optimizer={type(part).__name__}: its options are {_some(ours)}; it was saved with "
+                f"{_some(options)}; set the same optimizer"
+            )
+        new_options.append((group, options))
+        for name, parameter in zip(members, group["params"], strict=True):
+            state = {}
+            for key, value in description["state"].get(name, {}).items():
+                if value is None:
+                    state[key] = tensors[f"{name}.{key}"] = _room_for(
+                        saved[f"{name}.{key}"], key, name, parameter, group
+                    )
+                else:
+                    state[key] = value[0]
+            new_states.append((part, parameter, state))
+
+    for group, options in new_options:
+        for key, value in options.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+    for part, parameter, state in new_states:
+        # Not load_state_dict, which would cast the state to the parameter's precision.
+        part.state.pop(parameter, None)
+        if state:
+            part.state[parameter] = state
+    return tensors
+
+
+def _room_for(
+    saved: TensorStorageMetadata,
+    key: str,
+    name: str,
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+) -> Tensor:
+    dtype = saved.properties.dtype
+    if key != "step" and saved.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and prod(saved.size) != 1:
+        raise CheckpointError(
+            f"optimizer: its state {key} of {name} has shape {tuple(saved.size)}, the parameter "
+            f"{tuple(parameter.shape)}; how the one is sharded does not follow from the other"
+        )
+    # Step counts live on the CPU but for the implementations that compute with them on the device.
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return torch.zeros(saved.size, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    text = ", ".join(listed[:5]) or "none"
+    return f"{text} and {len(listed) - 5} more" if len(listed) > 5 else text
+
+
+def misfits(
+    saved: Mapping[str, TensorStorageMetadata],
+    expected: Mapping[str, Tensor],
+    names_elsewhere: Collection[str] = (),
+) -> str:
+    """What keeps the tensors of a checkpoint from going into a model's; empty if nothing does.
+
+    Args:
+        saved: of the whole model.
+        expected: of the model, or of the pipeline stages on this rank.
+        names_elsewhere: tensors that other pipeline stages have.
+    """
+    problems = []
+    missing = expected.keys() - saved.keys()
+    unexpected = saved.keys() - expected.keys() - set(names_elsewhere)
+    if missing:
+        problems.append(f"it lacks {_some(missing)}")
+    if unexpected:
+        problems.append(f"it has {_some(unexpected)}, which the model has not")
+    both = sorted(expected.keys() & saved.keys())
+    shapes = [
+        f"{name} {tuple(saved[name].size)} instead of {tuple(expected[name].shape)}"
+        for name in both
+        if saved[name].size != expected[name].shape
+    ]
+    dtypes = [
+        f"{name} {saved[name].properties.dtype} instead of {expected[name].dtype}"
+        for name in both
+        if saved[name].properties.dtype != expected[name].dtype
+    ]
+    for what, found in (("shapes", shapes), ("dtypes", dtypes)):
+        if found:
+            problems.append(f"its {what} differ: {_some(found)}")
+    return "; ".join(problems)

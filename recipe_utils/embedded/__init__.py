@@ -1,0 +1,1 @@
+"""The embedded default's text, tokenizer and first weights: no download."""

@@ -1,0 +1,1 @@
+"""Where a training is, and what it says about itself."""

@@ -1,0 +1,79 @@
+"""Makes ``tune ls``, ``tune cp``, ``tune validate`` and ``tune run`` know this project's recipes.
+
+torchtune 0.6.1 keeps its recipes in a module-level list and has no way to add to it from outside.
+PyTorch calls every entry point of the group ``torch.backends`` at the end of ``import torch``;
+``tune`` imports torchtune first, so at that moment the list can be extended before it is read.
+This is the only module that touches a private name of torchtune's command line. It runs at every
+``import torch`` of the environment, so it imports nothing heavy and does nothing outside ``tune``.
+"""
+
+import sys
+from pathlib import Path
+
+# A wheel carries recipes/ and configs/ inside the package; a checkout has links to them there.
+ROOT = Path(__file__).resolve().parents[1]
+
+RECIPES = {
+    "full_finetune_update_step": (
+        "llama3_2/5M_full_update_step",
+        "llama3_2/5M_generation",
+        "llama3_2/1B_full_update_step",
+        "llama3_2/3B_full_update_step",
+        "llama3_1/8B_full_update_step",
+        "qwen2_5/0.5B_full_update_step",
+        "qwen2_5/1.5B_full_update_step",
+        "qwen2_5/7B_full_update_step",
+        "gemma2/2B_full_update_step",
+        "mistral/7B_full_update_step",
+        "phi4/14B_full_update_step",
+    ),
+    "benchmark_tokens_per_second": (
+        "llama3_2/5M_benchmark",
+        "llama3_2/5M_benchmark_packed_dataset",
+        "llama3_2/5M_benchmark_saving",
+    ),
+}
+"""Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
+
+
+def register() -> None:
+    """Adds :data:`RECIPES` to torchtune's registry when torchtune is being imported.
+
+    In ``tune run`` it also changes what the launcher does at a signal, for all recipes.
+    ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
+    replaced by the path here.
+    """
+    if "torchtune" not in sys.modules:
+        return
+    from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
+
+    registered = {recipe.name for recipe in _ALL_RECIPES}
+    for name, configs in RECIPES.items():
+        if name in registered:
+            continue
+        _ALL_RECIPES.append(
+            Recipe(
+                name=name,
+                file_path=str(ROOT / "recipes" / f"{name}.py"),
+                configs=[
+                    Config(name=config, file_path=str(config_path(config))) for config in configs
+                ],
+                # The benchmark starts the processes of its peers itself.
+                supports_distributed=name != "benchmark_tokens_per_second",
+            )
+        )
+
+    is_tune = Path(sys.argv[0]).name == "tune"
+    if is_tune and sys.argv[1:2] == ["run"]:
+        from recipe_utils.tune.launcher import pass_on_first_signal
+
+        pass_on_first_signal()
+    if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
+        known = {config for configs in RECIPES.values() for config in configs}
+        if sys.argv[2] in known:
+            sys.argv[2] = str(config_path(sys.argv[2]))
+
+
+def config_path(name: str) -> Path:
+    """Where the config called ``name`` (such as ``llama3_2/5M_full_update_step``) lies."""
+    return ROOT / "configs" / f"{name}.yaml"

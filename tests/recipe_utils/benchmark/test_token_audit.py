@@ -1,0 +1,54 @@
+import pytest
+import torch
+from torch import nn
+from torchtune.datasets import PackedDataset
+
+from recipe_utils.benchmark.token_audit import FedTokens, contents_of, fingerprint
+
+IGNORE = -100
+SAMPLES = [
+    {"tokens": [5, 6, 7], "labels": [IGNORE, 6, 7]},
+    {"tokens": [8, 9, 10, 11], "labels": [8, 9, IGNORE, 11]},
+]
+
+
+@pytest.fixture
+def fed_tokens(monkeypatch):
+    monkeypatch.setattr(nn.Embedding, "forward", nn.Embedding.forward)  # put back afterwards
+    fed_tokens = FedTokens(pad_id=1)
+    fed_tokens.install()
+    return fed_tokens
+
+
+def test_the_first_token_of_a_sample_is_no_target():
+    contents = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE)
+    assert (contents.num_target_tokens, contents.num_real_tokens) == (4, 7)
+
+
+def test_the_first_token_of_each_document_of_a_packed_row_is_no_target():
+    (row,) = PackedDataset([{k: list(v) for k, v in s.items()} for s in SAMPLES], max_seq_len=10)
+    packed = contents_of([row], pad_id=1, ignore_index=IGNORE)
+    assert packed == contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE)
+
+
+def test_fingerprints_see_tokens_but_neither_order_nor_padding():
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
+    other_grouping = torch.tensor([[9, 8, 7, 0], [6, 5, 1, 1]])
+    assert fingerprint(tokens, pad_id=1) == fingerprint(other_grouping, pad_id=1)
+    assert fingerprint(tokens, pad_id=1) != fingerprint(tokens + 1, pad_id=1)
+
+
+def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
+    embedding = nn.Embedding(12, 2)
+    tokens = torch.tensor([[5, 6, 7, 1], [8, 9, 10, 11]])
+    embedding(tokens)
+    with torch.no_grad():
+        embedding(tokens)
+    expected = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE).fingerprint
+    assert fed_tokens.read_and_restart() == (8, expected)
+    assert fed_tokens.read_and_restart() == (0, 0)
+
+
+def test_a_single_token_that_only_keeps_ranks_together_is_a_slot_and_no_sample(fed_tokens):
+    nn.Embedding(12, 2)(torch.tensor([[5]]))
+    assert fed_tokens.read_and_restart() == (1, 0)

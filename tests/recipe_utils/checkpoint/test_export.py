@@ -1,0 +1,129 @@
+"""An exported model is whole or not there, and nothing outside the output folder is written."""
+
+import itertools
+import os
+import resource
+import signal
+import sys
+
+import pytest
+import tiny
+import torch
+from distributed_runs import fork_context
+from safetensors.torch import load_file
+from torchtune.training import FullModelTorchTuneCheckpointer
+
+from recipe_utils.checkpoint.export import ExportError, export_weights
+from recipe_utils.checkpoint.folder import remove_leftovers
+from recipe_utils.embedded.fresh_weights import fresh_llama_checkpointer
+
+# Not each opening: what is inside of the temporary folder does not matter.
+FILE_OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.utime")
+
+
+def make_checkpointer(folder, **changes):
+    """A Hugging Face one, which also copies the config."""
+    checkpointer = fresh_llama_checkpointer(
+        tiny.MODEL, str(folder / "fresh"), str(folder / "out"), **changes
+    )
+    return checkpointer, checkpointer.load_checkpoint()["model"]
+
+
+def files_below(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_an_export_has_the_files_that_torchtune_writes_at_an_epoch_s_end(tmp_path):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    assert export_weights(checkpointer, weights, "export_step_3") == tmp_path / "out/export_step_3"
+    checkpointer.save_checkpoint({"model": weights}, epoch=7)
+    exported, stock = (
+        files_below(tmp_path / "out" / name) for name in ("export_step_3", "epoch_7")
+    )
+    assert "config.json" in exported
+    assert exported == stock
+    assert sorted(os.listdir(tmp_path / "out")) == ["epoch_7", "export_step_3"]
+    assert sorted(os.listdir(tmp_path)) == ["fresh", "out"]
+
+
+def test_an_export_replaces_the_one_before_whole(tmp_path):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    export_weights(checkpointer, weights, "epoch_0")
+    (tmp_path / "out/epoch_0/left_over.txt").write_text("of the one before")
+    doubled = {name: 2 * weight for name, weight in weights.items()}
+    export_weights(checkpointer, doubled, "epoch_0")
+    assert not (tmp_path / "out/epoch_0/left_over.txt").exists()
+    exported = load_file(tmp_path / "out/epoch_0/model-00001-of-00001.safetensors")
+    embeddings = exported["model.embed_tokens.weight"]
+    assert torch.equal(embeddings, doubled["tok_embeddings.weight"])
+
+
+def export_with_disk_full(folder, kind):
+    checkpointer, weights = make_checkpointer(folder)
+    if kind == "torchtune":
+        checkpointer = FullModelTorchTuneCheckpointer(
+            str(folder / "fresh"), ["model.safetensors"], "LLAMA3_2", str(folder / "out")
+        )
+    export_weights(checkpointer, weights, "epoch_0")
+    before = files_below(folder / "out")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
+    with pytest.raises(ExportError) as error:
+        export_weights(checkpointer, {k: 2 * w for k, w in weights.items()}, "epoch_0")
+    assert files_below(folder / "out") == before
+    assert os.listdir(folder / "out") == ["epoch_0"]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["hugging_face", "torchtune"])
+def test_where_the_disk_is_full_the_one_before_stays_and_nothing_else(kind, tmp_path):
+    with fork_context.Pool(1) as pool:
+        text = pool.apply(export_with_disk_full, (tmp_path, kind))
+    assert f"{tmp_path}/out/epoch_0: it could not be exported (" in text
+
+
+def export_and_die_at(operation, folder):
+    """Kills this process right before its n-th file operation of replacing an export."""
+    checkpointer, weights = make_checkpointer(folder)
+    export_weights(checkpointer, weights, "epoch_0")
+    seen = itertools.count(1)
+
+    def die(event, _):
+        if event in FILE_OPERATIONS and next(seen) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    export_weights(checkpointer, {k: 2 * w for k, w in weights.items()}, "epoch_0")
+
+
+def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole(tmp_path):
+    first = None
+    found = []
+    for operation in range(1, 100):
+        folder = tmp_path / str(operation)
+        process = fork_context.Process(target=export_and_die_at, args=(operation, folder))
+        process.start()
+        process.join(60)
+        remove_leftovers(folder / "out")
+        assert os.listdir(folder / "out") == ["epoch_0"]
+        exported = files_below(folder / "out/epoch_0")
+        first = first or exported
+        found.append(exported)
+        if process.exitcode == 0:  # fewer operations than that
+            break
+        assert process.exitcode == -9
+    assert process.exitcode == 0
+    assert len(found) > 8
+    assert found[-1] != first
+    assert all(exported in (first, found[-1]) for exported in found)
+
+
+def test_a_first_export_that_is_killed_is_not_there(tmp_path):
+    checkpointer, weights = make_checkpointer(tmp_path)
+    export_weights(checkpointer, weights, "epoch_0")
+    (tmp_path / "out/epoch_0").rename(tmp_path / "out/export.tmp")
+    assert remove_leftovers(tmp_path / "out") == [tmp_path / "out/export.tmp"]
+    assert os.listdir(tmp_path / "out") == []

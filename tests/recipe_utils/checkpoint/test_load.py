@@ -1,0 +1,318 @@
+"""A training that is loaded from a checkpoint goes on as if it had never stopped."""
+
+import random
+import re
+
+import checkpoint_runs
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from checkpoint_runs import RECIPE, build, contents, save_once, state, train
+from distributed_runs import run_distributed
+from torch import nn
+from torchtune.models.llama3 import base_llama_tp_plan
+
+from recipe_utils.checkpoint.load import fingerprint_differences, load, read_state
+from recipe_utils.checkpoint.save import CheckpointWriter
+from recipe_utils.files import CheckpointError
+from recipe_utils.model.build import parallelize_model
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh, new_cpu_group
+
+OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, optimizer, dtype):
+    model, optim = build(optimizer, dtype=dtype)
+    train(model, optim, range(2))
+    CheckpointWriter(tmp_path).save(model, optim, state(2))
+    drawn = random.random(), torch.rand(3)
+    train(model, optim, range(2, 4))
+
+    resumed, resumed_optim = build(optimizer, seed=1, dtype=dtype)
+    train(resumed, resumed_optim, range(7, 8))
+    assert load(tmp_path / "step_2", resumed, resumed_optim, recipe=RECIPE) == state(2)
+    assert random.random() == drawn[0]
+    assert torch.equal(torch.rand(3), drawn[1])
+    train(resumed, resumed_optim, range(2, 4))
+    checkpoint_runs.assert_equal(contents(resumed, resumed_optim), contents(model, optim))
+
+
+def test_a_checkpoint_from_before_the_first_step_leaves_the_optimizer_without_state(tmp_path):
+    save_once(tmp_path, 0)
+    model, optimizer = build(seed=1)
+    train(model, optimizer, range(1))
+    load(tmp_path / "step_0", model, optimizer, recipe=RECIPE)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [OPTIMIZERS[::3], OPTIMIZERS[::-3]])
+def test_an_optimizer_and_one_that_steps_in_the_backward_load_each_others_state(
+    tmp_path, saved, loaded
+):
+    model, optim = save_once(tmp_path, 2, saved)
+    resumed, resumed_optim = build(loaded, seed=1)
+    load(tmp_path / "step_2", resumed, resumed_optim, recipe=RECIPE)
+    for each in ((model, optim), (resumed, resumed_optim)):
+        train(*each, range(2, 4))
+    for ours, theirs in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_a_wrapper_adds_to_the_names_does_not_matter(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, optim = save_once(tmp_path, 1)
+    wrapped, _ = build(seed=1)
+    wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
+    wrapped_optim = torch.optim.AdamW(wrapped.parameters())
+    load(tmp_path / "step_1", wrapped, wrapped_optim, recipe=RECIPE)
+    expected = contents(model, optim)
+    found = contents(wrapped, wrapped_optim)
+    checkpoint_runs.assert_equal(
+        {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()},
+        expected,
+    )
+
+
+def test_persistent_buffers_are_saved_and_the_other_ones_are_not(tmp_path):
+    def make(value):
+        model = nn.Linear(2, 2)
+        model.register_buffer("kept", torch.full((3,), value))
+        model.register_buffer("cache", torch.full((3,), value), persistent=False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    CheckpointWriter(tmp_path).save(*make(1.0), state(1))
+    model, optimizer = make(2.0)
+    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    assert model.kept.tolist() == [1.0] * 3
+    assert model.cache.tolist() == [2.0] * 3
+
+
+# ---- Ranks --------------------------------------------------------------------------------------
+
+
+def save_on_ranks(folder, replicate, shard):
+    """Saves step 2; the full contents of it and of two update steps later, and a random number."""
+    model, optimizer = build(replicate=replicate, shard=shard)
+    train(model, optimizer, range(2))
+    with torch.no_grad():  # as validation does: the root's parameters stay gathered
+        model(torch.zeros(1, 2, dtype=torch.long))
+    torch.manual_seed(dist.get_rank())
+    writer = CheckpointWriter(folder, group=new_cpu_group())
+    outcome = writer.save(model, optimizer, state(2))
+    assert outcome.error is None, outcome.error
+    drawn = torch.rand(()).item()
+    at_save = contents(model, optimizer)
+    train(model, optimizer, range(2, 4))
+    return at_save, contents(model, optimizer), drawn
+
+
+def load_on_ranks(path, layouts):
+    """For each layout what was loaded, what two update steps made of it, and a random number."""
+    results = []
+    for replicate, shard in layouts:
+        model, optimizer = build(replicate=replicate, shard=shard, seed=1)
+        torch.manual_seed(50)
+        load(path, model, optimizer, recipe=RECIPE, group=new_cpu_group())
+        drawn = torch.rand(()).item()
+        loaded = contents(model, optimizer)
+        train(model, optimizer, range(2, 4))
+        results.append((loaded, contents(model, optimizer), drawn))
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved_on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return folder / "step_2", run_distributed(save_on_ranks, 2, folder, 1, 2)
+
+
+def test_in_the_same_layout_training_goes_on_bitwise(saved_on_two_ranks):
+    path, saved = saved_on_two_ranks
+    for (at_save, later, drawn), [(loaded, resumed, redrawn)] in zip(
+        saved, run_distributed(load_on_ranks, 2, path, [(1, 2)]), strict=True
+    ):
+        checkpoint_runs.assert_equal(loaded, at_save)
+        checkpoint_runs.assert_equal(resumed, later)
+        assert redrawn == drawn
+    assert saved[0][2] != saved[1][2]
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_on_four_and_as_hsdp(saved_on_two_ranks):
+    path, [(at_save, later, drawn), _] = saved_on_two_ranks
+    results = [
+        *run_distributed(load_on_ranks, 1, path, [(1, 1)])[0],
+        *run_distributed(load_on_ranks, 4, path, [(1, 4), (2, 2)])[3],
+    ]
+    for loaded, resumed, redrawn in results:
+        checkpoint_runs.assert_equal(loaded, at_save)
+        for name, value in resumed.items():
+            torch.testing.assert_close(value, later[name], rtol=1e-5, atol=1e-5, msg=name)
+        torch.manual_seed(50)
+        assert redrawn == torch.rand(()).item() != drawn
+
+
+def test_copies_of_a_shard_are_saved_once_and_load_on_one_process(tmp_path):
+    (at_save, _, _), *_ = run_distributed(save_on_ranks, 4, tmp_path, 2, 2)
+    model, optimizer = build(seed=1)
+    load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
+    num_bytes = sum(v.nbytes for v in at_save.values() if isinstance(v, torch.Tensor))
+    sizes = [file.stat().st_size for file in (tmp_path / "step_2").glob("*.safetensors")]
+    assert len(sizes) == 4
+    assert num_bytes < sum(sizes) < num_bytes + 4 * 40_000
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def load_with_one_file_unreadable_on_rank_1(path):
+    model, optimizer = build(shard=2, seed=1)
+    before = contents(model, optimizer)
+    if dist.get_rank() == 1:
+        path = path.with_name("nowhere")
+    with pytest.raises(CheckpointError) as caught:
+        load(path, model, optimizer, recipe=RECIPE, group=new_cpu_group())
+    checkpoint_runs.assert_equal(contents(model, optimizer), before)
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saved_on_two_ranks):
+    path, _ = saved_on_two_ranks
+    first, second = run_distributed(load_with_one_file_unreadable_on_rank_1, 2, path)
+    assert second.startswith(f"resume_from_checkpoint: {path.with_name('nowhere')} cannot be used")
+    assert first == f"rank 1: {second}"
+
+
+def save_split_layers(folder):
+    """Tensor parallel over 2 ranks, sharded over 2."""
+    model = tiny.tiny_model(tiny.UNTIED_MODEL)
+    mesh = build_mesh(torch.device("cpu"), ParallelDims(1, 2, 2))
+    model = parallelize_model(model, mesh, tensor_parallel_plan=base_llama_tp_plan())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    outcome = CheckpointWriter(folder, group=new_cpu_group()).save(model, optimizer, state(2))
+    assert outcome.error is None, outcome.error
+    return contents(model, optimizer)
+
+
+def test_a_checkpoint_of_split_layers_loads_on_one_process(tmp_path):
+    at_save, *_ = run_distributed(save_split_layers, 4, tmp_path)
+    model = tiny.tiny_model(tiny.UNTIED_MODEL, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "step_2", model, optimizer, recipe=RECIPE)
+    checkpoint_runs.assert_equal(contents(model, optimizer), at_save)
+
+
+# ---- What does not fit --------------------------------------------------------------------------
+
+
+def other_model(**changes):
+    model = tiny.tiny_model({**tiny.MODEL, **changes})
+    model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: other_model(vocab_size=70),
+            r"step_1 does not fit it: its shapes differ: "
+            r"tok_embeddings.weight \(67, 32\) instead of \(70, 32\)",
+        ),
+        (lambda: other_model().bfloat16(), "extra torch.float32 instead of torch.bfloat16"),
+        (lambda: other_model(num_layers=3), "it lacks layers.2.attn.k_proj.weight"),
+        (lambda: other_model(num_layers=1), "it has layers.1.*, which the model has not"),
+    ],
+    ids=["shape", "dtype", "missing", "unexpected"],
+)
+def test_a_model_that_does_not_fit_is_named_with_both_values(tmp_path, make, words):
+    save_once(tmp_path, 1)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = contents(model, optimizer)
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    checkpoint_runs.assert_equal(contents(model, optimizer), before)
+
+
+def frozen_embeddings(model):
+    return [p for name, p in model.named_parameters() if name != "tok_embeddings.weight"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters()), "optimizer=SGD: its options are damp.*betas"),
+        (
+            lambda m: torch.optim.AdamW(frozen_embeddings(m)),
+            "new: none; no longer: tok_embeddings.weight",
+        ),
+    ],
+    ids=["kind", "parameters"],
+)
+def test_an_optimizer_that_does_not_fit_is_named_with_both_values(tmp_path, make, words):
+    save_once(tmp_path, 1)
+    model, _ = build()
+    optimizer = make(model)
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    assert not optimizer.state
+
+
+def test_how_the_optimizer_computes_is_the_resumed_runs_choice_and_the_rest_is_not(tmp_path):
+    save_once(tmp_path, 1)
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
+    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE)
+    (group,) = optimizer.param_groups
+    assert group["foreach"] is True
+    assert group["lr"] == 0.01
+    assert group["betas"] == (0.9, 0.999)
+
+
+class Eccentric(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["habits"] = {"tea"}
+
+
+def test_a_state_that_no_file_can_hold_is_named(tmp_path):
+    model, _ = build()
+    optimizer = Eccentric(model.parameters())
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"optimizer=Eccentric: its state habits of .* is a set"):
+        CheckpointWriter(tmp_path).save(model, optimizer, state(1))
+    with pytest.raises(ValueError, match="state: a checkpoint cannot hold it"):
+        CheckpointWriter(tmp_path).save(*build(), state(1, config={"a": {1, 2}}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp_path):
+    save_once(tmp_path, 1)
+    model, optimizer = build(seed=1)
+    before = contents(model, optimizer)
+    same = {"shuffle": True, "dataset_length": 32}
+    other = {"dataset_length": 33, "shuffle": True, "tokenizer": "abc"}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=other)
+    for words in (
+        "dataset_length=33: the checkpoint was saved with 32",
+        "tokenizer=abc: the checkpoint was saved with None",
+    ):
+        assert words in str(caught.value)
+    assert "shuffle" not in str(caught.value)
+    checkpoint_runs.assert_equal(contents(model, optimizer), before)
+    load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=same)
+    assert fingerprint_differences({"a": (1, 2)}, {"a": [1, 2]}) == []
+
+
+def test_the_state_is_read_without_the_tensors(tmp_path):
+    save_once(tmp_path, 1)
+    assert read_state(tmp_path / "step_1") == state(1)
+    (tmp_path / "step_1" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=re.escape("state.json: it has [] instead of")):
+        read_state(tmp_path / "step_1")

@@ -1,0 +1,213 @@
+"""Labels become targets of the position before them, and never across a border."""
+
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from torchtune.data import padded_collate_sft
+from torchtune.datasets import PackedDataset
+
+from recipe_utils.data.collate import (
+    collate_empty_microbatch,
+    collate_microbatch,
+    collate_packed_microbatch,
+    num_real_tokens,
+)
+
+COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=tiny.IGNORE)
+
+
+def collate(samples, collate_fn=COLLATE):
+    return collate_microbatch(samples, collate_fn, tiny.IGNORE)
+
+
+def num_targets(sample):
+    return sum(label != tiny.IGNORE for label in sample["labels"][1:])
+
+
+def packed_rows(samples, split_across_pack=False):
+    dataset = PackedDataset(
+        tiny.Samples(samples), max_seq_len=64, split_across_pack=split_across_pack
+    )
+    return [dataset[i] for i in range(len(dataset))]
+
+
+def test_each_position_is_asked_for_the_label_of_the_next():
+    samples = tiny.make_samples(9, num_without_targets=2)
+    labels = collate(samples).targets.labels
+    for row, sample in zip(labels.tolist(), samples, strict=True):
+        expected = sample["labels"][1:]
+        assert row == expected + [tiny.IGNORE] * (len(row) - len(expected))
+
+
+def test_target_positions_are_those_that_have_a_label():
+    microbatch = collate(tiny.make_samples(9))
+    flat = microbatch.targets.labels.flatten().tolist()
+    expected = [i for i, label in enumerate(flat) if label != tiny.IGNORE]
+    assert microbatch.targets.positions.tolist() == expected
+
+
+def test_the_first_label_of_a_sample_is_never_counted():
+    samples = tiny.make_samples(9, mask_prompts=False)
+    microbatch = collate(samples)
+    assert microbatch.num_target_tokens == sum(len(sample["labels"]) - 1 for sample in samples)
+    only_first = {"tokens": [1, 2, 3], "labels": [1, tiny.IGNORE, tiny.IGNORE]}
+    assert collate([only_first]).num_target_tokens == 0
+
+
+def test_slots_are_all_positions_and_real_tokens_those_of_samples():
+    samples = tiny.make_samples(9)
+    lengths = [len(sample["tokens"]) for sample in samples]
+    microbatch = collate(samples)
+    assert microbatch.num_real_tokens == sum(lengths)
+    assert (
+        microbatch.num_slots == max(lengths) * len(lengths) == microbatch.inputs["tokens"].numel()
+    )
+
+
+def test_labels_do_not_go_to_the_model():
+    assert set(collate(tiny.make_samples(2)).inputs) == {"tokens"}
+
+
+@pytest.mark.parametrize("split_across_pack", [False, True])
+def test_a_target_never_crosses_a_document_border(split_across_pack):
+    rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
+    microbatch = collate(rows)
+    for row, targets in zip(rows, microbatch.targets.labels.tolist(), strict=True):
+        labels, start = row["labels"].tolist(), 0
+        for length in row["seq_lens"].tolist():
+            end = start + length
+            assert targets[start:end] == [*labels[start + 1 : end], tiny.IGNORE][:length]
+            start = end
+        assert start == len(targets)
+
+
+def test_packing_changes_neither_targets_nor_real_tokens():
+    samples = tiny.make_samples(20, num_without_targets=3)
+    microbatch = collate(packed_rows(samples))
+    assert microbatch.num_target_tokens == sum(num_targets(sample) for sample in samples)
+    assert microbatch.num_real_tokens == sum(len(sample["tokens"]) for sample in samples)
+    assert microbatch.num_slots > microbatch.num_real_tokens
+
+
+def test_a_full_packed_row_has_no_padding_to_discount():
+    samples = [{"tokens": list(range(1, 33)), "labels": [tiny.IGNORE] * 32}] * 2
+    assert collate(packed_rows(samples)).num_real_tokens == 64
+
+
+def test_packed_rows_carry_the_lengths_of_their_documents():
+    rows = packed_rows(tiny.make_samples(20))
+    for row, lengths in zip(rows, collate(rows).inputs["document_lengths"], strict=True):
+        assert lengths == [length for length in row["seq_lens"].tolist() if length]
+        assert sum(lengths) == 64
+
+
+def documents_of(microbatch):
+    """Tokens and targets of each document of a microbatch of one row."""
+    (lengths,) = microbatch.inputs["document_lengths"]
+    return [
+        (tokens.tolist(), labels.tolist())
+        for tokens, labels in zip(
+            microbatch.inputs["tokens"][0].split(lengths),
+            microbatch.targets.labels[0].split(lengths),
+            strict=True,
+        )
+    ]
+
+
+def test_a_packed_microbatch_is_its_samples_one_after_the_other():
+    samples = tiny.make_samples(9, num_without_targets=2, mask_prompts=False)
+    microbatch = collate_packed_microbatch(samples, tiny.IGNORE)
+    assert documents_of(microbatch) == [
+        (sample["tokens"], [*sample["labels"][1:], tiny.IGNORE]) for sample in samples
+    ]
+    positions = [i for sample in samples for i in range(len(sample["tokens"]))]
+    assert microbatch.inputs["input_pos"].tolist() == [positions]
+    assert microbatch.num_slots == microbatch.num_real_tokens == len(positions)
+    assert microbatch.num_target_tokens == sum(num_targets(sample) for sample in samples)
+
+
+def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
+    samples = tiny.make_samples(3)
+    unpadded = collate_packed_microbatch(samples, tiny.IGNORE)
+    num_real = unpadded.num_real_tokens
+    for multiple in (num_real + 7, (num_real + 7) // 2):
+        padded = collate_packed_microbatch(
+            samples, tiny.IGNORE, padding_idx=5, row_multiple=multiple
+        )
+        rest = -num_real % multiple
+        assert documents_of(padded) == [
+            *documents_of(unpadded),
+            ([5] * rest, [tiny.IGNORE] * rest),
+        ]
+        assert (padded.num_real_tokens, padded.num_slots) == (num_real, num_real + rest)
+    full = collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=num_real)
+    assert documents_of(full) == documents_of(unpadded)
+
+
+@pytest.mark.parametrize("split_across_pack", [False, True])
+def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(split_across_pack):
+    rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
+    stacked = collate(rows)
+    merged = collate_microbatch(rows, COLLATE, tiny.IGNORE, merge_packed_rows=True)
+    assert merged.num_slots == merged.num_real_tokens == stacked.num_real_tokens
+    expected = {"tokens": [], "input_pos": [], "labels": []}
+    for i, row in enumerate(rows):
+        num_real = num_real_tokens(row, tiny.IGNORE)
+        expected["tokens"] += stacked.inputs["tokens"][i, :num_real].tolist()
+        expected["input_pos"] += stacked.inputs["input_pos"][i, :num_real].tolist()
+        expected["labels"] += stacked.targets.labels[i, :num_real].tolist()
+    assert merged.inputs["tokens"].tolist() == [expected["tokens"]]
+    assert merged.inputs["input_pos"].tolist() == [expected["input_pos"]]
+    assert merged.targets.labels.tolist() == [expected["labels"]]
+    assert sum(merged.inputs["document_lengths"][0]) == merged.num_slots
+
+
+def test_samples_of_more_than_text_are_not_packed():
+    with pytest.raises(ValueError, match="a sample has image"):
+        collate_packed_microbatch([{**tiny.make_samples(1)[0], "image": 0}], tiny.IGNORE)
+
+
+@pytest.mark.parametrize("kind", ["text", "packed", "with_image"])
+def test_an_empty_microbatch_has_neither_targets_nor_real_tokens(kind):
+    sample = tiny.make_samples(1, mask_prompts=False, seed=3)[0]
+    length, collate_fn = len(sample["tokens"]), COLLATE
+    if kind == "packed":
+        sample, length = packed_rows([sample])[0], 64
+    if kind == "with_image":
+        sample = {**sample, "image": torch.ones(3, 4, 4)}
+
+        def collate_fn(samples):
+            return {**COLLATE(samples), "images": torch.stack([s["image"] for s in samples])}
+
+    microbatch = collate_empty_microbatch(
+        sample, lambda samples: collate(samples, collate_fn), tiny.IGNORE
+    )
+    assert microbatch.num_target_tokens == len(microbatch.targets.positions) == 0
+    assert bool((microbatch.targets.labels == tiny.IGNORE).all())
+    assert microbatch.num_real_tokens == 0
+    assert length > 1
+    assert microbatch.inputs["tokens"].shape == (1, 1 if kind == "text" else length)
+    assert microbatch.num_slots == microbatch.inputs["tokens"].numel()
+    assert ("images" in microbatch.inputs) == (kind == "with_image")
+
+
+def test_an_empty_microbatch_leaves_its_sample_as_it_was():
+    row = packed_rows(tiny.make_samples(3))[0]
+    labels = row["labels"].clone()
+    collate_empty_microbatch(row, collate, tiny.IGNORE)
+    assert torch.equal(row["labels"], labels)
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [
+        lambda samples: {"tokens": COLLATE(samples)["tokens"]},
+        lambda samples: {**COLLATE(samples), "labels": COLLATE(samples)["labels"][:, 1:]},
+    ],
+    ids=["no_labels", "shifted_labels"],
+)
+def test_a_collate_function_without_labels_for_every_token_is_refused(collate_fn):
+    with pytest.raises(ValueError, match=r"collate_fn: .*'tokens': \(2, \d+\)"):
+        collate(tiny.make_samples(2), collate_fn)

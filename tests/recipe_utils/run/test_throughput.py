@@ -1,0 +1,65 @@
+"""Rates are those of target and real tokens over the window's seconds and all ranks."""
+
+import time
+
+import pytest
+
+from recipe_utils.data.count import StepCounts
+from recipe_utils.data.loader import UpdateStep
+from recipe_utils.run.throughput import Throughput
+
+STEPS = [(StepCounts(100, 300, 400, 2), 0.5), (StepCounts(40, 60, 80, 1), 0.25)]
+
+
+def add_steps(throughput):
+    for counts, wait_seconds in STEPS:
+        throughput.add(UpdateStep(0, [], counts, dp_degree=2), wait_seconds)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_rates_are_tokens_over_seconds_and_ranks(world_size):
+    before = time.perf_counter()
+    throughput = Throughput(world_size)
+    after_start = time.perf_counter()
+    add_steps(throughput)
+    time.sleep(0.05)
+    before_read = time.perf_counter()
+    figures = throughput.read_and_restart()
+    longest, shortest = time.perf_counter() - before, before_read - after_start
+    for key, num_tokens in (
+        ("tokens_per_second_per_gpu", 140),
+        ("real_tokens_per_second_per_gpu", 360),
+    ):
+        rate = num_tokens / world_size
+        assert rate / longest <= figures[key] <= rate / shortest
+
+
+def test_padding_is_a_fraction_of_all_slots_and_waiting_a_mean_per_update_step():
+    throughput = Throughput(world_size=2)
+    add_steps(throughput)
+    figures = throughput.read_and_restart()
+    assert figures["padding_fraction"] == pytest.approx((480 - 360) / 480)
+    assert figures["data_wait_seconds"] == pytest.approx((0.5 + 0.25) / 2)
+
+
+@pytest.mark.parametrize("end_window", [Throughput.read_and_restart, Throughput.restart])
+def test_a_window_holds_nothing_of_the_one_before(end_window):
+    throughput = Throughput(world_size=1)
+    add_steps(throughput)
+    time.sleep(0.05)
+    end_window(throughput)
+    ended = time.perf_counter()
+    throughput.add(UpdateStep(0, [], StepCounts(10, 10, 10, 1), dp_degree=1), 0.0)
+    time.sleep(0.001)
+    read = time.perf_counter()
+    figures = throughput.read_and_restart()
+    assert figures["padding_fraction"] == 0
+    assert figures["data_wait_seconds"] == 0
+    assert figures["tokens_per_second_per_gpu"] <= 10 / (read - ended)
+    assert figures["tokens_per_second_per_gpu"] > 10 / 0.05 / 10
+
+
+def test_an_empty_window_has_finite_figures():
+    figures = Throughput(world_size=1).read_and_restart()
+    assert figures["tokens_per_second_per_gpu"] == 0
+    assert figures["data_wait_seconds"] == 0
