@@ -5,15 +5,15 @@ group. The loss is normalised over the whole update step, so no plan changes the
 what it costs to compute. Every rank computes the same plan for itself, so arithmetic here is
 elementwise or in Python's order: no sum may depend on the machine.
 
-A *round* is one microbatch on every rank: FSDP's ranks go through them in step.
+A *round* is one microbatch on every rank: FSDP's ranks go through them in step. Both plans that
+regroup samples sort them, longest first, and deal each round's costliest microbatch to the rank that
+computes least so far.
 """
 
 import heapq
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 Microbatches = list[list[int]]
 """Of one rank: for each microbatch the positions of its samples."""
@@ -82,9 +82,9 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length and cuts them into microbatches for the least cost.
 
-    On one rank no partition of the samples costs less. Over several ranks, the cut is that of the
-    cheapest rounds, after which the last round is cut once more, so that every rank ends with the same
-    total. Longest first, so that what runs out of memory does so in the first microbatch.
+    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring
+    samples in every round, so that little is padded, and as many as bring its total level with the
+    others'. Longest first, so that what runs out of memory does so in the first microbatch.
 
     Args:
         lengths: tokens of each sample in the update step, shape [n].
@@ -107,7 +107,7 @@ def plan_least_padding(
     if num_ranks == 1:
         cuts_of_ranks = [_cheapest_cut(descending, max_rows, cost)]
     else:
-        cuts_of_ranks = _cheapest_rounds(descending, max_rows, cost, num_ranks)
+        cuts_of_ranks = _level_cuts(descending, max_rows, cost, num_ranks)
     return [[longest_first[start:end] for start, end in cuts] for cuts in cuts_of_ranks]
 
 
@@ -228,155 +228,101 @@ def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: Micr
     return cuts[::-1]
 
 
-_MAX_TABLE_ENTRIES = 2**18
-"""Bounds the planning of an update step to some 40 milliseconds, at the price of fewer limits tried."""
+_NUM_BISECTIONS = 8
+"""Of a limit, to within 1/256 of the range between the mean that all need and what is enough."""
 
 
-def _cheapest_rounds(
+def _level_cuts(
     descending: Sequence[int], max_rows: Sequence[int], cost: MicrobatchCost, num_ranks: int
 ) -> list[Cuts]:
-    """For each rank the cuts that it computes, one of each round.
+    """For each rank its cuts, one of each round, so that the ranks' totals differ little.
 
-    A round costs what its costliest microbatch costs. Given that limit and where the round starts,
-    each of its microbatches takes as many samples as it may, and so the round's end follows; a
-    dynamic program over the starts chooses the limits. Within a round the ranks' costs differ by up
-    to one sample, so the last round, that of the shortest samples, gives each rank what it lacks.
+    In as few rounds as the bound allows, and in more as long as that lowers the costliest rank's
+    total: more rounds pad less and are leveled better, and each costs its overhead.
     """
+    fewest_microbatches = start = 0
+    while start < len(descending):
+        start += max_rows[start]
+        fewest_microbatches += 1
+    num_rounds = -(-fewest_microbatches // num_ranks)
+
     row_costs = [cost.of_sample(length) for length in descending]
-    limits = _limits_to_try(row_costs, max_rows, num_ranks)
-    next_start = _next_start(np.array(row_costs), np.array(max_rows), limits)
-    round_end = _repeated(next_start, num_ranks)
-
-    # least[m][i]: cost of the cheapest m rounds that hold the samples from i on; chosen[m][i]: the
-    # limit of the first of them.
-    num_samples = len(descending)
-    least = [np.append(np.full(num_samples, np.inf), 0.0)]
-    chosen = [np.empty(0, np.intp)]
-    too_low = limits[:, None] < np.append(row_costs, 0.0)
-    cheapest = np.inf
-    while cheapest == np.inf or least[-1][0] < cheapest:
-        cheapest = min(cheapest, least[-1][0])
-        totals = limits[:, None] + cost.overhead_slots + least[-1][round_end]
-        totals[too_low] = np.inf
-        totals[:, num_samples] = np.inf
-        chosen.append(totals.argmin(axis=0))
-        least.append(totals.min(axis=0))
-
     best: list[Cuts] = []
-    best_load = float("inf")
-    for num_rounds in (len(least) - 2, len(least) - 1):
-        if least[num_rounds][0] == np.inf:
-            continue
-        cuts_of_ranks: list[Cuts] = [[] for _ in range(num_ranks)]
-        loads = [0.0] * num_ranks
-        start = 0
-        for num_left in range(num_rounds, 1, -1):
-            ends = next_start[chosen[num_left][start]]
-            cuts = []
-            for _ in range(num_ranks):
-                cuts.append((start, int(ends[start])))
-                start = cuts[-1][1]
-            # The costliest microbatch to the rank with the least so far.
-            cuts.sort(key=lambda cut: (-(cut[1] - cut[0]) * row_costs[cut[0]], cut))
-            for rank, (first, end) in zip(_least_loaded(loads), cuts, strict=True):
-                cuts_of_ranks[rank].append((first, end))
-                loads[rank] += (end - first) * row_costs[first] + cost.overhead_slots
-        limit = float(limits[chosen[1][start]])
-        _level_last_round(start, row_costs, max_rows, limit, cuts_of_ranks, loads)
-        if max(loads) < best_load:
-            best, best_load = cuts_of_ranks, max(loads)
-    return best
-
-
-def _limits_to_try(
-    row_costs: Sequence[float], max_rows: Sequence[int], num_ranks: int
-) -> NDArray[np.float64]:
-    """Costs that a microbatch of some number of rows has, overhead excluded, ascending."""
-    most_rows = dict(zip(row_costs, max_rows, strict=True))
-    largest = max(row_cost * most for row_cost, most in most_rows.items())
-    share = sum(row_costs) / num_ranks  # above it a round would leave ranks idle
-    limits = sorted(
-        {
-            num_rows * row_cost
-            for row_cost, most in most_rows.items()
-            for num_rows in range(1, min(most, int(1.2 * share / row_cost) + 1) + 1)
-        }
-        | {largest}  # so that the budget, too, can be used up
-    )
-    most_limits = max(_MAX_TABLE_ENTRIES // len(row_costs), 24)
-    if len(limits) > most_limits:
-        useful = [limit for limit in limits if share / 8 <= limit <= 1.2 * share]
-        step = max(len(useful) / most_limits, 1)
-        limits = [useful[int(i * step)] for i in range(min(most_limits, len(useful)))]
-        limits += [largest] if largest not in limits else []
-    return np.array(limits)
-
-
-def _next_start(
-    row_costs: NDArray[np.float64], max_rows: NDArray[np.intp], limits: NDArray[np.float64]
-) -> NDArray[np.intp]:
-    """[limit, start]: where the microbatch after the one from ``start`` on starts."""
-    num_samples = len(row_costs)
-    # The small term makes up for a quotient that rounding puts below a whole number.
-    num_rows = np.floor(limits[:, None] / row_costs + 1e-9).astype(np.intp)
-    starts = np.minimum(np.arange(num_samples) + np.minimum(num_rows, max_rows), num_samples)
-    return np.pad(starts, ((0, 0), (0, 1)), constant_values=num_samples)
-
-
-def _repeated(step: NDArray[np.intp], times: int) -> NDArray[np.intp]:
-    """[limit, start]: where ``times`` applications of ``step`` lead, by repeated squaring."""
-    result = np.broadcast_to(np.arange(step.shape[1]), step.shape)
+    lowest = float("inf")
     while True:
-        if times & 1:
-            result = np.take_along_axis(step, result, axis=1)
-        times >>= 1
-        if not times:
-            return result
-        step = np.take_along_axis(step, step, axis=1)
+        cuts_of_ranks, highest = _cut_rounds(
+            row_costs, max_rows, cost.overhead_slots, num_ranks, num_rounds
+        )
+        if highest >= lowest:
+            return best
+        best, lowest = cuts_of_ranks, highest
+        num_rounds += 1
+
+
+def _cut_rounds(
+    row_costs: Sequence[float],
+    max_rows: Sequence[int],
+    overhead: float,
+    num_ranks: int,
+    num_rounds: int,
+) -> tuple[list[Cuts], float]:
+    """For each rank its cuts, and what the costliest rank's cost together.
+
+    Each microbatch takes as many of the sorted samples as a limit of cost allows, the lowest limit at
+    which all samples fit; each falls short of it by up to a sample. So the last round, that of the
+    shortest samples, is cut anew once the others are dealt: every rank takes what it lacks of a
+    total, again the lowest.
+    """
+    num_samples = len(row_costs)
+
+    def cut(start: int, limits: Sequence[float]) -> Cuts:
+        """The samples from ``start`` on, in each microbatch as many as its limit allows."""
+        cuts = []
+        for num_to_come, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
+            if start == num_samples:
+                break
+            # The small term makes up for a quotient that rounding puts below a whole number.
+            num_rows = int(limit / row_costs[start] + 1e-9)
+            # Leaves one sample for each microbatch to come, while there are any.
+            num_rows = min(num_rows, max_rows[start], num_samples - start - num_to_come)
+            cuts.append((start, start + max(num_rows, 1)))
+            start = cuts[-1][1]
+        return cuts
+
+    def cut_lowest(start: int, loads: Sequence[float], most: float) -> Cuts:
+        """The same up to the lowest total, loads included, that holds all; ``most`` above each does."""
+
+        def cut_to(total: float) -> Cuts:
+            return cut(start, [total - load for load in loads])
+
+        too_low = (sum(loads) + sum(row_costs[start:])) / len(loads)
+        enough = max(loads) + most
+        for _ in range(_NUM_BISECTIONS):
+            middle = (too_low + enough) / 2
+            if cut_to(middle)[-1][1] == num_samples:
+                enough = middle
+            else:
+                too_low = middle
+        return cut_to(enough)
+
+    def rows_cost(rows: tuple[int, int]) -> float:
+        return (rows[1] - rows[0]) * row_costs[rows[0]]
+
+    as_the_bound = max(map(operator.mul, row_costs, max_rows))
+    cuts = cut_lowest(0, [0.0] * (num_ranks * num_rounds), as_the_bound)
+    cuts_of_ranks: list[Cuts] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for first in range(0, len(cuts), num_ranks):
+        ranks = _least_loaded(loads)
+        of_round = sorted(cuts[first : first + num_ranks], key=rows_cost, reverse=True)
+        if first + num_ranks >= len(cuts):
+            held = [loads[rank] for rank in ranks]
+            of_round = cut_lowest(cuts[first][0], held, rows_cost(of_round[0]))
+        for rank, rows in zip(ranks, of_round, strict=False):
+            cuts_of_ranks[rank].append(rows)
+            loads[rank] += rows_cost(rows) + overhead
+    return cuts_of_ranks, max(loads)
 
 
 def _least_loaded(loads: Sequence[float]) -> list[int]:
     return sorted(range(len(loads)), key=loads.__getitem__)
-
-
-def _level_last_round(
-    start: int,
-    row_costs: Sequence[float],
-    max_rows: Sequence[int],
-    limit: float,
-    cuts_of_ranks: list[Cuts],
-    loads: list[float],
-) -> None:
-    """Cuts the samples from ``start`` on so that all ranks end at about the same load.
-
-    Bisects the load to end at: each rank takes what it lacks of it, at least one sample while there
-    is one for everybody. With ``limit`` for every rank the samples are known to fit.
-    """
-    num_samples, num_ranks = len(row_costs), len(loads)
-    ranks = _least_loaded(loads)
-
-    def cut(goal: float) -> Cuts:
-        cuts = []
-        first = start
-        for num_after, rank in zip(range(num_ranks - 1, -1, -1), ranks, strict=True):
-            if first == num_samples:
-                break
-            num_rows = int((goal - loads[rank]) / row_costs[first] + 1e-9)
-            num_rows = min(num_rows, max_rows[first], num_samples - first - num_after)
-            cuts.append((first, first + max(num_rows, 1)))
-            first = cuts[-1][1]
-        return cuts
-
-    enough = max(loads) + limit
-    too_little = min(loads)
-    best = cut(enough)
-    for _ in range(12):
-        goal = (too_little + enough) / 2
-        cuts = cut(goal)
-        if cuts[-1][1] == num_samples:
-            enough, best = goal, cuts
-        else:
-            too_little = goal
-    for rank, (first, end) in zip(ranks, best, strict=False):
-        cuts_of_ranks[rank].append((first, end))
-        loads[rank] += (end - first) * row_costs[first]

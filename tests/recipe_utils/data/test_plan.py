@@ -74,7 +74,7 @@ def test_no_rank_computes_much_more_than_the_mean(num_ranks, name):
     lengths = [min(20 + int(rng.lognormvariate(3.8, 0.9)), 512) for _ in range(16 * num_ranks)]
     ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048, cost=COST)
     loads = [sum(cost_of(name, lengths, m) for m in microbatches) for microbatches in ranks]
-    assert max(loads) / (sum(loads) / num_ranks) < 1.02
+    assert max(loads) / (sum(loads) / num_ranks) < 1.03
     in_order = [lengths[16 * rank : 16 * rank + 16] for rank in range(num_ranks)]
     undealt = [sum(map(COST.of_sample, of_rank)) for of_rank in in_order]
     assert max(undealt) / (sum(undealt) / num_ranks) > 1.1
