@@ -309,7 +309,8 @@ class _Stage(PipelineStage):
         self.chunks = len(microbatches)
         self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
         # In the order of their forwards, which is that of the microbatches in all schedules.
-        self._coming = enumerate(copy_ahead(map(self._needed_of, microbatches), self.device))
+        needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
+        self._coming = copy_ahead(needed, self.device)
 
     def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
         """What this stage's forward takes of a microbatch."""
