@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -74,10 +75,9 @@ def num_microbatches_to_run(
 class Pipeline:
     """This rank's stages, and the schedules that run microbatches through all of them.
 
-    Microbatches may differ in shape. A stage copies a microbatch to the device when it is about to forward
-    it, one ahead where there is a copy stream, and lets it go when its backward is done. Gradients
-    accumulate unsharded until the last microbatch's backward, then FSDP2 reduces them; they are never
-    scaled.
+    Microbatches may differ in shape. A stage copies to the device what it needs of a microbatch, one ahead of
+    the one that it forwards, and lets it go when its backward is done. Gradients accumulate unsharded until
+    the last microbatch's backward, then FSDP2 reduces them; they are never scaled.
 
     Args:
         stages: the stages on this rank by their index: decoders after
@@ -173,8 +173,7 @@ class Pipeline:
         """What the last stage returns for each microbatch, without gradients.
 
         No barrier follows: the ranks of the first stages may go on while the last ones still compute.
-        FSDP stages come back resharded by torch 2.13 and not by later ones, so whoever reads a weight
-        afterwards unshards it.
+        FSDP stages come back sharded, so whoever reads a weight afterwards unshards it.
 
         Args:
             microbatches: as :meth:`forward_backward` takes them.
@@ -227,6 +226,8 @@ class Pipeline:
         )
         for stage in self._stages:
             stage.clear_runtime_states()
+            if not has_backward:
+                _reshard(stage.submod)
 
     def _name_failures(self, take: Callable[[int, Any], Any], index: int, output: Any) -> Any:
         last = next(stage for stage in self._stages if stage.is_last)
@@ -259,6 +260,13 @@ def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]]) -> None:
     else:
         # Its step() would cut one big batch into microbatches of one shape.
         schedule._step_microbatches(target_mbs=takes, return_outputs=False)
+
+
+def _reshard(module: nn.Module) -> None:
+    # As a backward does. Up to torch 2.14 schedules do so even without one.
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class _Stage(PipelineStage):
@@ -303,7 +311,7 @@ class _Stage(PipelineStage):
         self._gradients: dict[int, Tensor] = {}
 
     def expect(self, microbatches: Sequence[Microbatch], has_backward: bool) -> None:
-        """Gets ready for microbatches, which stay on the CPU until their forward."""
+        """Gets ready for microbatches, which stay on the CPU until shortly before their forward."""
         self.clear_runtime_states()
         self.has_backward = has_backward
         self.chunks = len(microbatches)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from recipe_utils.data import to_device
@@ -248,11 +249,13 @@ def teach_and_train(sharded):
 
         return make
 
-    teacher, _ = make_pipeline("GPipe", 2, make_sharded(TeacherStage))
+    teacher, of_teacher = make_pipeline("GPipe", 2, make_sharded(TeacherStage))
     student, stages = make_pipeline("Interleaved1F1B", 4, make_sharded(CountingStage))
     taught = []
     for _ in range(2):
         taught.append(teacher.outputs(microbatches(4)))
+        for stage in of_teacher.values():  # the unsharded weights are let go
+            assert isinstance(stage.linear.weight, DTensor) == sharded
         student.forward_backward(microbatches(4), scaled)
     grads = {i: stage.linear.weight.grad for i, stage in stages.items()}
     return taught, {i: grad.to_local() if sharded else grad for i, grad in grads.items()}
