@@ -223,6 +223,7 @@ class Pipeline:
         _run_schedule(
             self._schedule_of(len(microbatches), has_backward),
             [partial(self._name_failures, take, index) for index in range(len(microbatches))],
+            has_backward,
         )
         for stage in self._stages:
             stage.clear_runtime_states()
@@ -237,28 +238,29 @@ class Pipeline:
     def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
         key = num_microbatches, has_backward
         if key not in self._schedules:
-            schedule = self._schedule_class(
+            self._schedules[key] = self._schedule_class(
                 self._stages[0] if self._takes_one_stage else self._stages,
                 num_microbatches,
                 loss_fn=lambda output, take: take(output),
                 scale_grads=False,  # the default divides by the number of microbatches
             )
-            schedule._has_backward = has_backward
-            self._schedules[key] = schedule
         return self._schedules[key]
 
 
-def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]]) -> None:
+def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
     """Runs a schedule once; the stages know their microbatches.
 
     Args:
         schedule: one of torch.distributed.pipelining.
-        takes: for each microbatch, what its loss function gets as a target.
+        takes: for each microbatch, what the schedule's loss function gets as its target.
+        has_backward: the same whenever this schedule runs, or it would make its ranks agree again.
     """
     if TorchVersion(torch.__version__) >= "2.14":
-        schedule.step(target_mbs=takes, return_outputs=False)
+        run = schedule.step if has_backward else schedule.eval
+        run(target_mbs=takes, return_outputs=False)
     else:
         # Its step() would cut one big batch into microbatches of one shape.
+        schedule._has_backward = has_backward
         schedule._step_microbatches(target_mbs=takes, return_outputs=False)
 
 

@@ -124,6 +124,28 @@ def test_under_1f1b_no_more_microbatches_live_however_many_there_are(schedule, o
     assert left[0] == left[1] == left[2]
 
 
+NUM_STAGES = {schedule: 4 if "Interleaved" in schedule else 2 for schedule in SCHEDULES}
+
+
+def on_two_ranks(function, schedules=tuple(SCHEDULES)):
+    """A fixture of what ``function(schedule)`` returns on each of two ranks, by the schedule."""
+
+    @pytest.fixture(scope="module")
+    def by_schedule():
+        of_ranks = run_distributed(by_its_argument, 2, function, schedules)
+        return {schedule: [of_rank[schedule] for of_rank in of_ranks] for schedule in schedules}
+
+    return by_schedule
+
+
+def by_its_argument(function, arguments):
+    return {argument: function(argument) for argument in arguments}
+
+
+def results_by_number(schedule):
+    return {num: results_of(schedule, NUM_STAGES[schedule], num) for num in (4, 6)}
+
+
 def results_of(schedule, num_stages, num):
     pipeline, stages = make_pipeline(schedule, num_stages)
     validated = pipeline.forward(microbatches(num))
@@ -136,26 +158,28 @@ def results_of(schedule, num_stages, num):
     return validated, trained, again, grads
 
 
+results = on_two_ranks(results_by_number)
+
+
 @pytest.mark.parametrize("num", [4, 6])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_of_different_shapes_give_sums_and_gradients_of_the_stages_in_a_row(
-    schedule, num
+    schedule, num, results
 ):
     """The sums are not scaled, and the gradients those of the first sum alone, scaled."""
-    num_stages = 4 if "Interleaved" in schedule else 2
-    stages = [CountingStage(i, num_stages) for i in range(num_stages)]
+    stages = [CountingStage(i, NUM_STAGES[schedule]) for i in range(NUM_STAGES[schedule])]
     expected = torch.zeros(3)
     for microbatch in microbatches(num):
         sums = through_all(stages, microbatch)
         (sums[0] * 0.25).backward()
         expected += sums.detach()
     assert (expected > 1).all()
-    results = run_distributed(results_of, 2, schedule, num_stages, num)
-    for *all_sums, grads in results:
+    of_ranks = [by_number[num] for by_number in results[schedule]]
+    for *all_sums, grads in of_ranks:
         assert len(all_sums) == 3
         for index, grad in grads.items():
             torch.testing.assert_close(grad, stages[index].linear.weight.grad)
-    for of_first_rank, of_last_rank in zip(results[0][:3], results[1][:3], strict=True):
+    for of_first_rank, of_last_rank in zip(*(r[:3] for r in of_ranks), strict=True):
         assert not of_first_rank.any()
         # Of both ranks the mean, which counts the one without the last stage as 0.
         torch.testing.assert_close((of_first_rank + of_last_rank) / 2, expected)
@@ -216,18 +240,20 @@ class TeacherStage(CountingStage):
         return out.flatten(0, 1)[targets.positions]
 
 
-def outputs_of(schedule, num_stages, num):
-    pipeline, _ = make_pipeline(schedule, num_stages, TeacherStage)
-    return [pipeline.outputs(some) for some in (microbatches(num), microbatches(num)[::-1])]
+def outputs_in_both_orders(schedule):
+    pipeline, _ = make_pipeline(schedule, NUM_STAGES[schedule], TeacherStage)
+    return [pipeline.outputs(some) for some in (microbatches(6), microbatches(6)[::-1])]
+
+
+outputs = on_two_ranks(outputs_in_both_orders)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_outputs_are_those_of_the_stages_in_a_row_by_index(schedule):
-    num_stages = 4 if "Interleaved" in schedule else 2
-    stages = [TeacherStage(i, num_stages) for i in range(num_stages)]
+def test_outputs_are_those_of_the_stages_in_a_row_by_index(schedule, outputs):
+    stages = [TeacherStage(i, NUM_STAGES[schedule]) for i in range(NUM_STAGES[schedule])]
     expected = [through_all(stages, microbatch).detach() for microbatch in microbatches(6)]
     assert {len(hidden) for hidden in expected} == {6, 3}
-    first, (in_order, reversed_order) = run_distributed(outputs_of, 2, schedule, num_stages, 6)
+    first, (in_order, reversed_order) = outputs[schedule]
     assert first == [{}, {}]
     assert sorted(in_order) == sorted(reversed_order) == list(range(6))
     for index, hidden in enumerate(expected):
@@ -293,21 +319,24 @@ class CountingCopies:
         return sum(ref() is not None for _, ref in self.copies)
 
 
-def copies_of(schedule, num):
-    pipeline, _ = make_pipeline(schedule, 2)
+def copies_of_eight(schedule):
+    pipeline, _ = make_pipeline(schedule, NUM_STAGES[schedule])
     counted = []
     for run in (pipeline.forward, lambda some: pipeline.forward_backward(some, scaled)):
         to_device._to = counting = CountingCopies()
-        run(microbatches(num))
+        run(microbatches(8))
         (needed,) = {tuple(sorted(names)) for names, _ in counting.copies}
         counted.append((needed, len(counting.copies), counting.most_alive, counting.num_alive()))
     return counted
 
 
+copies = on_two_ranks(copies_of_eight, ("1F1B", "GPipe"))
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-def test_a_stage_copies_what_it_needs_of_a_microbatch_when_it_needs_it(schedule):
+def test_a_stage_copies_what_it_needs_of_a_microbatch_when_it_needs_it(schedule, copies):
     """One ahead of those that wait for their backward; GPipe has all of them wait."""
-    first, last = run_distributed(copies_of, 2, schedule, 8)
+    first, last = copies[schedule]
     of_first, of_last = ("input_pos", "tokens"), ("input_pos", "targets")
     waiting = {"1F1B": (2, 1), "GPipe": (8, 8)}[schedule]
     most_of_first, most_of_last = (min(num + 1, 8) for num in waiting)
