@@ -383,10 +383,11 @@ class FullFinetuneUpdateStep:
         loss = torch.zeros((), device=self.device)
         if self.pipeline is not None:
             # One schedule for all microbatches, so that its bubble is paid once per update step.
-            microbatches = [microbatch for microbatch, _ in copy_ahead(step, self.device)]
-            loss += self.pipeline.forward_backward(
-                microbatches, lambda loss_sum: loss_sum * step.loss_scale
+            microbatches = [microbatch for microbatch, _ in step]
+            sums = self.pipeline.forward_backward(
+                microbatches, lambda sums: sums[0] * step.loss_scale
             )
+            loss += sums[0] * step.loss_scale
         else:
             for microbatch, is_last in copy_ahead(step, self.device):
                 with gradient_sync(self.model, is_last, self.gradient_sync):
@@ -414,13 +415,10 @@ class FullFinetuneUpdateStep:
         num_target_tokens = 0
         with self._val_update_steps() as steps:
             for step in steps:
-                microbatches = copy_ahead(step, self.device)
                 if self.pipeline is not None:
-                    loss_sum += self.pipeline.forward(
-                        [microbatch for microbatch, _ in microbatches]
-                    )
+                    loss_sum += self.pipeline.forward([microbatch for microbatch, _ in step])[0]
                 else:
-                    for microbatch, _ in microbatches:
+                    for microbatch, _ in copy_ahead(step, self.device):
                         loss_sum += self.loss_sum(microbatch)
                 num_target_tokens += step.num_target_tokens
         self.model.train()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import register_dataclass, tree_map_only
 
 from recipe_utils.data.samples import Sample
 from recipe_utils.model.document_mask import DocumentLengths
@@ -43,20 +43,14 @@ class Microbatch:
     num_slots: int
     """Positions computed: real tokens and padding."""
 
-    def to(self, device: torch.device) -> "Microbatch":
-        """Copies to ``device``, without waiting where the memory is pinned."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
     def pin_memory(self) -> "Microbatch":
         """Copies to page-locked memory, from which a device copy does not block the host."""
-        return self._with_tensors(lambda tensor: tensor.pin_memory())
+        pinned: Microbatch = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), self)
+        return pinned
 
-    def _with_tensors(self, convert: Callable[[Tensor], Tensor]) -> "Microbatch":
-        return replace(
-            self,
-            inputs=dict(tree_map_only(Tensor, convert, dict(self.inputs))),
-            targets=tree_map_only(Tensor, convert, self.targets),
-        )
+
+# As a tree of its tensors it can be copied along with whatever stands beside it.
+register_dataclass(Microbatch)
 
 
 Collate = Callable[[Sequence[Sample]], Microbatch]

@@ -1,62 +1,63 @@
 """Brings microbatches to the device, one ahead of the one that computes."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from recipe_utils.data.collate import Microbatch
+T = TypeVar("T")
 
 
-def copy_ahead(
-    step: Iterable[tuple[Microbatch, bool]], device: torch.device
-) -> Iterator[tuple[Microbatch, bool]]:
-    """The microbatches of an update step on ``device``; the next is copied while one computes.
+def copy_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
+    """Trees of tensors on ``device``; the next is copied while one computes.
 
     On CUDA the copies go through a stream of their own, from pinned memory, so neither the host nor the
-    computation waits for them. No more than two microbatches are held.
+    computation waits for them. No more than two of the trees are held.
 
     Args:
-        step: an update step, on the CPU.
-        device: where to compute; its current stream is the one that uses the microbatches.
+        trees: on the CPU, each taken when its copy starts: an update step, whose items are microbatches
+            and whether they are the last, or the keyword arguments of a pipeline stage.
+        device: where to compute; its current stream is the one that uses the tensors.
 
     Yields:
-        As ``step``: microbatch, and whether it is the last.
+        As ``trees``; all that is no tensor as it was.
     """
     copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    ahead: list[_Copy] = []
-    for microbatch, is_last in step:
-        ahead.append(_start_copy(microbatch, is_last, device, copy_stream))
-        del microbatch
+    ahead: list[_Copy[T]] = []
+    for tree in trees:
+        ahead.append(_start_copy(tree, device, copy_stream))
+        del tree
         if len(ahead) == 2:
             yield _wait_for(ahead.pop(0))
     if ahead:
         yield _wait_for(ahead.pop())
 
 
-class _Copy(NamedTuple):
-    microbatch: Microbatch
-    is_last: bool
+class _Copy(NamedTuple, Generic[T]):
+    tree: T
     done: torch.cuda.Event | None
 
 
-def _start_copy(
-    microbatch: Microbatch, is_last: bool, device: torch.device, stream: torch.cuda.Stream | None
-) -> _Copy:
+def _start_copy(tree: T, device: torch.device, stream: torch.cuda.Stream | None) -> _Copy[T]:
     if stream is None:
-        return _Copy(microbatch.to(device), is_last, None)
+        return _Copy(_to(tree, device), None)
     with torch.cuda.stream(stream):
-        return _Copy(microbatch.to(device), is_last, stream.record_event())
+        return _Copy(_to(tree, device), stream.record_event())
 
 
-def _wait_for(copy: _Copy) -> tuple[Microbatch, bool]:
+def _to(tree: T, device: torch.device) -> T:
+    copied: T = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)
+    return copied
+
+
+def _wait_for(copy: _Copy[T]) -> T:
     """Makes the current stream wait; the host does not."""
     if copy.done is not None:
         current = torch.cuda.current_stream()
         current.wait_event(copy.done)
-        for leaf in tree_leaves((dict(copy.microbatch.inputs), copy.microbatch.targets)):
+        for leaf in tree_leaves(copy.tree):
             if isinstance(leaf, Tensor):
                 leaf.record_stream(current)  # or the copy stream would reuse its memory too early
-    return copy.microbatch, copy.is_last
+    return copy.tree

@@ -8,11 +8,13 @@ torch.distributed.pipelining.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -22,8 +24,10 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from recipe_utils.data.collate import Microbatch
+from recipe_utils.data.to_device import copy_ahead
 
 SCHEDULES: dict[str, Any] = {
     "1F1B": Schedule1F1B,
@@ -71,13 +75,14 @@ def num_microbatches_to_run(
 class Pipeline:
     """This rank's stages, and the schedules that run microbatches through all of them.
 
-    Microbatches may differ in shape. Gradients accumulate unsharded until the last microbatch's backward,
-    then FSDP2 reduces them; they are never scaled.
+    Microbatches may differ in shape. A stage copies to the device what it needs of a microbatch, one ahead of
+    the one that it forwards, and lets it go when its backward is done. Gradients accumulate unsharded until
+    the last microbatch's backward, then FSDP2 reduces them; they are never scaled.
 
     Args:
         stages: the stages on this rank by their index: decoders after
             :func:`recipe_utils.model.stages.keep_stage`, wrapped and materialised. The last one
-            returns the summed loss.
+            returns sums over its microbatch, [k] or, if it is one, []; for :meth:`outputs` anything.
         num_stages: of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
         embed_dim: width of the hidden states.
@@ -86,9 +91,10 @@ class Pipeline:
         group: the ranks of this pipeline, in the order of their stages.
         output_is_tied: the first stage's embeddings and the last one's output share their weight. Each has
             a copy, whose gradients are summed.
+        num_sums: k. Ranks without the last stage cannot see it. :meth:`outputs` does not look at it.
     """
 
-    def __init__(
+    def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
         self,
         stages: Mapping[int, nn.Module],
         *,
@@ -99,6 +105,7 @@ class Pipeline:
         device: torch.device,
         group: dist.ProcessGroup,
         output_is_tied: bool = False,
+        num_sums: int = 1,
     ) -> None:
         self._stages = [
             _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
@@ -107,6 +114,7 @@ class Pipeline:
         self._schedule_class = SCHEDULES[schedule]
         self._takes_one_stage = not has_several_stages_per_rank(schedule)
         self._num_ranks = dist.get_world_size(group)
+        self._num_sums = num_sums
         self._device = device
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._tied_group: dist.ProcessGroup | None = None
@@ -120,33 +128,66 @@ class Pipeline:
             ]
 
     def forward_backward(
-        self, microbatches: Sequence[Microbatch], scale: Callable[[Tensor], Tensor]
+        self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Forwards and backwards of a whole update step; gradients accumulate in the stages' parameters.
 
         Args:
-            microbatches: on the device, as many on all ranks, at least
-                :func:`num_microbatches_to_run`; on every rank of the pipeline the same.
-            scale: makes of a microbatch's summed loss [] what its backward starts from.
+            microbatches: on the CPU, pinned where the device copies from there; as many on all ranks, at
+                least :func:`num_microbatches_to_run`; on every rank of the pipeline the same.
+            objective: makes of a microbatch's sums [k] what its backward starts from, []. Called once
+                for each microbatch, on the rank of the last stage.
 
         Returns:
-            The sum of the scaled losses, shape []; as a mean over the ranks of the pipeline, because only
-            the rank of the last stage has it.
+            The sums over all microbatches, [k], as the last stage gave them: not scaled, without a graph.
+            As a mean over the ranks of the pipeline, because only the rank of the last stage has them.
 
         Raises:
-            PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
+            PipelineError: a stage or the objective failed on this rank, or there are other than
+                ``num_sums`` sums; the other ranks' receives fail or time out.
         """
-        loss = self._run(microbatches, scale, has_backward=True)
+        totals = torch.zeros(self._num_sums, device=self._device)
+
+        def begin_backward(_: int, output: Tensor) -> Tensor:
+            # A clone, because zero-bubble schedules detach it in place, which a view forbids.
+            return objective(self._add_sums(totals, output)).clone()
+
+        self._run(microbatches, begin_backward, has_backward=True)
         for copy in self._copies_of_tied:
             gradient: Any = copy.weight.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._tied_group)
-        return loss
+        return totals * self._num_ranks
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """The summed loss of microbatches, as :meth:`forward_backward` gives it, and no gradients."""
-        return self._run(microbatches, lambda loss_sum: loss_sum, has_backward=False)
+        """The sums over microbatches [k], as :meth:`forward_backward` gives them, and no gradients."""
+        totals = torch.zeros(self._num_sums, device=self._device)
+        self._run(
+            microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
+        )
+        return totals * self._num_ranks
+
+    @torch.no_grad()
+    def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
+        """What the last stage returns for each microbatch, without gradients.
+
+        No barrier follows: the ranks of the first stages may go on while the last ones still compute.
+        FSDP stages come back sharded, so whoever reads a weight afterwards unshards it.
+
+        Args:
+            microbatches: as :meth:`forward_backward` takes them.
+
+        Returns:
+            By the microbatch's index, on the device and of any shape, such as hidden states at target
+            positions [n, d]. Empty on ranks without the last stage.
+
+        Raises:
+            PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
+        """
+        outputs: dict[int, Any] = {}
+        self._run(microbatches, outputs.__setitem__, has_backward=False)
+        return outputs
 
     def parameters_counted_elsewhere(self) -> frozenset[int]:
         """Ids of this rank's parameters that are copies of the first stage's."""
@@ -156,51 +197,87 @@ class Pipeline:
             if stage.is_last and self._copies_of_tied
         )
 
+    def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
+        sums = output.reshape(-1)
+        if len(sums) != self._num_sums:  # or one sum would be added to all totals
+            raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={self._num_sums}")
+        totals += sums.detach()
+        return sums
+
     def _run(
         self,
         microbatches: Sequence[Microbatch],
-        scale: Callable[[Tensor], Tensor],
+        take: Callable[[int, Any], Tensor | None],
         has_backward: bool,
-    ) -> Tensor:
-        schedule = self._schedule_of(len(microbatches), has_backward)
-        inputs = [dict(microbatch.inputs) for microbatch in microbatches]
-        tokens = [(kwargs.pop("tokens"),) for kwargs in inputs]
-        for kwargs, microbatch in zip(inputs, microbatches, strict=True):
-            kwargs["targets"] = microbatch.targets
+    ) -> None:
+        """Runs microbatches through all stages.
+
+        Args:
+            microbatches: on the CPU.
+            take: called on the rank of the last stage with a microbatch's index and what the stage
+                returned; returns what the backward starts from, [], if there is one.
+            has_backward: whether there is one.
+        """
         for stage in self._stages:
-            stage.has_backward = has_backward
-            stage.expect([(*of_first.shape,) for (of_first,) in tokens])
-        losses: list[Tensor] = []
-        # Not its step(), which would cut one big batch into microbatches of one shape.
-        schedule._step_microbatches(
-            tokens, inputs, [scale] * len(microbatches), losses, return_outputs=False
+            stage.expect(microbatches, has_backward)
+        _run_schedule(
+            self._schedule_of(len(microbatches), has_backward),
+            [partial(self._name_failures, take, index) for index in range(len(microbatches))],
+            has_backward,
         )
         for stage in self._stages:
             stage.clear_runtime_states()
-        total = torch.zeros((), device=self._device)
-        for loss in losses:
-            total += loss.detach()
-        return total * self._num_ranks
+            if not has_backward:
+                _reshard(stage.submod)
+
+    def _name_failures(self, take: Callable[[int, Any], Any], index: int, output: Any) -> Any:
+        last = next(stage for stage in self._stages if stage.is_last)
+        with last.naming("objective", index):
+            return take(index, output)
 
     def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
         key = num_microbatches, has_backward
         if key not in self._schedules:
-            schedule = self._schedule_class(
+            self._schedules[key] = self._schedule_class(
                 self._stages[0] if self._takes_one_stage else self._stages,
                 num_microbatches,
-                loss_fn=lambda loss_sum, scale: scale(loss_sum),
+                loss_fn=lambda output, take: take(output),
                 scale_grads=False,  # the default divides by the number of microbatches
             )
-            schedule._has_backward = has_backward
-            self._schedules[key] = schedule
         return self._schedules[key]
+
+
+def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
+    """Runs a schedule once; the stages know their microbatches.
+
+    Args:
+        schedule: one of torch.distributed.pipelining.
+        takes: for each microbatch, what the schedule's loss function gets as its target.
+        has_backward: the same whenever this schedule runs, or it would make its ranks agree again.
+    """
+    if TorchVersion(torch.__version__) >= "2.14":
+        run = schedule.step if has_backward else schedule.eval
+        run(target_mbs=takes, return_outputs=False)
+    else:
+        # Its step() would cut one big batch into microbatches of one shape.
+        schedule._has_backward = has_backward
+        schedule._step_microbatches(target_mbs=takes, return_outputs=False)
+
+
+def _reshard(module: nn.Module) -> None:
+    # As a backward does. Up to torch 2.14 schedules do so even without one.
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class _Stage(PipelineStage):
     """Passes on one tensor of hidden states per microbatch, each of its microbatch's own shape.
 
-    PyTorch's own stages have room for all microbatches at once and for one shape. Here a tensor lives
-    from its receive to its use. Shapes need not be told: every rank of a pipeline has the tokens.
+    PyTorch's own stages have one shape for all microbatches, and 2.13's have room for all of them at
+    once. Here a tensor lives from its receive to its use. Shapes need not be told: every rank of a
+    pipeline has the tokens. And schedules want all microbatches on the device, so that a stage brings its
+    own instead of taking theirs.
     """
 
     submod: Any
@@ -229,19 +306,35 @@ class _Stage(PipelineStage):
             group=group,
         )
         self._like = hidden
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: list[torch.Size] = []
+        self._coming: Iterator[tuple[int, dict[str, Any]]] = iter(())
         self._activations: dict[int, Tensor] = {}
+        self._to_send: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
 
-    def expect(self, shapes: list[tuple[int, ...]]) -> None:
-        """Gets ready for microbatches of these shapes [b, s]."""
+    def expect(self, microbatches: Sequence[Microbatch], has_backward: bool) -> None:
+        """Gets ready for microbatches, which stay on the CPU until shortly before their forward."""
         self.clear_runtime_states()
-        self.chunks = len(shapes)
-        self._shapes = shapes
+        self.has_backward = has_backward
+        self.chunks = len(microbatches)
+        self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
+        # In the order of their forwards, which is that of the microbatches in all schedules.
+        needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
+        self._coming = copy_ahead(needed, self.device)
+
+    def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
+        """What this stage's forward takes of a microbatch."""
+        needed = dict(microbatch.inputs)
+        if not self.is_first:
+            del needed["tokens"]
+        if self.is_last:
+            needed["targets"] = microbatch.targets
+        return needed
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._activations.clear()
+        self._to_send.clear()
         self._gradients.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -253,8 +346,7 @@ class _Stage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        (output,), _ = self.fwd_cache[fwd_chunk_id]
-        return [self._op(dist.isend, output.detach(), self.stage_index + 1)]
+        return [self._op(dist.isend, self._to_send.pop(fwd_chunk_id), self.stage_index + 1)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
@@ -275,28 +367,31 @@ class _Stage(PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
         return (self._gradients.pop(bwd_chunk_id),)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._naming("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
+        with self.naming("forward", fwd_chunk_id):
+            index, inputs = next(self._coming)
+            assert index == fwd_chunk_id, f"microbatch {index} comes before {fwd_chunk_id}"
+            args = (inputs.pop("tokens"),) if self.is_first else ()
+            output = super().forward_one_chunk(
+                fwd_chunk_id, args, inputs, save_forward_output=False
+            )
+        if not self.has_backward:
+            super().clear_runtime_states()  # else this microbatch would be kept for its backward
+        if not self.is_last:
+            self._to_send[fwd_chunk_id] = output.detach()
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._naming("backward", bwd_chunk_id):
+        with self.naming("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._naming("backward of the weights", bwd_chunk_id):
+        with self.naming("backward of the weights", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def _room_for(self, chunk_id: int) -> Tensor:
-        return self._like.new_empty((*self._shapes[chunk_id], self._like.shape[-1]))
-
-    def _op(self, op: Any, tensor: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(
-            op, tensor.contiguous(), self._resolve_peer_global_rank(stage), self.group
-        )
-
     @contextmanager
-    def _naming(self, what: str, chunk_id: int) -> Iterator[None]:
+    def naming(self, what: str, chunk_id: int) -> Iterator[None]:
+        """Raises what fails in here as a :class:`PipelineError`, with the stage and the microbatch."""
         try:
             yield
         except Exception as error:
@@ -305,6 +400,14 @@ class _Stage(PipelineStage):
                 f"pipeline stage {self.stage_index} of {self.num_stages}, microbatch {chunk_id} of "
                 f"{self.chunks}: its {what} failed ({type(cause).__name__}: {cause})"
             ) from cause
+
+    def _room_for(self, chunk_id: int) -> Tensor:
+        return self._like.new_empty((*self._shapes[chunk_id], self._like.shape[-1]))
+
+    def _op(self, op: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(
+            op, tensor.contiguous(), self._resolve_peer_global_rank(stage), self.group
+        )
 
 
 def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -109,7 +109,7 @@ def keep_stage(model: Any, layers: range) -> None:
     """Leaves a decoder the layers of one stage, in place.
 
     The first stage takes tokens [b, s], all others the hidden states [b, s, d] of the one before. The
-    last gives what the whole model does, all others hidden states; they let go of ``targets``.
+    last gives what the whole model does, all others hidden states.
 
     Args:
         model: a torchtune decoder on the meta device, before it is wrapped in any way.
@@ -127,7 +127,6 @@ def keep_stage(model: Any, layers: range) -> None:
         model.norm = Elsewhere()
         model.output = Elsewhere()
         model.unembed = lambda hidden: hidden
-        model.register_forward_pre_hook(_let_go_of_targets, with_kwargs=True)
 
 
 def ties_output(model: Any) -> bool:
@@ -138,10 +137,3 @@ def ties_output(model: Any) -> bool:
 def _output_weight(model: Any) -> Tensor:
     output = model.output
     return (output.tied_module if ties_output(model) else output).weight
-
-
-def _let_go_of_targets(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs.pop("targets", None)
-    return args, kwargs

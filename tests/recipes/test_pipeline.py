@@ -101,8 +101,8 @@ def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microb
 MUTANTS = {
     "the shared weight's gradients not summed": ("output_is_tied=output_is_tied", "output_is_tied=False"),
     "every rank's data counted": ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
-    "a microbatch left out": ("in copy_ahead(step, self.device)]", "in copy_ahead(step, self.device)][1:]"),
-    "no scale": ("loss_sum * step.loss_scale", "loss_sum"),
+    "a microbatch left out": ("_ in step]\n            sums", "_ in step][1:]\n            sums"),
+    "no scale": ("lambda sums: sums[0] * step.loss_scale", "lambda sums: sums[0]"),
 }  # fmt: skip
 
 
