@@ -15,22 +15,68 @@ sys.path.insert(0, SUPPORT)
 # must not hide torchtune's package of that name.
 sys.path.append(str(Path(__file__).parents[1]))
 
-import recipe_runs  # noqa: E402
+import distributed_runs  # noqa: E402
 
 # No test is timed: the machine may be busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Side by side where whole folders run; the start of workers is too long for a file or one test.
+
+    One worker more than there are cores, because many tests wait for processes of their own.
+    """
+    files = [arg for arg in config.args if not Path(arg.split("::")[0]).is_dir()]
+    return 0 if files else len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collect_file():
+    """Its imports take as long as those of the tests, so both go on at once.
+
+    Not earlier, because what ranks print goes where the server's output goes: to pytest, which shows it
+    with a test that fails.
+    """
+    distributed_runs.start_fork_server()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """What a worker gets at a time: a test, or all that share something made for their module.
+
+    The programs as users start them take longest and go first, the smallest parts fill up the end.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    items.sort(key=lambda item: len(item.path.parts))
+    for item in items:
+        shared = [
+            name
+            for name, definitions in item._fixtureinfo.name2fixturedefs.items()
+            if definitions[-1].scope == "module"
+        ]
+        if shared:
+            ids = (
+                [str(i) for n, i in item.callspec.indices.items() if n in shared]
+                if hasattr(item, "callspec")
+                else []
+            )
+            item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *ids])))
+
+
 @pytest.fixture(scope="session")
 def weights_folder(tmp_path_factory):
     """A folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""
+    import recipe_runs
+
     folder = tmp_path_factory.mktemp("tiny")
     recipe_runs.save_weights(folder)
     return folder
 
 
 def config_maker(weights_folder, folder):
+    import recipe_runs
+
     def make(**changes):
         config = recipe_runs.tiny_config(weights_folder, **changes)
         config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder / "out")
