@@ -10,6 +10,9 @@ SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
 )
+# Models this small gain nothing from threads, which get into each other's way. Before torch is imported,
+# and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, SUPPORT)
 # The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/
 # must not hide torchtune's package of that name.
@@ -31,13 +34,14 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if files else len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_collect_file():
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector):
     """Its imports take as long as those of the tests, so both go on at once.
 
-    Not earlier, because what ranks print goes where the server's output goes: to pytest, which shows it
-    with a test that fails.
+    From here on output is captured: what ranks print is shown with a test that fails.
     """
-    distributed_runs.start_fork_server()
+    if isinstance(collector, pytest.File):
+        distributed_runs.start_fork_server()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,18 +54,13 @@ def pytest_collection_modifyitems(config, items):
         return
     items.sort(key=lambda item: len(item.path.parts))
     for item in items:
-        shared = [
-            name
-            for name, definitions in item._fixtureinfo.name2fixturedefs.items()
-            if definitions[-1].scope == "module"
-        ]
+        fixtures = item._fixtureinfo.name2fixturedefs
+        shared = [name for name in fixtures if fixtures[name][-1].scope == "module"]
+        variants = item.callspec.indices if hasattr(item, "callspec") else {}
         if shared:
-            ids = (
-                [str(i) for n, i in item.callspec.indices.items() if n in shared]
-                if hasattr(item, "callspec")
-                else []
-            )
-            item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *ids])))
+            variant = [str(variants[name]) for name in shared if name in variants]
+            group = "-".join([item.nodeid.split("::")[0], *variant])
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,8 @@ def _run_rank(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    # Back to how a user's rank starts its data-loading processes; the fork server has set itself.
+    multiprocessing.set_start_method(None, force=True)
     try:
         # Made here and not by the recipe, so that one launch can run several configs.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
