@@ -1,9 +1,11 @@
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 SUPPORT = str(Path(__file__).parent / "support")
 # The fork server and `tune run` start fresh interpreters, which must find the tests' components.
@@ -44,23 +46,28 @@ def pytest_make_collect_report(collector):
         distributed_runs.start_fork_server()
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What a worker gets at a time: a test, or all that share something made for their module.
+    """The programs as users start them take longest and go first, the smallest parts fill up the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: len(item.path.parts))
 
-    The programs as users start them take longest and go first, the smallest parts fill up the end.
-    """
-    if not hasattr(config, "workerinput"):
-        return
-    items.sort(key=lambda item: len(item.path.parts))
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs
-        shared = [name for name in fixtures if fixtures[name][-1].scope == "module"]
-        variants = item.callspec.indices if hasattr(item, "callspec") else {}
-        if shared:
-            variant = [str(variants[name]) for name in shared if name in variants]
-            group = "-".join([item.nodeid.split("::")[0], *variant])
-            item.add_marker(pytest.mark.xdist_group(group))
+
+class OneTestOrOneModule(LoadScopeScheduling):
+    """Gives a worker a test at a time, or all of a file whose tests share what is made for their module."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        return file if makes_something_for_its_module(self.config.rootpath / file) else nodeid
+
+
+@cache
+def makes_something_for_its_module(file):
+    return 'scope="module"' in file.read_text()
+
+
+def pytest_xdist_make_scheduler(config, log):
+    # Not its --dist=loadgroup, whose groups xdist 3.8 loses under pytest 9.2.
+    return OneTestOrOneModule(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")
