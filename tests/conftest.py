@@ -30,10 +30,11 @@ settings.load_profile("untimed")
 def pytest_xdist_auto_num_workers(config):
     """Side by side where whole folders run; the start of workers is too long for a file or one test.
 
-    One worker more than there are cores, because many tests wait for processes of their own.
+    One worker more than there are cores, because many tests wait for processes of their own; few all in
+    all, because each holds the imports twice.
     """
     files = [arg for arg in config.args if not Path(arg.split("::")[0]).is_dir()]
-    return 0 if files else len(os.sched_getaffinity(0)) + 1
+    return 0 if files else min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 @pytest.hookimpl(tryfirst=True)
