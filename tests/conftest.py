@@ -1,36 +1,89 @@
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 SUPPORT = str(Path(__file__).parent / "support")
 # The fork server and `tune run` start fresh interpreters, which must find the tests' components.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
 )
+# Models this small gain nothing from threads, which get into each other's way. Before torch is imported,
+# and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, SUPPORT)
 # The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/
 # must not hide torchtune's package of that name.
 sys.path.append(str(Path(__file__).parents[1]))
 
-import recipe_runs  # noqa: E402
+import distributed_runs  # noqa: E402
 
 # No test is timed: the machine may be busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Side by side where whole folders run; the start of workers is too long for a file or one test.
+
+    One worker more than there are cores, because many tests wait for processes of their own; few all in
+    all, because each holds the imports twice.
+    """
+    files = [arg for arg in config.args if not Path(arg.split("::")[0]).is_dir()]
+    return 0 if files else min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector):
+    """Its imports take as long as those of the tests, so both go on at once.
+
+    From here on output is captured: what ranks print is shown with a test that fails.
+    """
+    if isinstance(collector, pytest.File):
+        distributed_runs.start_fork_server()
+
+
+def pytest_collection_modifyitems(config, items):
+    """The programs as users start them take longest and go first, the smallest parts fill up the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: len(item.path.parts))
+
+
+class OneTestOrOneModule(LoadScopeScheduling):
+    """Gives a worker a test at a time, or all of a file whose tests share what is made for their module."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        return file if makes_something_for_its_module(self.config.rootpath / file) else nodeid
+
+
+@cache
+def makes_something_for_its_module(file):
+    return 'scope="module"' in file.read_text()
+
+
+def pytest_xdist_make_scheduler(config, log):
+    # Not its --dist=loadgroup, whose groups xdist 3.8 loses under pytest 9.2.
+    return OneTestOrOneModule(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
 @pytest.fixture(scope="session")
 def weights_folder(tmp_path_factory):
     """A folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""
+    import recipe_runs
+
     folder = tmp_path_factory.mktemp("tiny")
     recipe_runs.save_weights(folder)
     return folder
 
 
 def config_maker(weights_folder, folder):
+    import recipe_runs
+
     def make(**changes):
         config = recipe_runs.tiny_config(weights_folder, **changes)
         config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder / "out")

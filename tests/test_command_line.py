@@ -26,17 +26,21 @@ def logged_losses(folder):
     return [float(loss) for loss in re.findall(r"\| loss:([\d.]+)", text)]
 
 
-@pytest.fixture
-def config_file(weights_folder, tmp_path):
+@pytest.fixture(scope="module")
+def by_name(weights_folder, tmp_path_factory):
+    """A folder with a config of 3 update steps of 4 samples and what `tune run` by name made of it."""
+    folder = tmp_path_factory.mktemp("by_name")
     config = make_tiny_config(weights_folder, max_steps_per_epoch=3)
     config["metric_logger"] = {
         "_component_": "torchtune.training.metric_logging.DiskLogger",
         "log_dir": "${output_dir}/logs",
     }
-    config["output_dir"] = config["checkpointer"]["output_dir"] = f"{tmp_path}/out"
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    config["output_dir"] = config["checkpointer"]["output_dir"] = f"{folder}/out"
+    (folder / "my.yaml").write_text(yaml.safe_dump(config))
+    done = tune("run", NAME, "--config", "my.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert len(logged_losses(folder / "out")) == 3
+    return folder
 
 
 def test_ls_lists_the_recipe_and_its_configs(tmp_path):
@@ -52,32 +56,24 @@ def test_validate_knows_configs_by_name_and_by_path(tmp_path):
     assert "well-formed" in tune("validate", "copy.yaml", cwd=tmp_path).stdout
 
 
-def test_run_by_name_and_from_a_copy_give_the_same_losses(config_file, tmp_path):
-    by_name = tune("run", NAME, "--config", str(config_file), cwd=tmp_path)
-    assert by_name.returncode == 0, by_name.stderr
-    losses = logged_losses(tmp_path / "out")
-    assert len(losses) == 3
-
-    assert tune("cp", NAME, "my_recipe.py", cwd=tmp_path).returncode == 0
-    output_dir = f"output_dir={tmp_path}/copy"
-    from_copy = tune("run", "my_recipe.py", "--config", "my.yaml", output_dir, cwd=tmp_path)
+def test_run_by_name_and_from_a_copy_give_the_same_losses(by_name):
+    assert tune("cp", NAME, "my_recipe.py", cwd=by_name).returncode == 0
+    output_dir = f"output_dir={by_name}/copy"
+    from_copy = tune("run", "my_recipe.py", "--config", "my.yaml", output_dir, cwd=by_name)
     assert from_copy.returncode == 0, from_copy.stderr
-    assert logged_losses(tmp_path / "copy") == losses
+    assert logged_losses(by_name / "copy") == logged_losses(by_name / "out")
 
 
-def test_two_processes_log_the_losses_of_one(config_file, tmp_path):
+def test_two_processes_log_the_losses_of_one(by_name):
     batch = ["global_batch_size=4", "~gradient_accumulation_steps"]
-    one = tune("run", NAME, "--config", str(config_file), *batch, cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
-    output_dir = f"output_dir={tmp_path}/two"
+    output_dir = f"output_dir={by_name}/two"
     two = tune(
-        "run", "--nproc_per_node", "2", NAME, "--config", str(config_file), *batch, output_dir,
-        cwd=tmp_path,
-    )  # fmt: skip
+        "run", "--nproc_per_node", "2", NAME, "--config", "my.yaml", *batch, output_dir, cwd=by_name
+    )
     assert two.returncode == 0, two.stderr
-    losses = logged_losses(tmp_path / "two")
+    losses = logged_losses(by_name / "two")
     assert len(losses) == 3
-    assert losses == pytest.approx(logged_losses(tmp_path / "out"), rel=1e-5)
+    assert losses == pytest.approx(logged_losses(by_name / "out"), rel=1e-5)
     assert two.stderr.count("100%") <= 3, "more than one rank shows a bar"
 
 

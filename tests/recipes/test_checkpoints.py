@@ -83,15 +83,9 @@ def test_it_goes_on_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
     final = [path.read_bytes() for path in sorted(weights)]
     assert final
     for step in (9, 5, 3):
-        keep_only(config, step) if step == 9 else None
-        resumed = {**config, "resume_from_checkpoint": True}
-        if step != 9:
-            resumed = {**resumed, "output_dir": f"{config['output_dir']}_{step}"}
-            run = {**config, "output_dir": resumed["output_dir"]}
-            for each in (run, resumed):
-                each["checkpointer"] = {**config["checkpointer"], "output_dir": each["output_dir"]}
-            run_distributed(run_recipe, world_size, run)
-            keep_only(run, step)
+        resumed = resuming_in(f"{config['output_dir']}_{step}", config)
+        shutil.copytree(config["output_dir"], resumed["output_dir"])
+        keep_only(resumed, step)
         logged = run_distributed(run_recipe, world_size, resumed)[0]
         assert losses(logged) == uninterrupted[step:]
         weights = Path(resumed["output_dir"], "epoch_1").glob("*.bin")

@@ -17,9 +17,9 @@ def run_recipes(configs):
     return [run_recipe(config) for config in configs]
 
 
-@pytest.fixture
-def one_process_losses(tiny_config):
-    config = tiny_config(dataset=DATA, batch_size=16, gradient_accumulation_steps=1)
+@pytest.fixture(scope="module")
+def one_process_losses(module_config):
+    config = module_config(dataset=DATA, batch_size=16, gradient_accumulation_steps=1)
     return losses(run_distributed(run_recipe, 1, config)[0])
 
 

@@ -1,6 +1,7 @@
 """Runs a function on several processes with gloo, as an ordinary test.
 
-A fork server imports torch and torchtune once; each process forks from it in milliseconds.
+A fork server imports torch, torchtune and the recipe once; each process forks from it in
+milliseconds.
 """
 
 import contextlib
@@ -11,11 +12,17 @@ import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 fork_context = multiprocessing.get_context("forkserver")
-fork_context.set_forkserver_preload(["tiny", "recipe_runs"])
+fork_context.set_forkserver_preload(["warm"])
+
+
+def start_fork_server() -> None:
+    """Starts it without waiting for its imports; otherwise the first rank starts it."""
+    forkserver.ensure_running()
 
 
 def run_distributed(
@@ -89,6 +96,8 @@ def _run_rank(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    # Back to how a user's rank starts its data-loading processes; the fork server has set itself.
+    multiprocessing.set_start_method(None, force=True)
     try:
         # Made here and not by the recipe, so that one launch can run several configs.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))

@@ -225,16 +225,18 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_checkpoint_w
 
 def test_a_kill_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path):
     rng = random.Random(0)
-    found = []
+    found, longest = [], 0.5
     for attempt in range(6):
         folder = tmp_path / str(attempt)
         process = fork_context.Process(
-            target=checkpoint_runs.save_until_killed, args=(folder, rng.uniform(0, 0.5), 0)
+            target=checkpoint_runs.save_until_killed, args=(folder, rng.uniform(0, longest), 0)
         )
         process.start()
         process.join(60)
         assert process.exitcode == -9
         found.append(go_on_from_what_is_left(folder))
+        if max(found) == 1:  # a busy machine has not got further
+            longest *= 2
     assert max(found) > 1
 
 
