@@ -1,396 +1,365 @@
-"""Collects everything that is wrong with a config, to raise it together and early."""
+"""From the flat YAML of a config to frozen dataclasses, one for each room that its keys belong to.
+
+A room's dataclass stands beside the code that takes it. Its fields are config keys: type, bounds and
+default are the field's, the meaning is the text below it. A recipe's ``Settings`` lists the rooms that
+it uses and adds keys of its own, the components among them. :func:`read_settings` deals a config out to
+them and raises everything that is wrong with it at once.
+
+    python -m recipe_utils.settings full_finetune_update_step    # all keys of a recipe, as a table
+"""
 
 import difflib
 import os
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-from torch.torch_version import TorchVersion
-from torchtune import training, utils
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
-from recipe_utils.model.pipeline import (
-    SCHEDULES,
-    has_several_stages_per_rank,
-    num_microbatches_to_run,
-)
+from recipe_utils.components import MadeWith, check_component
+
+T = TypeVar("T")
+
+ROOM = ConfigDict(strict=True, use_attribute_docstrings=True)
+"""How pydantic checks a room's dataclass: a type is meant as it stands, ``"False"`` is no bool."""
+
+_MOST = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
+Positive = Annotated[float, Field(gt=0)]
+
+AS_WRITTEN = object()
+"""Marks a mapping whose ``${...}`` refer to keys of a config that it will be a part of."""
 
 
 class ConfigError(ValueError):
-    """Every problem of a config, one per line."""
+    """Every problem of a config, one per line.
 
-
-class Problems:
-    """A list of problems that is raised as one error.
-
-    Example:
-        >>> problems = Problems()
-        >>> with problems.collect():
-        ...     dims = resolve_parallel_dims(...)   # its ValueError is noted, not raised
-        >>> problems.add("dtype=fp16: ...")
-        >>> problems.raise_if_any()
+    Args:
+        problems: in the form ``key=value: what is wrong; what to set instead``.
     """
 
-    def __init__(self) -> None:
-        self._texts: list[str] = []
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        lines = "".join(f"\n  - {text}" for text in problems)
+        super().__init__(f"{len(problems)} {noun} in the config:{lines}")
 
-    def add(self, text: str) -> None:
-        """Notes a problem, in the form ``key=value: what is wrong; what to set instead``."""
-        self._texts.append(text)
 
-    @contextmanager
-    def collect(self, prefix: str = "") -> Iterator[None]:
-        """Notes any exception of the block, with ``prefix`` before its text."""
+# ---- Reading ------------------------------------------------------------------------------------
+
+
+def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
+    """Makes a recipe's settings from its config.
+
+    A class may have a method ``problems()`` that yields what is wrong between its keys; it is called
+    once each of them is right by itself. A key of the user's own is fine where another value refers to
+    it as ``${key}``.
+
+    Args:
+        cfg: the config; ``null`` is a value like any other.
+        settings_class: a pydantic dataclass. Its fields are rooms (such dataclasses themselves) or keys.
+
+    Raises:
+        ConfigError: every unknown key, with the one that was probably meant, every missing one, every
+            value of another type or out of bounds, every component whose arguments are not those of its
+            signature, and everything that the classes' ``problems()`` say.
+    """
+    values, problems = _check_keys(cfg, settings_class)
+    bad = {key for text in problems for key in re.findall(r"^[\w-]+", text)}
+    rooms: dict[type, Any] = {}
+    for room in rooms_of(settings_class):
+        if room is not settings_class:
+            rooms[room] = _read_room(room, values, bad, problems)
+    settings = _read_room(settings_class, values, bad, problems, rooms)
+
+    for instance in [*rooms.values(), settings]:
+        for text in getattr(instance, "problems", tuple)() if instance is not None else ():
+            # What a wrong value leads to elsewhere is no problem of its own.
+            if not any(re.search(rf"(?<![\w.]){key}(?!\w)", text) for key in bad):
+                problems.append(text)
+    if problems:
+        raise ConfigError(*problems)
+    assert settings is not None
+    return settings
+
+
+def check_keys(cfg: DictConfig, settings_class: type) -> list[str]:
+    """What is wrong with the names of a config's keys and with its components, whatever other values are.
+
+    Args:
+        cfg: see :func:`read_settings`.
+        settings_class: likewise.
+    """
+    return _check_keys(cfg, settings_class)[1]
+
+
+def _check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[str]]:
+    """The resolved values by key, and the problems."""
+    problems: list[str] = []
+    known = all_keys_of(settings_class)
+    values = _resolve(cfg, known, problems)
+    _check_names(OmegaConf.to_container(cfg, resolve=False), known, problems)
+    for key, spec in known.items():
+        made_with = next((m for m in _metadata(spec) if isinstance(m, MadeWith)), None)
+        if made_with is not None and key in values:
+            problems += check_component(key, values[key], made_with)
+    return values, problems
+
+
+def _resolve(
+    cfg: DictConfig, known: Mapping[str, FieldInfo], problems: list[str]
+) -> dict[str, Any]:
+    values = {}
+    for key in map(str, cfg):
         try:
-            yield
-        except Exception as error:
-            cause = f" ({error.__cause__})" if error.__cause__ else ""
-            self.add(f"{prefix}{error}{cause}")
-
-    def check_at_least(self, least: int, **values: float | None) -> None:
-        """Notes each ``key=value`` that is no number or below ``least``; None is fine."""
-        for key, value in values.items():
-            if value is not None and not (isinstance(value, (int, float)) and value >= least):
-                self.add(f"{key}={value}: it must be at least {least}")
-
-    def check_more_than_zero(self, **values: float | None) -> None:
-        """Notes each ``key=value`` that is no number above 0; None is fine."""
-        for key, value in values.items():
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                self.add(f"{key}={value}: it must be a number above 0; leave it out for never")
-
-    def check_one_of(self, allowed: Iterable[str], **values: str) -> None:
-        """Notes each ``key=value`` that is not among ``allowed``."""
-        for key, value in values.items():
-            if value not in allowed:
-                self.add(f"{key}={value}: unknown; set it to one of {', '.join(allowed)}")
-
-    def raise_if_any(self) -> None:
-        """Raises what was noted.
-
-        Raises:
-            ConfigError: at least one problem was noted.
-        """
-        if self._texts:
-            noun = "problem" if len(self._texts) == 1 else "problems"
-            lines = "".join(f"\n  - {text}" for text in self._texts)
-            raise ConfigError(f"{len(self._texts)} {noun} in the config:{lines}")
+            value = cfg[key]
+            if OmegaConf.is_config(value):
+                is_resolved = key not in known or AS_WRITTEN not in _metadata(known[key])
+                value = OmegaConf.to_container(value, resolve=is_resolved)
+            values[key] = value
+        except OmegaConfBaseException as error:
+            problems.append(f"{key}: {str(error).splitlines()[0]}")
+    return values
 
 
-def check_keys(
-    problems: Problems, config: Mapping[str, Any], known: Iterable[str], required: Iterable[str]
-) -> None:
-    """Notes top-level keys that nothing reads, and components that are missing.
-
-    A key of the user's own is fine where another value refers to it as ``${key}``.
-
-    Args:
-        problems: where to note them.
-        config: the unresolved config as plain containers.
-        known: the keys that the recipe reads.
-        required: keys of components that the recipe cannot do without.
-    """
-    known = sorted(known)
-    referred = set(re.findall(r"\$\{\s*([\w-]+)", str(config)))
-    for key in config:
+def _check_names(given: Any, known: Mapping[str, FieldInfo], problems: list[str]) -> None:
+    referred = set(re.findall(r"\$\{\s*([\w-]+)", str(given)))
+    for key in given:
         if key not in known and key not in referred:
-            similar = difflib.get_close_matches(key, known, n=1)
+            similar = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
-            problems.add(f"{key}: this recipe has no such key; {hint}")
-    for key in required:
-        if config.get(key) is None:
-            problems.add(f"{key}: it is missing; set it to a component (_component_: ...)")
+            problems.append(f"{key}: this recipe has no such key; {hint}")
+    for key, spec in known.items():
+        is_component = any(isinstance(m, MadeWith) for m in _metadata(spec))
+        if spec.is_required() and given.get(key) is None:
+            what = "a component (_component_: ...)" if is_component else _describe(spec)
+            problems.append(f"{key}: it is missing; set it to {what}")
 
 
-def check_microbatching(
-    problems: Problems,
-    microbatching: str,
-    max_tokens_per_microbatch: int | None,
-    balance_over_ranks: bool,
-    collate_fn: str | None,
-) -> None:
-    """Notes keys that the plan does not go with."""
-    if microbatching == "in_order" and max_tokens_per_microbatch is not None:
-        problems.add(
-            f"max_tokens_per_microbatch={max_tokens_per_microbatch}: microbatching=in_order counts "
-            "samples, not tokens; set microbatching=packed or least_padding"
-        )
-    if microbatching == "in_order" and balance_over_ranks:
-        problems.add(
-            "balance_over_ranks=True: microbatching=in_order leaves every sample on its rank; set "
-            "microbatching=packed or least_padding"
-        )
-    if microbatching == "packed" and collate_fn is not None:
-        problems.add(
-            f"collate_fn={collate_fn}: microbatching=packed makes its rows itself; leave the key out, or "
-            "set microbatching=least_padding"
-        )
+def _read_room(
+    room: type[T],
+    values: Mapping[str, Any],
+    bad: set[str],
+    problems: list[str],
+    rooms: Mapping[type, Any] | None = None,
+) -> T | None:
+    """A room of the values that are right and the defaults of the others, to find further problems."""
+    hints = get_type_hints(room)
+    of_rooms = {name: rooms[hints[name]] for name in hints if hints[name] in rooms} if rooms else {}
+    specs = keys_of(room)
+    good = {key: values[key] for key in specs if key in values and key not in bad}
+    if any(instance is None for instance in of_rooms.values()):
+        return None
+    for _ in range(2):
+        if any(spec.is_required() and key not in good for key, spec in specs.items()):
+            good |= {key: values.get(key) for key in specs if specs[key].is_required()}
+        try:
+            return room(**good, **of_rooms)
+        except ValidationError as error:
+            for found in error.errors():
+                key = str(found["loc"][0])
+                if key not in bad:
+                    bad.add(key)
+                    problems.append(_explain(key, good[key], specs[key], found.get("ctx", {})))
+                good.pop(key, None)
+            if any(specs[key].is_required() for key in bad & specs.keys()):
+                return None
+    return None
 
 
-def check_packing(
-    problems: Problems,
-    other_attention: str | None,
-    row_length: int | None,
-    needs_row_length: bool,
-) -> None:
-    """Notes why ``microbatching=packed`` cannot be.
-
-    Args:
-        problems: where to note it.
-        other_attention: the kind of attention that keeps documents of a row together, if any.
-        row_length: bound on a row [tokens], if any.
-        needs_row_length: rows must have a fixed length.
-    """
-    if other_attention is not None:
-        problems.add(
-            f"microbatching=packed: the model's {other_attention} cannot keep documents of a row apart; "
-            "set microbatching=least_padding"
-        )
-    if needs_row_length and row_length is None:
-        problems.add(
-            "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
-            "have no fixed length, which compile=True and CUDA need; set one of the two"
-        )
+def _explain(key: str, value: Any, spec: FieldInfo, bounds: Mapping[str, Any]) -> str:
+    """What is wrong with a value, and what to set instead."""
+    shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
+    options = [
+        a for part in _alternatives(spec) for a in get_args(part) if get_origin(part) is Literal
+    ]
+    wanted = _describe(spec).replace("bool", "True or False")
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
+        if name in bounds:
+            wanted = f"{words} {bounds[name]}"
+    if options and isinstance(value, str):
+        return f"{key}={shown}: unknown; set it to one of {', '.join(map(str, options))}"
+    if value is None:
+        return f"{key}=null: it must be {wanted}; leave it out for {spec.default}"
+    if isinstance(value, str):
+        shown = repr(value)  # 'False' and '3' are strings here
+    return f"{key}={shown}: it must be {wanted}"
 
 
-def check_optimizer_in_bwd(
-    problems: Problems,
-    optimizer_in_bwd: bool,
-    clip_grad_norm: float | str | None,
-    gradient_accumulation_steps: int,
-    microbatching: str,
-) -> None:
-    """Notes what excludes an optimizer that steps inside the backward."""
-    if optimizer_in_bwd and microbatching != "in_order":
-        problems.add(
-            f"microbatching={microbatching}: it may cut an update step into several microbatches, and "
-            "with optimizer_in_bwd=True every backward updates the weights; set one of the two to "
-            "in_order or False"
-        )
-    if optimizer_in_bwd and clip_grad_norm is not None:
-        problems.add(
-            f"clip_grad_norm={clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
-            "gradients to clip; set one of the two to null or False"
-        )
-    if optimizer_in_bwd and gradient_accumulation_steps > 1:
-        problems.add(
-            f"gradient_accumulation_steps={gradient_accumulation_steps}: with "
-            "optimizer_in_bwd=True every backward updates the weights; set it to 1, or "
-            "optimizer_in_bwd=False"
-        )
+# ---- What a class asks for ------------------------------------------------------------------------
 
 
-def check_tensor_parallel(
-    problems: Problems, tensor_parallel_dim: int, has_plan: bool, fused: bool
-) -> None:
-    """Notes what tensor parallelism lacks or excludes."""
-    if tensor_parallel_dim > 1 and not has_plan:
-        problems.add(
-            f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
-            "torchtune.models.llama3.base_llama_tp_plan"
-        )
-    if tensor_parallel_dim > 1 and fused:
-        problems.add("optimizer.fused=True: tensor parallelism needs it False")
+def rooms_of(settings_class: type) -> list[type]:
+    """The rooms of a recipe's settings, and the class itself, in the order of its fields."""
+    hints = get_type_hints(settings_class)
+    return [*filter(_is_room, hints.values()), settings_class]
 
 
-def resolve_num_stages(
-    pipeline_parallel_dim: int, schedule: str, split_points: Sequence[int] | None
-) -> int:
-    """Pipeline stages over all ranks: one on each, or two with interleaved schedules.
-
-    Args:
-        pipeline_parallel_dim: ranks of a pipeline.
-        schedule: its name.
-        split_points: where stages begin but for the first; these then say how many there are.
-
-    Raises:
-        ValueError: an unknown schedule, or split points that make no such number of stages.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"pipeline_parallel_schedule={schedule}: unknown; set it to one of {', '.join(SCHEDULES)}"
-        )
-    several = has_several_stages_per_rank(schedule)
-    if split_points is None:
-        return pipeline_parallel_dim * (2 if several else 1)
-    num_stages = len(split_points) + 1
-    per_rank, rest = divmod(num_stages, pipeline_parallel_dim)
-    if rest or (per_rank < 2 if several else per_rank != 1):
-        wanted = "two or more" if several else "one"
-        raise ValueError(
-            f"pipeline_parallel_split_points={list(split_points)}: they make {num_stages} stages, but "
-            f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {pipeline_parallel_dim} "
-            f"ranks; give {pipeline_parallel_dim * (2 if several else 1) - 1} points"
-        )
-    return num_stages
+def keys_of(room: type) -> dict[str, FieldInfo]:
+    """The config keys of one class, with type, bounds, default and meaning."""
+    specs: dict[str, FieldInfo] = room.__pydantic_fields__  # type: ignore[attr-defined]
+    return {key: spec for key, spec in specs.items() if not _is_room(spec.annotation)}
 
 
-def check_pipeline_parallel(
-    problems: Problems,
-    pipeline_parallel_dim: int,
-    num_stages: int,
-    schedule: str,
-    *,
-    num_microbatches: int | None,
-    tensor_parallel_dim: int,
-    optimizer_in_bwd: bool,
-    enable_activation_offloading: bool,
-) -> None:
-    """Notes what pipeline stages lack or exclude.
-
-    Args:
-        problems: where to note it.
-        pipeline_parallel_dim: ranks of a pipeline, at least 2.
-        num_stages: over all ranks.
-        schedule: its name.
-        num_microbatches: per update step and data-parallel rank; None where it is not fixed.
-        tensor_parallel_dim: excluded above 1.
-        optimizer_in_bwd: excluded.
-        enable_activation_offloading: excluded.
-    """
-    name = f"pipeline_parallel_dim={pipeline_parallel_dim}"
-    # Stages of older ones want one shape for all microbatches.
-    if TorchVersion(torch.__version__) < "2.13":
-        problems.add(f"{name}: it needs torch 2.13, this is {torch.__version__}; set it to 1")
-    if num_microbatches is not None and schedule in SCHEDULES:
-        to_run = num_microbatches_to_run(
-            max(num_microbatches, pipeline_parallel_dim),
-            schedule=schedule,
-            num_ranks=pipeline_parallel_dim,
-            num_stages=num_stages,
-        )
-        if num_microbatches != to_run:
-            problems.add(
-                f"gradient_accumulation_steps={num_microbatches}: {name} with {num_stages} stages and "
-                f"pipeline_parallel_schedule={schedule} needs {to_run} microbatches or more per update "
-                f"step; set gradient_accumulation_steps={to_run} (and a smaller batch_size)"
-            )
-    if tensor_parallel_dim > 1:
-        problems.add(
-            f"tensor_parallel_dim={tensor_parallel_dim}: it does not go with {name}; set one of the two to 1"
-        )
-    if optimizer_in_bwd:
-        problems.add(f"optimizer_in_bwd=True: {name} has several microbatches; set it to False")
-    if enable_activation_offloading:
-        problems.add(
-            f"enable_activation_offloading=True: it does not go with {name}; set it to False"
-        )
+def all_keys_of(settings_class: type) -> dict[str, FieldInfo]:
+    """The config keys of a recipe: those of its rooms, and its own."""
+    return {key: spec for room in rooms_of(settings_class) for key, spec in keys_of(room).items()}
 
 
-def check_activation_memory(
-    problems: Problems,
-    device: torch.device,
-    enable_activation_checkpointing: bool,
-    enable_activation_offloading: bool,
-    ac_mode: str | None,
-) -> None:
-    """Notes ways to save activation memory that exclude each other or need another device."""
-    if enable_activation_offloading and device.type != "cuda":
-        problems.add("enable_activation_offloading=True: it needs device=cuda; set it to False")
-    if enable_activation_offloading and not enable_activation_checkpointing:
-        problems.add(
-            "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
-        )
-    if enable_activation_checkpointing and ac_mode is not None:
-        problems.add(
-            f"ac_mode={ac_mode}: enable_activation_checkpointing=True recomputes all layers "
-            "already; set one of the two to null or False"
-        )
+def _is_room(annotation: Any) -> bool:
+    return isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__")
 
 
-def resolve_device(device: str | None) -> torch.device:
-    """The device of this rank; None takes what the machine has.
-
-    Raises:
-        ValueError: a device that is not there. (torchtune would go on with the CPU.)
-    """
-    try:
-        found = utils.get_device(device=device)
-    except Exception as error:
-        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
-    if device is not None and found.type != torch.device(device).type:
-        raise ValueError(
-            f"device={device}: this machine has none that PyTorch can use; set device={found.type}"
-        )
+def _metadata(spec: FieldInfo) -> list[Any]:
+    """Of the field and of all its alternatives."""
+    found = list(spec.metadata)
+    for part in _alternatives(spec):
+        found += getattr(part, "__metadata__", ())
+        for inner in get_args(part):
+            found += getattr(inner, "__metadata__", ())
     return found
 
 
-def resolve_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
-    """The precision of parameters, gradients and optimizer state.
-
-    Raises:
-        ValueError: a precision that is unknown, or that full fine-tuning on ``device`` cannot use.
-    """
-    if dtype == "fp16":
-        raise ValueError("dtype=fp16: gradients would underflow; set it to bf16 or fp32")
-    try:
-        return training.get_dtype(dtype, device=device)
-    except Exception as error:
-        raise ValueError(f"dtype={dtype}: {error}") from None
+def _alternatives(spec: FieldInfo) -> list[Any]:
+    annotation = spec.annotation
+    if get_origin(annotation) in (Union, UnionType):
+        return list(get_args(annotation))
+    return [Annotated[annotation, *spec.metadata] if spec.metadata else annotation]
 
 
-def resolve_gradient_accumulation_steps(
-    batch_size: int,
-    gradient_accumulation_steps: int | None,
-    global_batch_size: int | None,
-    dp_degree: int,
-) -> int:
-    """Microbatches per rank and update step, from whichever of the two keys is given.
+def _describe(spec: FieldInfo) -> str:
+    """A field's type in words, such as ``int >= 1 or null``."""
+    return " or ".join(_describe_type(part) for part in _alternatives(spec))
+
+
+def _describe_type(annotation: Any) -> str:
+    if annotation is NoneType:
+        return "null"
+    if get_origin(annotation) is Literal:
+        return " or ".join(str(option) for option in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        flat = [m for given in metadata for m in getattr(given, "metadata", [given])]
+        if any(isinstance(m, MadeWith) for m in flat):
+            return "component"
+        bounds = [f"> {m.gt}" for m in flat if hasattr(m, "gt")]
+        bounds += [f">= {m.ge}" for m in flat if hasattr(m, "ge")]
+        return " ".join([_describe_type(inner), *bounds])
+    if get_origin(annotation) is dict:
+        return "mapping"
+    if get_origin(annotation) is list:
+        return f"list of {_describe_type(*get_args(annotation))}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def key_table(settings_class: type) -> str:
+    """All keys of a recipe as a markdown table: key, type, default, meaning."""
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    *rooms, own = rooms_of(settings_class)
+    for room in [own, *rooms]:
+        for key, spec in keys_of(room).items():
+            default = (
+                "required"
+                if spec.is_required()
+                else "null"
+                if spec.default is None
+                else spec.default
+            )
+            meaning = " ".join((spec.description or "").split()).replace("``", "`")
+            lines.append(f"| `{key}` | {_describe(spec)} | {default} | {meaning} |")
+    return "\n".join(lines)
+
+
+# ---- Making components ----------------------------------------------------------------------------
+
+
+def make_all(**makers: Callable[[], Any]) -> tuple[Any, ...]:
+    """Calls each maker of a component and returns what they made, in their order.
 
     Args:
-        batch_size: samples per microbatch.
-        gradient_accumulation_steps: microbatches per rank and update step.
-        global_batch_size: samples per update step over all data-parallel ranks.
-        dp_degree: number of ranks that hold different data.
+        makers: by the component's key.
 
     Raises:
-        ValueError: a number below 1, a global batch that does not divide, or two keys that disagree.
+        ConfigError: each ValueError and OSError of a maker, by its key. Anything else is a mistake in
+            the component and keeps its traceback, with a note of the key.
     """
-    for name, value in (
-        ("batch_size", batch_size),
-        ("gradient_accumulation_steps", gradient_accumulation_steps),
-        ("global_batch_size", global_batch_size),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: it must be at least 1")
-    if global_batch_size is None:
-        return gradient_accumulation_steps or 1
-    per_pass = batch_size * dp_degree
-    steps, rest = divmod(global_batch_size, per_pass)
-    if rest:
-        raise ValueError(
-            f"global_batch_size={global_batch_size}: it is no multiple of batch_size={batch_size} * "
-            f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
-            f"{max(steps, 1) * per_pass} and {(max(steps, 1) + 1) * per_pass}"
-        )
-    if gradient_accumulation_steps not in (None, steps):
-        raise ValueError(
-            f"global_batch_size={global_batch_size}: batch_size={batch_size} * "
-            f"gradient_accumulation_steps={gradient_accumulation_steps} * {dp_degree} data-parallel "
-            f"ranks = {batch_size * (gradient_accumulation_steps or 1) * dp_degree}; give one of the "
-            f"two keys (~gradient_accumulation_steps on the command line takes that one out)"
-        )
-    return steps
+    made: list[Any] = []
+    problems: list[str] = []
+    for key, make in makers.items():
+        try:
+            with naming(key):
+                made.append(make())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(made)
 
 
-def check_writable_dir(key: str, path: str | None) -> None:
-    """Makes the directory if need be, and tries to write to it.
+@contextmanager
+def naming(key: str = "") -> Iterator[None]:
+    """Raises a ValueError or OSError of the block as a problem of ``key``; notes the key on others.
 
-    Raises:
-        ValueError: it is None, or cannot be made or written to.
+    Without a key the error's text must name one.
     """
-    if path is None:
-        raise ValueError(f"{key}: it is missing; set it to a directory for checkpoints and logs")
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        is_named = not key or re.match(rf"{key}\b[^ ]*[:=]", str(error))
+        prefix = "" if is_named else f"{key}: "
+        raise ConfigError(f"{prefix}{error}{cause}") from error
+    except Exception as error:
+        if key:
+            error.add_note(f"raised while {key} of the config was made")
+        raise
+
+
+# ---- The command ------------------------------------------------------------------------------------
+
+
+def settings_of(recipe: str) -> type:
+    """The ``Settings`` of a recipe.
+
+    Args:
+        recipe: a registered name, or the path of a file.
+
+    Raises:
+        ValueError: there is no such recipe, or it has no ``Settings``.
+    """
+    from recipe_utils.tune.registry import RECIPES, recipe_path
+
+    path = str(recipe_path(recipe)) if recipe in RECIPES else recipe
+    if not os.path.isfile(path):
         raise ValueError(
-            f"{key}={path}: it cannot be written to ({os.strerror(error.errno or 0)}); set it to a "
-            "directory of yours"
-        ) from None
+            f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}"
+        )
+    found = runpy.run_path(path).get("Settings")
+    if not _is_room(found):
+        raise ValueError(f"{recipe}: it has no Settings")
+    assert isinstance(found, type)
+    return found
+
+
+def main() -> None:
+    """Prints the keys of the recipe that the command line names."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m recipe_utils.settings RECIPE")
+    try:
+        print(key_table(settings_of(sys.argv[1])))  # noqa: T201
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,190 +1,225 @@
-"""Everything wrong with a config is raised at once, with the numbers and the key to set."""
+"""A config becomes frozen settings, or one error that says everything that is wrong with it."""
+
+from typing import Annotated, Any, Literal
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
+from omegaconf import OmegaConf
+from pydantic.dataclasses import dataclass
 
+from recipe_utils.components import Component, MadeWith
 from recipe_utils.settings import (
+    ROOM,
     ConfigError,
-    Problems,
-    check_keys,
-    check_optimizer_in_bwd,
-    check_pipeline_parallel,
-    check_writable_dir,
-    resolve_device,
-    resolve_dtype,
-    resolve_gradient_accumulation_steps,
+    Count,
+    Positive,
+    key_table,
+    make_all,
+    naming,
+    read_settings,
+    settings_of,
 )
+
+
+@dataclass(frozen=True, config=ROOM)
+class Oven:
+    """A room."""
+
+    num_trays: Count = 2
+    """How many ``trays``
+    it has."""
+    heat: Positive | None = None
+    """Above the air's."""
+    mode: Literal["fan", "grill"] = "fan"
+    is_lit: bool = False
+    names: list[str] | None = None
+
+    def problems(self):
+        if self.mode == "grill" and self.num_trays > 1:
+            yield f"num_trays={self.num_trays}: mode=grill takes 1; set num_trays=1"
+
+
+def bake(dough: str, minutes: int, salt: float = 0.1, toppings: tuple[str, ...] = ()) -> str:
+    return f"{dough} {minutes} {salt} {toppings}"
+
+
+@dataclass(frozen=True, config=ROOM)
+class Settings:
+    """A recipe's."""
+
+    oven: Oven
+    bread: Annotated[dict[str, Any], MadeWith(num_positional=1)]
+    """What is baked."""
+    extra: Component | list[Component] | None = None
+    guests: int = 0
+
+    def problems(self):
+        if self.guests > 4 * self.oven.num_trays:
+            yield f"guests={self.guests}: {self.oven.num_trays} trays are too few; set num_trays"
+
+
+BREAD = {"minutes": 30}
+
+
+@pytest.fixture(autouse=True)
+def components_are_found(monkeypatch):
+    """pytest imports this file under a name that is not importable."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "bakery", sys.modules[__name__])
+
+
+def config(**changes):
+    bread = {"_component_": "bakery.bake", "minutes": 30}
+    return OmegaConf.create({"bread": bread, **changes})
+
+
+def problems_of(cfg):
+    with pytest.raises(ConfigError) as raised:
+        read_settings(cfg, Settings)
+    return list(raised.value.problems)
+
+
+def test_the_flat_config_is_dealt_out_to_the_rooms():
+    settings = read_settings(config(num_trays=3, guests=5, heat=200), Settings)
+    assert (settings.oven.num_trays, settings.oven.heat, settings.guests) == (3, 200, 5)
+    assert settings.oven.mode == "fan"
+    with pytest.raises(AttributeError):
+        settings.guests = 6
 
 
 def test_all_problems_come_in_one_error():
-    problems = Problems()
-    problems.add("dtype=fp16: no")
-    problems.check_at_least(1, epochs=0, log_every_n_steps=1, max_steps_per_epoch=None)
-    problems.check_one_of(("train", "drop"), last_update_step="keep", other="drop")
-    check_optimizer_in_bwd(problems, True, 1.0, 1, "in_order")
-    check_optimizer_in_bwd(problems, False, 1.0, 4, "least_padding")
-    with problems.collect("dataset: "):
-        try:
-            raise OSError("disk gone")
-        except OSError as error:
-            raise ValueError("cannot be read") from error
-    with problems.collect():
-        pass
+    cfg = config(num_trays=0, heat="hot", mode="microwave", is_lit="False", guests=None, trays=1)
     with pytest.raises(ConfigError) as raised:
-        problems.raise_if_any()
-    lines = str(raised.value).splitlines()
-    assert lines == [
-        "5 problems in the config:",
-        "  - dtype=fp16: no",
-        "  - epochs=0: it must be at least 1",
-        "  - last_update_step=keep: unknown; set it to one of train, drop",
-        "  - clip_grad_norm=1.0: with optimizer_in_bwd=True no moment has all gradients to clip; "
-        "set one of the two to null or False",
-        "  - dataset: cannot be read (disk gone)",
+        read_settings(cfg, Settings)
+    assert str(raised.value).splitlines() == [
+        "6 problems in the config:",
+        "  - trays: this recipe has no such key; did you mean num_trays?",
+        "  - num_trays=0: it must be at least 1",
+        "  - heat='hot': it must be float > 0 or null",
+        "  - mode=microwave: unknown; set it to one of fan, grill",
+        "  - is_lit='False': it must be True or False",
+        "  - guests=null: it must be int; leave it out for 0",
     ]
 
 
-def test_no_problem_raises_nothing():
-    Problems().raise_if_any()
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_trays": 1.0}, "num_trays=1.0: it must be int >= 1"),
+        ({"num_trays": True}, "num_trays=True: it must be int >= 1"),
+        ({"num_trays": "3"}, "num_trays='3': it must be int >= 1"),
+        ({"num_trays": 10**30}, "it must be at most 2147483647"),
+        ({"heat": 0}, "heat=0: it must be above 0"),
+        ({"heat": float("nan")}, "heat=nan: it must be above 0"),
+        ({"names": "all"}, "names='all': it must be list of str or null"),
+        ({"names": [1]}, "names=[1]: it must be list of str or null"),
+        ({"bread": None}, "bread: it is missing; set it to a component (_component_: ...)"),
+        ({"bread": "rye"}, "bread=rye: it must be a component (_component_: ...)"),
+        ({"bread": {}}, "bread={}: it must be a component (_component_: ...)"),
+        ({"extra": []}, "extra=[]: it is empty"),
+        ({"guests": "${gone}"}, "guests: Interpolation key 'gone' not found"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_must_be(changes, expected):
+    (text,) = problems_of(config(**changes))
+    assert expected in text
 
 
-def test_a_keyboard_interrupt_is_no_problem_of_the_config():
-    problems = Problems()
-    with pytest.raises(KeyboardInterrupt), problems.collect():
+def test_problems_between_keys_come_once_each_key_is_right_by_itself():
+    assert problems_of(config(mode="grill", guests=50)) == [
+        "num_trays=2: mode=grill takes 1; set num_trays=1",
+        "guests=50: 2 trays are too few; set num_trays",
+    ]
+    # The default stands in for the wrong value, and what that leads to is not said.
+    assert problems_of(config(mode="grill", num_trays=0)) == ["num_trays=0: it must be at least 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"minuts": 3}, "bread.minuts: bake has no such argument; did you mean minutes?"),
+        ({"minutes": "long"}, "bread.minutes='long': bake takes int"),
+        ({"minutes": True}, "bread.minutes=True: bake takes int"),
+        ({"salt": "much"}, "bread.salt='much': bake takes float"),
+        ({"toppings": "seeds"}, "bread.toppings='seeds': bake takes tuple[str, ...]"),
+        ({"minutes": ...}, "bread.minutes: it is missing; bake needs it"),
+        ({"_component_": "bakery.bakes"}, "bread._component_=bakery.bakes: Error loading"),
+        ({"_component_": "bakery.BREAD"}, "bread._component_=bakery.BREAD: it is a dict"),
+        (
+            {"_component_": "recipe_utils.docstrings.docstring_dataset"},
+            "it has moved; set it to recipe_utils.embedded.stdlib_docs.docstring_dataset",
+        ),
+    ],
+)
+def test_a_component_s_arguments_are_those_of_its_signature(arguments, expected):
+    bread = {"_component_": "bakery.bake", "minutes": 30, **arguments}
+    bread = {key: value for key, value in bread.items() if value is not ...}
+    assert any(expected in text for text in problems_of(config(bread=bread)))
+
+
+def test_what_fits_a_signature_is_taken():
+    bread = {"_component_": "bakery.bake", "minutes": 3, "salt": 1, "toppings": ["seeds", "oil"]}
+    assert read_settings(config(bread=bread), Settings).bread == bread
+
+
+def test_a_list_of_components_is_checked_one_by_one():
+    extra = [{"_component_": "bakery.bake", "dough": "rye", "minutes": 3}, {"minutes": 3}]
+    (text,) = problems_of(config(extra=extra))
+    assert text.startswith("extra[1]={'minutes': 3}: it must be a component")
+
+
+def test_a_key_of_the_users_own_is_fine_where_another_refers_to_it():
+    assert "width: this recipe has no such key; take it out" in problems_of(config(width=3))
+    for value in ("${width}", "${ width }"):
+        assert read_settings(config(width=3, guests=value), Settings).guests == 3
+    assert len(problems_of(config(width=3, names=["width"]))) == 1
+
+
+def test_makers_are_all_called_and_their_problems_raised_together_by_key():
+    def fail(error):
+        raise error
+
+    with pytest.raises(ConfigError) as raised:
+        make_all(
+            tokenizer=lambda: fail(ValueError("no such file")),
+            loss=lambda: 3,
+            model=lambda: fail(OSError("disk gone")),
+            dataset=lambda: fail(ValueError("dataset.path=x: not there")),
+        )
+    assert raised.value.problems == (
+        "tokenizer: no such file",
+        "model: disk gone",
+        "dataset.path=x: not there",
+    )
+    assert make_all(loss=lambda: 3, model=lambda: 4) == (3, 4)
+
+
+def test_a_mistake_inside_a_component_keeps_its_traceback_with_a_note_of_the_key():
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        make_all(model=lambda: 1 + "1")
+    assert raised.value.__notes__ == ["raised while model of the config was made"]
+    with pytest.raises(KeyboardInterrupt), naming("model"):
         raise KeyboardInterrupt
 
 
-def find_unknown_keys(config, known):
-    problems = Problems()
-    check_keys(problems, config, known, required=())
-    try:
-        problems.raise_if_any()
-    except ConfigError as error:
-        return str(error).split("\n  - ")[1:]
-    return []
+def test_the_table_says_type_default_and_meaning_of_every_key():
+    assert key_table(Settings).splitlines()[2:] == [
+        "| `bread` | component | required | What is baked. |",
+        "| `extra` | component or list of component or null | null |  |",
+        "| `guests` | int | 0 |  |",
+        "| `num_trays` | int >= 1 | 2 | How many `trays` it has. |",
+        "| `heat` | float > 0 or null | null | Above the air's. |",
+        "| `mode` | fan or grill | fan |  |",
+        "| `is_lit` | bool | False |  |",
+        "| `names` | list of str or null | null |  |",
+    ]
 
 
-def test_an_unknown_key_suggests_the_near_one():
-    (text,) = find_unknown_keys({"batch_sise": 4, "epochs": 1}, {"batch_size", "epochs"})
-    assert text.startswith("batch_sise:")
-    assert "did you mean batch_size?" in text
-
-
-def test_a_key_unlike_any_is_to_be_taken_out():
-    (text,) = find_unknown_keys({"wandb_project": "x"}, {"batch_size"})
-    assert "take it out" in text
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["${width}", {"embed_dim": "${width}"}, [{"path": "/data/${ width }/x"}], "${width.inner}"],
-)
-def test_a_key_that_another_value_refers_to_is_fine(value):
-    assert find_unknown_keys({"width": 8, "model": value}, {"model"}) == []
-
-
-@pytest.mark.parametrize("value", ["width", "{width}", "${widths}", "${model.width}"])
-def test_a_key_that_is_only_mentioned_is_not(value):
-    assert len(find_unknown_keys({"width": 8, "model": value}, {"model"})) == 1
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "steps", "global_batch_size", "dp_degree", "expected"),
-    [(4, 3, None, 2, 3), (4, None, None, 2, 1), (4, None, 24, 2, 3), (4, 3, 24, 2, 3)],
-)
-def test_accumulation_steps_follow_from_whichever_key_is_given(
-    batch_size, steps, global_batch_size, dp_degree, expected
-):
-    resolved = resolve_gradient_accumulation_steps(batch_size, steps, global_batch_size, dp_degree)
-    assert resolved == expected
-    if global_batch_size is not None:
-        assert batch_size * resolved * dp_degree == global_batch_size
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ((4, None, 20, 2), ["global_batch_size=20", "batch_size=4 * 2", "= 8", "16 and 24"]),
-        ((4, None, 5, 2), ["global_batch_size=5", "= 8", "8 and"]),
-        ((4, 2, 24, 2), ["global_batch_size=24", "gradient_accumulation_steps=2", "= 16"]),
-        ((0, None, 8, 1), ["batch_size=0", "at least 1"]),
-        ((4, 0, None, 1), ["gradient_accumulation_steps=0", "at least 1"]),
-        ((4, None, -8, 1), ["global_batch_size=-8", "at least 1"]),
-    ],
-)
-def test_a_batch_that_does_not_work_out_is_refused_with_both_numbers(arguments, parts):
-    with pytest.raises(ValueError, match=r"batch|steps") as raised:
-        resolve_gradient_accumulation_steps(*arguments)
-    for part in parts:
-        assert part in str(raised.value)
-
-
-def test_the_multiples_that_a_batch_error_names_are_multiples():
-    with pytest.raises(ValueError, match="the nearest multiples are 8 and 16"):
-        resolve_gradient_accumulation_steps(4, None, 9, 2)
-    with pytest.raises(ValueError, match="nearest multiple") as raised:
-        resolve_gradient_accumulation_steps(4, None, 3, 2)
-    named = str(raised.value).split("nearest multiple")[1]
-    numbers = [int(word.strip(",;")) for word in named.split() if word.strip(",;").isdigit()]
-    assert len(set(numbers)) == len(numbers)
-    for number in numbers:
-        assert resolve_gradient_accumulation_steps(4, None, number, 2) == number // 8
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp64", torch.float64)]
-)
-def test_dtypes_are_those_of_torch(name, dtype):
-    assert resolve_dtype(name, resolve_device("cpu")) == dtype
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp13"])
-def test_a_dtype_that_cannot_work_is_refused_by_key(dtype):
-    with pytest.raises(ValueError, match=f"^dtype={dtype}: "):
-        resolve_dtype(dtype, torch.device("cpu"))
-
-
-def test_a_device_that_is_there_is_taken():
-    assert resolve_device("cpu").type == "cpu"
-    accelerator = torch.accelerator.current_accelerator()
-    assert resolve_device(None).type == ("cpu" if accelerator is None else accelerator.type)
-
-
-@pytest.mark.parametrize("device", ["abacus", "cuda", "xpu"])
-def test_a_device_that_is_not_there_is_refused_by_key(device):
-    if device != "abacus" and getattr(torch, device).is_available():
-        pytest.skip(f"this machine has {device}")
-    with pytest.raises(ValueError, match=f"^device={device}: "):
-        resolve_device(device)
-
-
-def test_a_directory_is_made_and_left_empty(tmp_path):
-    check_writable_dir("output_dir", str(tmp_path / "a" / "b"))
-    assert (tmp_path / "a" / "b").is_dir()
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-@pytest.mark.parametrize("below", ["", "a", "a/b"])
-def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path, below):
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ValueError, match=r"^output_dir=.*file.*: it cannot be written to"):
-        check_writable_dir("output_dir", str(file / below))
-
-
-def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu128"))
-    problems = Problems()
-    check_pipeline_parallel(
-        problems,
-        2,
-        2,
-        "1F1B",
-        num_microbatches=None,
-        tensor_parallel_dim=1,
-        optimizer_in_bwd=False,
-        enable_activation_offloading=False,
-    )
-    with pytest.raises(ConfigError, match=r"needs torch 2.13, this is 2.11.0\+cu128"):
-        problems.raise_if_any()
+def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):
+    assert settings_of("full_finetune_update_step").__name__ == "Settings"
+    with pytest.raises(ValueError, match="no recipe of this name or path"):
+        settings_of("full_finetune")
+    path = tmp_path / "mine.py"
+    path.write_text("Settings = 3")
+    with pytest.raises(ValueError, match="it has no Settings"):
+        settings_of(str(path))
