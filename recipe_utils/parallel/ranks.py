@@ -1,31 +1,26 @@
-"""Process groups, device meshes, sharding and what FSDP2 is told at each backward.
+"""The ranks of a job: how many along each mesh dimension, and which of them this one is.
 
 Mesh dimensions, as torchtune's later versions name them: ``dp_replicate`` and ``dp_shard`` hold
 different data, ``pp`` and ``tp`` ranks hold the same.
 """
 
-import os
-import time
-import uuid
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torchtune import training
-from torchtune.training import get_distributed_backend
+from torchtune import utils
 
-_POLL_SECONDS = 0.001
+from recipe_utils.parallel import process_group
+from recipe_utils.parallel.fsdp import GradientSync
+from recipe_utils.settings import ROOM, Count
 
-GRADIENT_SYNC = ("each_microbatch", "last_microbatch")
+_log = utils.get_logger("INFO")
 
 
 class ParallelDims(NamedTuple):
@@ -42,9 +37,176 @@ class ParallelDims(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
 
-def world_size_from_env() -> int:
-    """Processes of this job, as the launcher says; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+@dataclass(frozen=True, config=ROOM)
+class RankSettings:
+    """What each rank computes on, and how the ranks divide the work."""
+
+    device: str | None = None
+    """Where to compute: ``cpu``, ``cuda``, ...; null takes what the machine has."""
+    data_parallel_replicate_dim: Count = 1
+    """Copies of the sharded model (HSDP); 1 is plain FSDP2."""
+    data_parallel_shard_dim: int = -1
+    """Ranks that shard one copy; -1 takes what the other dimensions leave."""
+    tensor_parallel_dim: Count = 1
+    """Ranks that split each layer, as ``tensor_parallel_plan`` says."""
+    pipeline_parallel_dim: Count = 1
+    """Ranks that each have some of the layers."""
+    context_parallel_dim: Count = 1
+    """Only 1: PyTorch's ring attention has no CPU kernel, so more could not be tested."""
+    gradient_sync: GradientSync = "each_microbatch"
+    """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
+    process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """How long a rank waits for another; null takes PyTorch's."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys and with this machine."""
+        try:
+            resolve_device(self.device)
+        except ValueError as error:
+            yield str(error)
+        if self.context_parallel_dim != 1:
+            yield (
+                f"context_parallel_dim={self.context_parallel_dim}: PyTorch's ring attention has no CPU "
+                "kernel, so this could not be tested and is left out; set it to 1"
+            )
+        try:
+            _ = self.dims
+        except ValueError as error:
+            yield str(error)
+
+    @property
+    def dims_or_none(self) -> ParallelDims | None:
+        """The same, for who looks for further problems."""
+        try:
+            return self.dims
+        except ValueError:
+            return None
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Ranks along each dimension, of as many processes as the launcher has started.
+
+        Raises:
+            ValueError: the dimensions do not make up the number of processes.
+        """
+        return resolve_parallel_dims(
+            process_group.world_size_from_env(),
+            self.data_parallel_replicate_dim,
+            self.data_parallel_shard_dim,
+            self.tensor_parallel_dim,
+            self.pipeline_parallel_dim,
+        )
+
+
+@plain_dataclass(frozen=True)
+class Ranks:
+    """This rank among the others. The mesh dimensions are (pp, dp_replicate, dp_shard, tp)."""
+
+    device: torch.device
+    dims: ParallelDims
+    mesh: DeviceMesh
+    is_dp_leader: bool
+    """True on one rank of each data-parallel coordinate: the others hold the same data, which counts once."""
+    timeout_seconds: float | None = None
+    owns_process_group: bool = False
+    """False where somebody else made the process group, who then also ends it."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the job."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return dist.get_world_size()
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that hold different data."""
+        return self.dims.dp_degree
+
+    @property
+    def dp_rank(self) -> int:
+        """The data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
+        return dp_rank_of(self.mesh)
+
+    @property
+    def dp_peers(self) -> list[int]:
+        """Ranks that hold the different data, in the order of their data-parallel coordinate.
+
+        Of each pipeline and tensor-parallel group the one with this rank's place in it.
+        """
+        return dp_peers_of(self.mesh)
+
+    @property
+    def pp_rank(self) -> int:
+        """The place in the pipeline."""
+        return self.mesh.get_local_rank("pp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this pipeline; None without one."""
+        return self.mesh.get_group("pp") if self.dims.pp > 1 else None
+
+    def new_cpu_group(self, has_timeout: bool = True) -> dist.ProcessGroup:
+        """A gloo group of all ranks, apart from the others; background threads each need their own."""
+        return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
+
+    def leave(self) -> None:
+        """Ends the process group, if it was made here."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_ranks(settings: RankSettings) -> Ranks:
+    """Joins the job's process group and takes this rank's place in the mesh. All ranks together."""
+    device = resolve_device(settings.device)
+    owns_process_group = process_group.init_process_group(
+        device, settings.process_group_timeout_seconds
+    )
+    mesh = build_mesh(device, settings.dims)
+    if (
+        settings.dims.pp > 1
+        and settings.dims.dp_degree > 1
+        and settings.gradient_sync != "last_microbatch"
+    ):
+        utils.log_rank_zero(
+            _log,
+            f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded until the "
+            "last microbatch, as with last_microbatch",
+            level=logging.WARNING,
+        )
+    return Ranks(
+        device=device,
+        dims=settings.dims,
+        mesh=mesh,
+        is_dp_leader=mesh.get_local_rank("pp") == 0 and mesh.get_local_rank("tp") == 0,
+        timeout_seconds=settings.process_group_timeout_seconds,
+        owns_process_group=owns_process_group,
+    )
+
+
+def resolve_device(device: str | None) -> torch.device:
+    """The device of this rank; None takes what the machine has.
+
+    Raises:
+        ValueError: a device that is not there. (torchtune would go on with the CPU.)
+    """
+    try:
+        found = utils.get_device(device=device)
+    except Exception as error:
+        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
+    if device is not None and found.type != torch.device(device).type:
+        raise ValueError(
+            f"device={device}: this machine has none that PyTorch can use; set device={found.type}"
+        )
+    return found
 
 
 def resolve_parallel_dims(
@@ -95,75 +257,6 @@ def resolve_parallel_dims(
     )
 
 
-def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
-    """Joins the job's process group, or makes one of a single process without a launcher.
-
-    On an accelerator the group can also communicate between CPUs (gloo).
-
-    Args:
-        device: where the model is.
-        timeout_seconds: how long a collective waits for a rank; None for PyTorch's default.
-
-    Returns:
-        False when the process group existed already; whoever made it then also ends it.
-    """
-    if dist.is_initialized():
-        return False
-    backend = get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
-    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        if timeout is not None:
-            store.set_timeout(timeout)
-        # torchrun keeps one store for all restarts of a job. A rank that finds there what a killed one
-        # has left waits for that one until the timeout (pytorch/pytorch#135712).
-        name = name_of_this_start(store, rank, world_size)
-        store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    return True
-
-
-def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
-    """A name that all ranks agree on and that no earlier start of the job has had.
-
-    Rank 0 makes one up and must not give it away for nothing: the store may hold what ranks of earlier
-    starts have said there, who are dead. So every other rank asks with a random word of its own, and
-    rank 0 answers all that it finds, until this start's ranks have had their answer. (The launcher's
-    count of restarts is no such name: each node has its own count.)
-
-    Args:
-        store: of all ranks; its timeout bounds how long a rank is waited for.
-        rank: of this process.
-        world_size: number of ranks.
-
-    Raises:
-        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
-    """
-    own_word = uuid.uuid4().hex
-    if rank != 0:
-        store.set(f"start/question/{rank}", own_word)
-        name = store.get(f"start/answer/{own_word}").decode()
-        store.set(f"start/{name}/{rank}", "answered")
-        return name
-    deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-    for other in range(1, world_size):
-        while not store.check([f"start/{own_word}/{other}"]):
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"rank {other} has not started")
-            question = store.get(f"start/question/{other}").decode()
-            store.set(f"start/answer/{question}", own_word)
-            time.sleep(_POLL_SECONDS)
-    return own_word
-
-
-def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
-    """A gloo group of all ranks, apart from the one that the model's collectives use."""
-    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    return dist.new_group(backend="gloo", timeout=timeout)
-
-
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, tp) over all ranks; tp ranks are neighbours.
 
@@ -176,167 +269,12 @@ def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
 
 
 def dp_rank_of(mesh: DeviceMesh) -> int:
-    """This rank's data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
+    """See :attr:`Ranks.dp_rank`."""
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
         "dp_shard"
     )
 
 
-def counts_its_data(mesh: DeviceMesh) -> bool:
-    """True on one rank of each data-parallel coordinate: the others hold the same data."""
-    return mesh.get_local_rank("pp") == 0 and mesh.get_local_rank("tp") == 0
-
-
 def dp_peers_of(mesh: DeviceMesh) -> list[int]:
-    """Ranks that hold the different data, in the order of their data-parallel coordinate.
-
-    Of each pipeline and tensor-parallel group the one with this rank's place in it.
-    """
+    """See :attr:`Ranks.dp_peers`."""
     return mesh.mesh[mesh.get_local_rank("pp"), :, :, mesh.get_local_rank("tp")].flatten().tolist()
-
-
-def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    custom_sharded_layers: Sequence[str] | None,
-    cpu_offload: bool,
-    reshard_after_forward: bool,
-) -> None:
-    """Shards a model's parameters over the data-parallel ranks, in place.
-
-    FSDP2 over ``dp_shard``; with more than one ``dp_replicate`` rank HSDP, which shards within each
-    copy and all-reduces between the copies.
-
-    Args:
-        model: on the meta device or materialised.
-        mesh: of :func:`build_mesh`.
-        custom_sharded_layers: names of modules to shard as units of their own, besides each layer.
-        cpu_offload: keep parameters, gradients and optimizer state on the CPU.
-        reshard_after_forward: free each unit's gathered parameters after its forward.
-    """
-    hsdp = mesh["dp_replicate"].size() > 1
-
-    def is_unit(name: str, module: nn.Module) -> bool:
-        # Layers that another pipeline stage has hold nothing to shard.
-        return any(True for _ in module.parameters()) and training.get_shard_conditions(
-            name, module, names_to_match=custom_sharded_layers
-        )
-
-    training.shard_model(
-        model=model,
-        shard_conditions=[is_unit],
-        cpu_offload=cpu_offload,
-        reshard_after_forward=reshard_after_forward,
-        dp_mesh=mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
-    )
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
-    """Around one microbatch's forward and backward: which of FSDP2's collectives run.
-
-    Gradients accumulate over the microbatches of an update step, so what is communicated before the
-    last one can wait for it. HSDP's all-reduce between the copies always waits (each all-reduce
-    of a partial sum is waste). The reduce-scatter within a copy runs at each microbatch, which keeps
-    the accumulated gradients sharded, unless ``when`` says otherwise. A model that is not sharded
-    has no collectives and needs nothing.
-
-    Args:
-        model: after :func:`shard_model`.
-        is_last: whether this is the update step's last microbatch.
-        when: ``"each_microbatch"``, or ``"last_microbatch"`` for no communication before the last
-            one, at the price of unsharded gradients in memory.
-    """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    # Resets the all-reduce, so it comes first.
-    model.set_requires_gradient_sync(is_last or when == "each_microbatch")
-    model.set_requires_all_reduce(is_last)
-    # Stops no collective by itself; until the last backward FSDP2 only keeps what it prefetched.
-    model.set_is_last_backward(is_last)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-        model.set_is_last_backward(True)
-
-
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    pp_group: dist.ProcessGroup | None = None,
-    counted_elsewhere: Container[int] = (),
-) -> Tensor:
-    """Clips gradients to ``max_norm`` in place and returns their norm before, shape [].
-
-    The norm is that of all gradients together, whichever mesh they are sharded over; PyTorch's own
-    function takes one mesh only. ``max_norm=inf`` measures and changes nothing.
-
-    Args:
-        parameters: of the model, or of the pipeline stages on this rank.
-        max_norm: of all gradients together.
-        pp_group: the ranks of this pipeline, whose gradients belong to the same norm; None without one.
-        counted_elsewhere: ids of parameters that are clipped, but whose norm another rank of
-            ``pp_group`` adds.
-    """
-    parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            parameters_by_mesh[mesh].append(parameter)
-
-    norms = []
-    for group in parameters_by_mesh.values():
-        grads = [p.grad for p in group if p.grad is not None and id(p) not in counted_elsewhere]
-        norm = nn.utils.get_total_norm(grads)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if pp_group is not None:
-        of_stages = [torch.empty_like(total_norm) for _ in range(dist.get_world_size(pp_group))]
-        dist.all_gather(of_stages, total_norm, group=pp_group)
-        total_norm = torch.linalg.vector_norm(torch.stack(of_stages))
-
-    if max_norm != float("inf"):
-        for group in parameters_by_mesh.values():
-            nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
-    return total_norm
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    """The mean of a scalar over all ranks. Waits for the device.
-
-    With ``value`` a rank's sum of losses times ``dp_degree / N``, this is the mean loss over all N
-    target tokens: ranks of one tensor-parallel group contribute equal values, which the mean counts
-    once.
-    """
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
-
-
-def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
-    """Checks that all ranks see a dataset of the same length, and returns it.
-
-    Raises:
-        ValueError: they do not; then ranks would deal out different samples, or wait for each other.
-    """
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    lengths[dist.get_rank(group)] = length
-    dist.all_reduce(lengths, group=group)
-    if lengths.min() != lengths.max():
-        raise ValueError(
-            f"rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
-            f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
-        )
-    return length
-
-
-def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of ``group`` has passed, in the order of the ranks. Waits for all of them."""
-    if not dist.is_initialized():
-        return [mine]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered

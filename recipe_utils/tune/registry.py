@@ -39,7 +39,8 @@ RECIPES = {
 def register() -> None:
     """Adds :data:`RECIPES` to torchtune's registry when torchtune is being imported.
 
-    In ``tune run`` it also changes what the launcher does at a signal, for all recipes.
+    In ``tune run`` it also changes what the launcher does at a signal, where it starts one of them or
+    a copy.
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
@@ -54,7 +55,7 @@ def register() -> None:
         _ALL_RECIPES.append(
             Recipe(
                 name=name,
-                file_path=str(ROOT / "recipes" / f"{name}.py"),
+                file_path=str(recipe_path(name)),
                 configs=[
                     Config(name=config, file_path=str(config_path(config))) for config in configs
                 ],
@@ -64,14 +65,31 @@ def register() -> None:
         )
 
     is_tune = Path(sys.argv[0]).name == "tune"
-    if is_tune and sys.argv[1:2] == ["run"]:
-        from recipe_utils.tune.launcher import pass_on_first_signal
+    if is_tune and sys.argv[1:2] == ["run"] and any(map(_is_ours, sys.argv[2:])):
+        from recipe_utils.tune.launcher import wait_for_ranks
 
-        pass_on_first_signal()
+        wait_for_ranks()
     if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
         known = {config for configs in RECIPES.values() for config in configs}
         if sys.argv[2] in known:
             sys.argv[2] = str(config_path(sys.argv[2]))
+
+
+def _is_ours(argument: str) -> bool:
+    """Whether an argument of ``tune run`` is the name of a recipe of this project, or a file that stands on it."""
+    if argument in RECIPES:
+        return True
+    path = Path(argument)
+    return (
+        path.suffix == ".py"
+        and path.is_file()
+        and "recipe_utils" in path.read_text("utf-8", "ignore")
+    )
+
+
+def recipe_path(name: str) -> Path:
+    """Where the recipe called ``name`` lies."""
+    return ROOT / "recipes" / f"{name}.py"
 
 
 def config_path(name: str) -> Path:

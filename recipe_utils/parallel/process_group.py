@@ -1,0 +1,188 @@
+"""The job's process group, and what its ranks tell each other over the CPU."""
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torchtune.training import get_distributed_backend
+
+from recipe_utils.files import CheckpointError
+from recipe_utils.settings import ConfigError
+from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
+
+_POLL_SECONDS = 0.001
+_PATIENCE_SECONDS = 30.0
+"""How long a rank that has found a config wrong waits for rank 0 to say so."""
+
+
+def world_size_from_env() -> int:
+    """Processes of this job, as the launcher says; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
+    """Joins the job's process group, or makes one of a single process without a launcher.
+
+    On an accelerator the group can also communicate between CPUs (gloo).
+
+    Args:
+        device: where the model is.
+        timeout_seconds: how long a collective waits for a rank; None for PyTorch's default.
+
+    Returns:
+        False when the process group existed already; whoever made it then also ends it.
+    """
+    if dist.is_initialized():
+        return False
+    backend = get_distributed_backend(device.type, offload_ops_to_cpu=device.type != "cpu")
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        if timeout is not None:
+            store.set_timeout(timeout)
+        # torchrun keeps one store for all restarts of a job. A rank that finds there what a killed one
+        # has left waits for that one until the timeout (pytorch/pytorch#135712).
+        name = name_of_this_start(store, rank, world_size)
+        store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    return True
+
+
+def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
+    """A name that all ranks agree on and that no earlier start of the job has had.
+
+    Rank 0 makes one up and must not give it away for nothing: the store may hold what ranks of earlier
+    starts have said there, who are dead. So every other rank asks with a random word of its own, and
+    rank 0 answers all that it finds, until this start's ranks have had their answer. (The launcher's
+    count of restarts is no such name: each node has its own count.)
+
+    Args:
+        store: of all ranks; its timeout bounds how long a rank is waited for.
+        rank: of this process.
+        world_size: number of ranks.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
+    """
+    own_word = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"start/question/{rank}", own_word)
+        name = store.get(f"start/answer/{own_word}").decode()
+        store.set(f"start/{name}/{rank}", "answered")
+        return name
+    deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+    for other in range(1, world_size):
+        while not store.check([f"start/{own_word}/{other}"]):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"rank {other} has not started")
+            question = store.get(f"start/question/{other}").decode()
+            store.set(f"start/answer/{question}", own_word)
+            time.sleep(_POLL_SECONDS)
+    return own_word
+
+
+def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
+    """A gloo group of all ranks, apart from the one that the model's collectives use."""
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def mean_over_ranks(values: Tensor) -> list[float]:
+    """The means of a vector's entries [k] over all ranks, in one reduction. Waits for the device.
+
+    With an entry a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over all N
+    target tokens: ranks of one tensor-parallel group contribute equal values, which the mean counts
+    once.
+    """
+    values = values.detach().flatten().clone()
+    dist.all_reduce(values)
+    return [value / dist.get_world_size() for value in values.tolist()]
+
+
+def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
+    """Checks that all ranks see a dataset of the same length, and returns it.
+
+    Raises:
+        ValueError: they do not; then ranks would deal out different samples, or wait for each other.
+    """
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    lengths[dist.get_rank(group)] = length
+    dist.all_reduce(lengths, group=group)
+    if lengths.min() != lengths.max():
+        raise ValueError(
+            f"rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
+            f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
+        )
+    return length
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every rank of ``group`` has passed, in the order of the ranks. Waits for all of them."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+# ---- A config that cannot work ----------------------------------------------------------------------
+
+
+def ends_at_config_errors(recipe_main: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a recipe's entry point end where its config cannot work: no traceback, one text, one exit code.
+
+    Rank 0 prints the problems. The other ranks leave once it has, since the launcher ends all ranks as
+    soon as one leaves; a problem that rank 0 does not have is printed by the rank that has it.
+    """
+
+    @wraps(recipe_main)
+    def main(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return recipe_main(*args, **kwargs)
+        except (ConfigError, CheckpointError) as error:
+            if not _rank_zero_tells():
+                print(error, file=sys.stderr, flush=True)  # noqa: T201
+            if os.environ.get("RANK") == "0":
+                _say_that_rank_zero_told()
+            sys.exit(CONFIG_ERROR_EXIT_CODE)
+
+    return main
+
+
+def _rank_zero_tells() -> bool:
+    """On other ranks: whether rank 0 has printed its problems, waiting for it."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        return False
+    try:
+        store = _launchers_store()
+        store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
+        store.wait([_told_key()])
+        return True
+    except Exception:  # rank 0 has no problem, or is gone
+        return False
+
+
+def _say_that_rank_zero_told() -> None:
+    if world_size_from_env() > 1:
+        _launchers_store().set(_told_key(), "told")
+
+
+def _launchers_store() -> Store:
+    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return store
+
+
+def _told_key() -> str:
+    return f"config_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
