@@ -17,15 +17,19 @@ from recipe_utils.data.samples import Sample
 Plan = Callable[[Sequence[int], int], list[list[list[int]]]]
 """Lengths of samples [tokens], number of ranks -> for each rank its microbatches of positions."""
 
+LengthOf = Callable[[Sample], int]
+"""A sample's length [tokens]."""
 
-def group_samples(samples: Sequence[Sample], plan: Plan) -> list[list[Sample]]:
+
+def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[list[Sample]]:
     """The samples of each microbatch, planned for this rank alone."""
-    (microbatches,) = plan([len(sample["tokens"]) for sample in samples], 1)
+    (microbatches,) = plan([length_of(sample) for sample in samples], 1)
     return [[samples[position] for position in microbatch] for microbatch in microbatches]
 
 
 def exchange_samples(
     samples: Sequence[Sample] | None,
+    length_of: LengthOf,
     plan: Plan,
     max_samples: int,
     dp_peers: Sequence[int],
@@ -39,6 +43,7 @@ def exchange_samples(
 
     Args:
         samples: this rank's; None says that it could not load them.
+        length_of: what the plan knows of a sample.
         plan: pure and deterministic.
         max_samples: the most samples a rank has.
         dp_peers: the ranks of ``group`` among which samples move, by data-parallel coordinate; with
@@ -56,7 +61,7 @@ def exchange_samples(
     # A row per rank: its number of samples plus one, so that 0 says it failed, and their lengths.
     own: list[int] = []
     if samples is not None:
-        own = [len(samples) + 1, *(len(sample["tokens"]) for sample in samples)]
+        own = [len(samples) + 1, *map(length_of, samples)]
     table = gather_rows(own, 1 + max_samples, group, closed)
     if samples is None:
         return []

@@ -1,13 +1,13 @@
 """The one CPU all-reduce per update step: what all ranks hold, agreed before the first forward.
 
-It sums the target tokens that the loss is divided by, and it settles that every rank has the whole
-update step and how many microbatches each runs. Without that agreement a rank could abandon an
+It sums what losses are divided by (target tokens, pairs, images: whatever the kind of sample counts),
+and it settles that every rank has the whole update step and how many microbatches each runs. Without that agreement a rank could abandon an
 update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()``
 does not see.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,8 @@ _POLL_SECONDS = 0.0005
 class RankCounts(NamedTuple):
     """What one rank holds of an update step."""
 
-    num_target_tokens: int
-    num_real_tokens: int
-    num_slots: int
+    counts: Mapping[str, int]
+    """By name; the same names, in the same order, on every rank."""
     num_microbatches: int
     stop_requested: bool = False
     """Whether it was asked to stop, say by a signal."""
@@ -32,9 +31,8 @@ class RankCounts(NamedTuple):
 class StepCounts(NamedTuple):
     """What all ranks together hold of an update step."""
 
-    num_target_tokens: int
-    num_real_tokens: int
-    num_slots: int
+    totals: Mapping[str, int]
+    """By name, over the data-parallel ranks."""
     max_microbatches: int
     """Microbatches that every rank must run."""
     stop_requested: bool = False
@@ -53,7 +51,8 @@ class AbandonedError(RuntimeError):
 
 def count_over_ranks(
     local: RankCounts | None,
-    counts_once: bool,
+    names: Sequence[str],
+    counts_its_data: bool,
     group: dist.ProcessGroup | None,
     closed: threading.Event,
 ) -> StepCounts:
@@ -64,7 +63,8 @@ def count_over_ranks(
 
     Args:
         local: this rank's counts; None says that it could not prepare the update step.
-        counts_once: False on ranks whose data another rank counts already (all but the first of a
+        names: of the counts.
+        counts_its_data: False on ranks whose data another rank counts already (all but the first of a
             tensor-parallel group).
         group: a CPU (gloo) group of all ranks that nothing else uses.
         closed: once set, the other ranks are no longer waited for.
@@ -76,17 +76,15 @@ def count_over_ranks(
     """
     row: tuple[int, ...] = ()
     if local is not None:
-        counts = local[:3] if counts_once else (0, 0, 0)
-        row = (1, local.num_microbatches, *counts, local.stop_requested, local.clock_ms)
-    table = gather_rows(row, 7, group, closed)
+        counts = [local.counts[name] if counts_its_data else 0 for name in names]
+        row = (1, local.num_microbatches, local.stop_requested, local.clock_ms, *counts)
+    table = gather_rows(row, 4 + len(names), group, closed)
 
-    ready, num_microbatches, targets, real, slots, stop, clock_ms = table.unbind(1)
+    ready, num_microbatches, stop, clock_ms, *columns = table.unbind(1)
     if local is not None:
         check_all_ready(ready)
     return StepCounts(
-        int(targets.sum()),
-        int(real.sum()),
-        int(slots.sum()),
+        {name: int(column.sum()) for name, column in zip(names, columns, strict=True)},
         int(num_microbatches.max()),
         bool(stop.any()),
         int(clock_ms[0]) / 1000,

@@ -1,15 +1,19 @@
 """Samples: checked as they come out of the dataset, loaded by DataLoader workers.
 
-A sample is a mapping with ``tokens`` and ``labels`` of one length, as torchtune's datasets return
-it. A sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
+A sample is a mapping. What else it must be is its kind's to say: text (:mod:`recipe_utils.data.text`)
+has ``tokens`` and ``labels`` of one length, as torchtune's datasets return it; a sample of a packed
+dataset also ``input_pos`` and ``seq_lens``.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, ListConfig
 from torch.utils.data import DataLoader, Dataset
+from torchtune import config
+from torchtune.datasets import ConcatDataset
 from torchtune.utils import get_logger
 
 Sample = Mapping[str, Any]
@@ -21,72 +25,23 @@ class SampleError(ValueError):
     """A sample that cannot be trained on; the message names it and says what is wrong."""
 
 
-def check_sample(
-    sample: Sample, name: str, ignore_index: int, vocab_size: int, max_seq_len: int
-) -> None:
-    """Refuses a sample that would be trained on wrongly or would fail deep inside the model.
-
-    Args:
-        sample: what the dataset returned.
-        name: how the error calls it, such as ``"sample 17 of dataset"``.
-        ignore_index: the label of positions that are no targets.
-        vocab_size: number of token embeddings of the model.
-        max_seq_len: longest sequence the model takes [tokens].
-
-    Raises:
-        SampleError: no labels, other than one label per token, no tokens, more than ``max_seq_len``
-            tokens, or a token or label outside the vocabulary.
-    """
-    for key in ("tokens", "labels"):
-        if key not in sample:
-            raise SampleError(f"{name}: it has no '{key}', only {sorted(sample)}")
-    num_tokens, num_labels = len(sample["tokens"]), len(sample["labels"])
-    if num_tokens == 0:
-        raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
-    if num_tokens != num_labels:
-        raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; give one each")
-    if num_tokens > max_seq_len:
-        raise SampleError(
-            f"{name}: {num_tokens} tokens are more than the model's max_seq_len={max_seq_len}; set "
-            f"tokenizer.max_seq_len={max_seq_len} to truncate samples"
-        )
-    tokens, labels = torch.as_tensor(sample["tokens"]), torch.as_tensor(sample["labels"])
-    targets = labels[labels != ignore_index]
-    for what, ids in (("token", tokens), ("label", targets)):
-        outside = ids[(ids < 0) | (ids >= vocab_size)]
-        if len(outside):
-            raise SampleError(
-                f"{name}: {what} {outside[0].item()} is outside the model's vocabulary of "
-                f"{vocab_size}; use the tokenizer that belongs to the model"
-            )
-
-
 class CheckedDataset(Dataset[Sample]):
     """A map-style dataset whose samples are checked as they are loaded.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         name: how errors call the dataset; the config key it comes from.
-        ignore_index: the label of positions that are no targets.
-        vocab_size: number of token embeddings of the model.
-        max_seq_len: longest sequence the model takes [tokens].
+        check: takes a sample and its name, such as ``"sample 17 of dataset"``, and raises a
+            :class:`SampleError` where it cannot be trained on.
         skips_bad: :func:`load_samples` leaves bad samples out instead of raising.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        name: str,
-        ignore_index: int,
-        vocab_size: int,
-        max_seq_len: int,
-        skips_bad: bool = False,
+        self, dataset: Any, name: str, check: Callable[[Sample, str], None], skips_bad: bool = False
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.ignore_index = ignore_index
-        self.vocab_size = vocab_size
-        self.max_seq_len = max_seq_len
+        self.check = check
         self.skips_bad = skips_bad
 
     def __len__(self) -> int:
@@ -96,15 +51,14 @@ class CheckedDataset(Dataset[Sample]):
         """Returns the sample at ``index``.
 
         Raises:
-            SampleError: the dataset failed on it (the cause is chained), or it fails
-                :func:`check_sample`.
+            SampleError: the dataset failed on it (the cause is chained), or it fails the check.
         """
         name = f"sample {index} of {self.name}"
         try:
             sample = self.dataset[index]
         except Exception as error:
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
-        check_sample(sample, name, self.ignore_index, self.vocab_size, self.max_seq_len)
+        self.check(sample, name)
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
@@ -134,8 +88,13 @@ class CheckedDataset(Dataset[Sample]):
         return self[len(self) - 1]
 
 
-def fingerprint(dataset: CheckedDataset) -> dict[str, Any]:
-    """What tells a dataset and its tokenizer from others: its length, and a hash of three samples."""
+def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
+    """What tells a dataset and its tokenizer from others: its length, and a hash of three samples.
+
+    Args:
+        dataset: of at least one sample.
+        keys: of a sample's whole numbers, which are hashed.
+    """
     indices = {0, len(dataset) // 2, len(dataset) - 1}
     digest = hashlib.sha256()
     for index in sorted(indices):
@@ -144,9 +103,16 @@ def fingerprint(dataset: CheckedDataset) -> dict[str, Any]:
         except SampleError as error:  # found again, and raised, when its update step is prepared
             digest.update(str(error).encode())
             continue
-        for key in ("tokens", "labels"):
+        for key in keys:
             digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
     return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
+
+
+def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
+    """A dataset of its component, or of a list of components one after the other."""
+    if isinstance(cfg, ListConfig):
+        return ConcatDataset(datasets=[config.instantiate(part, tokenizer) for part in cfg])
+    return config.instantiate(cfg, tokenizer)
 
 
 def load_samples(

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 T = TypeVar("T")
 
 
-def copy_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
+def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
     """Trees of tensors on ``device``; the next is copied while one computes.
 
     On CUDA the copies go through a stream of their own, from pinned memory, so neither the host nor the

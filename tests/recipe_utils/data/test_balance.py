@@ -15,12 +15,22 @@ def sample(name, length):
     return {"tokens": [name] * length, "labels": list(range(length))}
 
 
-def exchange(samples_of_rank, plan, dp_peers_of_rank=None):
+def num_tokens(sample):
+    return len(sample["tokens"])
+
+
+def exchange(samples_of_rank, plan, dp_peers_of_rank=None, length_of=num_tokens):
     rank = dist.get_rank()
     peers = dp_peers_of_rank[rank] if dp_peers_of_rank else list(range(dist.get_world_size()))
     try:
         return exchange_samples(
-            samples_of_rank[rank], plan, 4, peers, dist.group.WORLD, threading.Event()
+            samples_of_rank[rank],
+            length_of,
+            plan,
+            4,
+            peers,
+            dist.group.WORLD,
+            threading.Event(),
         )
     except OtherRankFailedError as error:
         return str(error)
@@ -65,4 +75,21 @@ def test_a_rank_without_samples_to_give_stops_the_others_by_name():
 
 def test_a_rank_by_itself_plans_without_any_other():
     samples = [sample(0, 3), sample(1, 1), sample(2, 2)]
-    assert names(group_samples(samples, plan_reversed)) == [[2, 1], [0]]
+    assert names(group_samples(samples, num_tokens, plan_reversed)) == [[2, 1], [0]]
+
+
+def first_token(sample):
+    return sample["tokens"][0]
+
+
+def plan_by_length(lengths, num_ranks):
+    """The samples of each length on a rank of their own."""
+    return [[[p for p, n in enumerate(lengths) if n == rank]] for rank in range(num_ranks)]
+
+
+def test_a_sample_s_length_is_what_its_kind_says():
+    held = [[sample(0, 3), sample(1, 1)], [sample(1, 4), sample(0, 2)]]
+    got = run_distributed(exchange, 2, held, plan_by_length, None, first_token)
+    assert [names(microbatches) for microbatches in got] == [[[0, 0]], [[1, 1]]]
+    by_token = group_samples(held[0], first_token, lambda lengths, _: [[lengths]])
+    assert by_token == [[held[0][0], held[0][1]]]

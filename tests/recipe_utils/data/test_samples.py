@@ -1,48 +1,24 @@
-"""Every sample that cannot be trained on is refused by name; workers change nothing."""
+"""Samples are checked as they are loaded, by their name; workers change nothing."""
 
 import re
+from functools import partial
 
 import pytest
 import tiny
-import torch
 
-from recipe_utils.data.samples import CheckedDataset, SampleError, check_sample, load_samples
+from recipe_utils.data.samples import CheckedDataset, SampleError, fingerprint, load_samples
+from recipe_utils.data.text import check_sample
 
-
-def checked(samples):
-    return CheckedDataset(tiny.Samples(samples), "dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+CHECK = partial(check_sample, ignore_index=tiny.IGNORE, vocab_size=tiny.VOCAB_SIZE, max_seq_len=64)
 
 
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        ({"tokens": [1, 2]}, "has no 'labels'"),
-        ({"labels": [1, 2]}, "has no 'tokens'"),
-        ({"tokens": [], "labels": []}, "has no tokens"),
-        ({"tokens": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 tokens"),
-        ({"tokens": [1] * 65, "labels": [1] * 65}, "65 tokens .* max_seq_len=64"),
-        ({"tokens": [1, tiny.VOCAB_SIZE], "labels": [1, 1]}, "token 67 is outside .* 67"),
-        ({"tokens": [1, -1], "labels": [1, 1]}, "token -1 is outside"),
-        ({"tokens": [1, 1], "labels": [1, 99]}, "label 99 is outside"),
-        ({"tokens": [1, 1], "labels": [1, -1]}, "label -1 is outside"),
-    ],
-)
-def test_an_untrainable_sample_is_refused_by_name(sample, message):
-    with pytest.raises(SampleError, match=f"^sample 17 of dataset: .*{message}"):
-        check_sample(sample, "sample 17 of dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
-
-
-@pytest.mark.parametrize("make", [list, torch.tensor])
-def test_samples_at_the_limits_are_accepted(make):
-    tokens = [0, tiny.VOCAB_SIZE - 1] * 32
-    for labels in (tokens, [tiny.IGNORE] * 64):
-        sample = {"tokens": make(tokens), "labels": make(labels)}
-        check_sample(sample, "sample", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+def checked(samples, **options):
+    return CheckedDataset(tiny.Samples(samples), "dataset", CHECK, **options)
 
 
 def test_packed_samples_are_accepted():
     packed = tiny.tiny_dataset(None, num_samples=9, packed=True)
-    dataset = CheckedDataset(packed, "dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+    dataset = CheckedDataset(packed, "dataset", CHECK)
     assert all(dataset[i] is not None for i in range(len(dataset)))
 
 
@@ -54,7 +30,7 @@ def test_what_a_dataset_raises_is_named_with_the_sample_and_chained():
         def __getitem__(self, index):
             raise FileNotFoundError("page.txt")
 
-    dataset = CheckedDataset(Unreadable(), "dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+    dataset = CheckedDataset(Unreadable(), "dataset", CHECK)
     with pytest.raises(
         SampleError, match=r"sample 2 of dataset: FileNotFoundError: page\.txt"
     ) as e:
@@ -78,3 +54,41 @@ def test_the_callers_error_names_the_sample_that_a_worker_could_not_load(num_wor
     assert next(steps) == samples[:2]
     with pytest.raises(SampleError, match=re.escape("sample 2 of dataset: 1 labels for 2 tokens")):
         next(steps)
+
+
+def test_the_check_is_the_callers_own():
+    told = []
+
+    def check(sample, name):
+        told.append((sample["tokens"], name))
+
+    dataset = CheckedDataset(tiny.Samples([{"tokens": [3]}]), "dataset_val", check)
+    assert dataset[0] == {"tokens": [3]}
+    assert told == [([3], "sample 0 of dataset_val")]
+
+
+def test_bad_samples_are_left_out_where_asked_for():
+    samples = tiny.make_samples(4)
+    samples[2] = {"tokens": [1, 2], "labels": [1]}
+    dataset = checked(samples, skips_bad=True)
+    assert list(load_samples(dataset, [[0, 2], [2], [3]])) == [[samples[0]], [], [samples[3]]]
+
+
+def test_any_sample_is_a_good_one_if_there_is_one():
+    bad, good = {"tokens": [1, 2], "labels": [1]}, tiny.make_samples(1)[0]
+    assert checked([bad, good, bad], skips_bad=True).any_sample() == good
+    for samples, skips in (([bad, bad], True), ([bad, good], False)):
+        with pytest.raises(SampleError, match="1 labels for 2 tokens"):
+            checked(samples, skips_bad=skips).any_sample()
+
+
+def test_a_fingerprint_tells_datasets_apart_by_length_and_by_the_keys_asked_for():
+    samples = tiny.make_samples(5)
+    relabelled = [dict(sample) for sample in samples]
+    relabelled[-1]["labels"] = [1] * len(samples[-1]["labels"])
+    of_samples = fingerprint(checked(samples), ["tokens", "labels"])
+    assert of_samples == fingerprint(checked(samples), ["tokens", "labels"])
+    assert of_samples["num_samples"] == 5
+    assert of_samples != fingerprint(checked(relabelled), ["tokens", "labels"])
+    assert fingerprint(checked(relabelled), ["tokens"]) == fingerprint(checked(samples), ["tokens"])
+    assert of_samples != fingerprint(checked(samples[:4]), ["tokens", "labels"])

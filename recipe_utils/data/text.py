@@ -1,0 +1,335 @@
+"""Text as a kind of sample: checked, measured, and made into microbatches, padded or packed.
+
+Shapes: b samples, s slots (positions) per sample, n target tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipe_utils.components import component_at
+from recipe_utils.data.loader import DataSettings
+from recipe_utils.data.microbatch import DocumentLengths, Microbatch, Targets
+from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches
+from recipe_utils.data.samples import Sample, SampleError
+from recipe_utils.settings import ConfigError
+
+CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
+"""As torchtune's ``collate_fn``: samples -> tensors of a batch."""
+
+Collate = Callable[[Sequence[Sample]], Microbatch]
+"""Samples -> what one forward and backward consumes: one of the two functions below."""
+
+
+class ModelLimits(NamedTuple):
+    """What samples, rows and their costs depend on in a model."""
+
+    vocab_size: int
+    """Number of token embeddings."""
+    max_seq_len: int
+    """Longest sequence that the model takes [tokens]."""
+    cost: MicrobatchCost
+    other_attention: str | None = None
+    """The kind of attention that cannot keep the documents of a row apart; None if it can."""
+    num_row_lengths: int | None = None
+    """How many lengths packed rows may have, where code is compiled for each; None for any."""
+
+
+class TextSamples:
+    """Text, of which an update step counts target tokens.
+
+    Args:
+        settings: of the data; the plan, and what limits a microbatch.
+        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
+        ignore_index: the label of positions that are no targets.
+        limits: of the model.
+
+    Raises:
+        recipe_utils.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+    """
+
+    counts = ("target_tokens", "real_tokens", "slots")
+    """What a microbatch counts: targets, tokens that are no padding, positions that are computed."""
+    fingerprint_keys = ("tokens", "labels")
+
+    def __init__(
+        self, settings: DataSettings, tokenizer: Any, ignore_index: int, limits: ModelLimits
+    ) -> None:
+        self.ignore_index = ignore_index
+        self.limits = limits
+        self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
+        most_samples = max(settings.batch_size, settings.batch_size_val or 0)
+        self.longest_row = (max_tokens or 0) + most_samples * limits.max_seq_len
+        """Bound on a row, padding included, in validation, too [slots]."""
+        if max_tokens is None and self.max_seq_len is not None:
+            max_tokens = settings.batch_size * self.max_seq_len
+        arguments: dict[str, Any] = {"batch_size": settings.batch_size}
+        if settings.microbatching != "in_order":
+            arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": limits.cost}
+        self.plan: Callable[[Sequence[int], int], list[Microbatches]]
+        self.plan = partial(PLANS[settings.microbatching], **arguments)
+
+        self._collate: Collate
+        if settings.microbatching == "packed":
+            self._check_packing(max_tokens)
+            row_multiple = None
+            if limits.num_row_lengths is not None and max_tokens is not None:
+                row_multiple = math.ceil(max_tokens / limits.num_row_lengths)
+            self._collate = partial(
+                collate_packed_microbatch,
+                ignore_index=ignore_index,
+                padding_idx=tokenizer.pad_id,
+                row_multiple=row_multiple,
+            )
+        else:
+            collate_fn = component_at(settings.collate_fn)
+            self._collate = partial(
+                collate_microbatch,
+                collate_fn=partial(
+                    collate_fn, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index
+                ),
+                ignore_index=ignore_index,
+                merge_packed_rows=limits.other_attention is None and limits.num_row_lengths is None,
+            )
+
+    def _check_packing(self, row_length: int | None) -> None:
+        problems = []
+        if self.limits.other_attention is not None:
+            problems.append(
+                f"microbatching=packed: the model's {self.limits.other_attention} cannot keep documents "
+                "of a row apart; set microbatching=least_padding"
+            )
+        if self.limits.num_row_lengths is not None and row_length is None:
+            problems.append(
+                "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
+                "have no fixed length, which compile=True and CUDA need; set one of the two"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    def warnings(self) -> Iterator[str]:
+        """Whether samples may be longer than a microbatch."""
+        bound = self._max_tokens_per_microbatch
+        if bound is not None and (self.max_seq_len is None or bound < self.max_seq_len):
+            yield (
+                f"max_tokens_per_microbatch={bound}: a sample with more tokens "
+                f"(tokenizer.max_seq_len={self.max_seq_len}) gets a microbatch of its own"
+            )
+
+    def check(self, sample: Sample, name: str) -> None:
+        """Refuses a sample that cannot be trained on; see :func:`check_sample`."""
+        check_sample(
+            sample, name, self.ignore_index, self.limits.vocab_size, self.limits.max_seq_len
+        )
+
+    def length(self, sample: Sample) -> int:
+        """Tokens of a sample, by which it is planned."""
+        return len(sample["tokens"])
+
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """One microbatch of samples, at least one."""
+        return self._collate(samples)
+
+    def stand_in(self, sample: Sample) -> Microbatch:
+        """See :func:`collate_empty_microbatch`."""
+        return collate_empty_microbatch(sample, self._collate, self.ignore_index)
+
+
+def check_sample(
+    sample: Sample, name: str, ignore_index: int, vocab_size: int, max_seq_len: int
+) -> None:
+    """Refuses a sample that would be trained on wrongly or would fail deep inside the model.
+
+    Args:
+        sample: what the dataset returned.
+        name: how the error calls it, such as ``"sample 17 of dataset"``.
+        ignore_index: the label of positions that are no targets.
+        vocab_size: number of token embeddings of the model.
+        max_seq_len: longest sequence the model takes [tokens].
+
+    Raises:
+        SampleError: no labels, other than one label per token, no tokens, more than ``max_seq_len``
+            tokens, or a token or label outside the vocabulary.
+    """
+    for key in ("tokens", "labels"):
+        if key not in sample:
+            raise SampleError(f"{name}: it has no '{key}', only {sorted(sample)}")
+    num_tokens, num_labels = len(sample["tokens"]), len(sample["labels"])
+    if num_tokens == 0:
+        raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
+    if num_tokens != num_labels:
+        raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; give one each")
+    if num_tokens > max_seq_len:
+        raise SampleError(
+            f"{name}: {num_tokens} tokens are more than the model's max_seq_len={max_seq_len}; set "
+            f"tokenizer.max_seq_len={max_seq_len} to truncate samples"
+        )
+    tokens, labels = torch.as_tensor(sample["tokens"]), torch.as_tensor(sample["labels"])
+    targets = labels[labels != ignore_index]
+    for what, ids in (("token", tokens), ("label", targets)):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise SampleError(
+                f"{name}: {what} {outside[0].item()} is outside the model's vocabulary of "
+                f"{vocab_size}; use the tokenizer that belongs to the model"
+            )
+
+
+def collate_microbatch(
+    samples: Sequence[Sample],
+    collate_fn: CollateFn,
+    ignore_index: int,
+    merge_packed_rows: bool = False,
+) -> Microbatch:
+    """Makes one microbatch; labels become targets, shifted by one position.
+
+    Args:
+        samples: at least one, of one kind: all packed or none.
+        collate_fn: returns a dict with ``tokens`` and ``labels``, both [b, s], and further arguments
+            of the model's forward. Not called for packed samples, which need no padding.
+        ignore_index: the label of positions that are no targets.
+        merge_packed_rows: packed samples become one row without their padding, see
+            :func:`collate_packed_microbatch`.
+
+    Raises:
+        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
+    """
+    document_lengths = None
+    if "seq_lens" in samples[0] and merge_packed_rows:
+        return collate_packed_microbatch(samples, ignore_index)
+    if "seq_lens" in samples[0]:
+        document_lengths = [document_lengths_of(sample) for sample in samples]
+        inputs: dict[str, Any] = {
+            key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
+            for key in ("tokens", "labels", "input_pos")
+        }
+        inputs["document_lengths"] = document_lengths
+    else:
+        inputs = dict(collate_fn(samples))
+    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
+        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
+        raise ValueError(f"collate_fn: it must return labels shaped as its tokens, returned {got}")
+
+    labels = _labels_of_next_position(inputs.pop("labels"), document_lengths, ignore_index)
+    num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
+    return _microbatch(inputs, labels, num_real, ignore_index)
+
+
+def collate_packed_microbatch(
+    samples: Sequence[Sample],
+    ignore_index: int,
+    padding_idx: int = 0,
+    row_multiple: int | None = None,
+) -> Microbatch:
+    """Makes one microbatch of one row, in which sample follows sample.
+
+    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of a
+    packed dataset are taken apart into their documents, and their padding is dropped.
+
+    Args:
+        samples: at least one, of text.
+        ignore_index: the label of positions that are no targets.
+        padding_idx: the token to pad with.
+        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
+            padding.
+
+    Raises:
+        ValueError: a sample holds something else than text.
+    """
+    tokens, labels, positions = [], [], []
+    lengths: list[int] = []
+    for sample in samples:
+        other = sorted(sample.keys() - {"tokens", "labels", "mask", "input_pos", "seq_lens"})
+        if other:
+            raise ValueError(
+                f"microbatching=packed: rows hold text only, a sample has {', '.join(other)}, too; set "
+                "microbatching=least_padding"
+            )
+        num_real = num_real_tokens(sample, ignore_index)
+        padded = num_real < len(sample["tokens"])
+        lengths += document_lengths_of(sample)[: -1 if padded else None]
+        tokens.append(torch.as_tensor(sample["tokens"])[:num_real])
+        labels.append(torch.as_tensor(sample["labels"])[:num_real])
+        # A document that the dataset cut in two goes on counting positions in its second part.
+        own_positions = sample.get("input_pos", torch.arange(num_real))
+        positions.append(torch.as_tensor(own_positions)[:num_real])
+    num_real = sum(lengths)
+    if row_multiple is not None and num_real % row_multiple:
+        lengths.append(-num_real % row_multiple)
+        tokens.append(torch.full((lengths[-1],), padding_idx))
+        labels.append(torch.full((lengths[-1],), ignore_index))
+        positions.append(torch.zeros(lengths[-1], dtype=torch.long))
+    inputs = {
+        "tokens": torch.cat(tokens).unsqueeze(0),
+        "input_pos": torch.cat(positions).unsqueeze(0),
+        "document_lengths": [lengths],
+    }
+    shifted = _labels_of_next_position(torch.cat(labels).unsqueeze(0), [lengths], ignore_index)
+    return _microbatch(inputs, shifted, num_real, ignore_index)
+
+
+def collate_empty_microbatch(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
+    """A microbatch without real tokens, for a rank that has fewer microbatches than the others.
+
+    Every rank must run the same forwards and backwards, or FSDP's collectives hang. So the rank runs
+    a sample whose targets are all ignored: a zero loss with a graph through every parameter. Plain
+    text is cut to one token, anything else (images, packed rows) keeps its shape.
+    """
+    if set(sample) <= {"tokens", "labels", "mask"}:
+        sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
+    else:
+        ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)
+        sample = {**sample, "labels": ignored if "seq_lens" in sample else ignored.tolist()}
+    return replace(collate([sample]), counts={})
+
+
+def document_lengths_of(sample: Sample) -> list[int]:
+    """Tokens of each document of a sample, one unless it is packed; padding is the last of them."""
+    if "seq_lens" not in sample:
+        return [len(sample["tokens"])]
+    return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
+
+
+def num_real_tokens(sample: Sample, ignore_index: int) -> int:
+    """Tokens of a sample that are no padding.
+
+    Only packed samples hold padding: torchtune appends it to a row as one more "document" of a
+    single repeated token without targets.
+    """
+    if "seq_lens" not in sample:
+        return len(sample["tokens"])
+    last = document_lengths_of(sample)[-1]
+    tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
+    is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
+    return len(sample["tokens"]) - (last if is_padding else 0)
+
+
+def _microbatch(
+    inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int
+) -> Microbatch:
+    positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
+    counts = {
+        "target_tokens": len(positions),
+        "real_tokens": num_real,
+        "slots": inputs["tokens"].numel(),
+    }
+    return Microbatch(inputs, Targets(labels, positions), counts)
+
+
+def _labels_of_next_position(
+    labels: Tensor, document_lengths: DocumentLengths | None, ignore_index: int
+) -> Tensor:
+    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
+    shifted = labels.roll(-1, dims=1)
+    shifted[:, -1] = ignore_index
+    for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
+        # Without this the last token of a document is trained to predict the first token of an
+        # unrelated one, whenever that one's prompt is not masked.
+        row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
+    return shifted
