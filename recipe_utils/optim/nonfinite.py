@@ -4,51 +4,103 @@ The gradient norm is one number that all ranks share, and a loss that is NaN or 
 every rank decides for itself, and alike.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from recipe_utils.optim.optimizer import OptimizerInBackward
+
+OnNonfinite = Literal["stop", "skip"]
 
 
 class NonfiniteError(RuntimeError):
     """The gradient was not finite; the weights are those from before."""
 
 
-class FiniteSteps:
-    """Steps an optimizer where the gradient is finite, and counts where it is not.
+class NonfiniteGuard:
+    """Says whether an update step may reach the weights, and counts those that may not.
 
-    Fused optimizers skip the step on the device, by the ``found_inf`` that PyTorch's gradient scaler hands
-    them, and the host does not wait. For others it must read one number per update step.
+    Fused optimizers leave a step out on the device, by the ``found_inf`` that PyTorch's gradient scaler
+    hands them, and the host does not wait. For others it must read one number per update step.
 
     Args:
-        optimizer: what to step.
+        optimizer: that is about to step; one that steps in the backward is not looked at.
         device: of the gradient norms.
+        on_nonfinite: ``stop`` at the first, or ``skip`` them.
+        max_in_a_row: of steps that ``skip`` may leave out.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer | OptimizerInBackward,
+        device: torch.device,
+        on_nonfinite: OnNonfinite = "stop",
+        max_in_a_row: int = 10,
+    ) -> None:
         self._optimizer = optimizer
+        self._on_nonfinite = on_nonfinite
+        self._max_in_a_row = max_in_a_row
         self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
         self._num_left_out = torch.zeros((), dtype=torch.int64, device=device)
         self._num_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._most_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_seen = 0
+        self._last_read = (0, 0)
+        self._text = ""
 
-    def step(self, grad_norm: Tensor) -> None:
-        """Steps, unless ``grad_norm`` [] is NaN or infinite; then weights and state stay as they are."""
+    def admits(self, grad_norm: Tensor | None) -> bool:
+        """Whether to step: not where ``grad_norm`` [] is NaN or infinite.
+
+        With a fused optimizer always True: its next step leaves itself out on the device. So it is
+        for None, with an optimizer that has stepped in the backward.
+        """
+        if grad_norm is None:
+            return True
+        self._num_seen += 1
         is_nonfinite = ~torch.isfinite(grad_norm)
         self._num_left_out += is_nonfinite
         self._num_in_a_row = (self._num_in_a_row + 1) * is_nonfinite
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._num_in_a_row)
         if self._is_fused:
-            self._optimizer.found_inf = is_nonfinite.float()  # type: ignore[attr-defined]
-            self._optimizer.step()
-        elif not is_nonfinite:
-            self._optimizer.step()
+            self._optimizer.found_inf = is_nonfinite.float()  # type: ignore[union-attr]
+            return True
+        return not is_nonfinite
 
-    def read_and_restart(self) -> tuple[int, int]:
-        """How many were left out since the last time, and the most in a row. Waits for the device.
+    def read_and_restart(self, global_step: int) -> int:
+        """How many were left out since the last time, up to ``global_step``. Waits for the device.
 
         Those in a row at the end count on.
         """
-        num_left_out, most = int(self._num_left_out), int(self._most_in_a_row)
+        self._last_read = int(self._num_left_out), int(self._most_in_a_row)
         self._num_left_out.zero_()
         self._most_in_a_row = self._num_in_a_row.clone()
-        return num_left_out, most
+        self._text = (
+            f"{self._last_read[0]} of the last {self._num_seen} update steps up to {global_step} had a "
+            "loss or gradient that is not finite; they were left out, the weights are untouched"
+        )
+        self._num_seen = 0
+        return self._last_read[0]
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether what was read last ends the training."""
+        num_left_out, in_a_row = self._last_read
+        if num_left_out == 0:
+            return False
+        return self._on_nonfinite == "stop" or in_a_row > self._max_in_a_row
+
+    @property
+    def description(self) -> str:
+        """What was read last, in words; empty if nothing was left out."""
+        num_left_out, in_a_row = self._last_read
+        if num_left_out == 0:
+            return ""
+        if not self.should_stop:
+            return f"{self._text} (on_nonfinite=skip)"
+        return (
+            f"{self._text}. on_nonfinite={self._on_nonfinite}: {in_a_row} in a row, "
+            f"max_nonfinite_steps={self._max_in_a_row}. resume_from_checkpoint=True goes on from here; "
+            "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        )

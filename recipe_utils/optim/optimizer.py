@@ -1,19 +1,86 @@
 """Optimizers, including one that steps inside the backward."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
+from recipe_utils.components import MadeWith
+from recipe_utils.data.loader import DataSettings
+from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.settings import ROOM, Count, Positive
+
+
+def _infinite_as_float(value: Any) -> Any:
+    return float("inf") if value == "inf" else value  # torchtune takes the word, too
+
+
+@dataclass(frozen=True, config=ROOM)
+class OptimizerSettings:
+    """How gradients become weights."""
+
+    optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
+    """Of PyTorch's signature; a fused one skips what is not finite without a wait for the device."""
+    lr_scheduler: (
+        Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None
+    ) = None
+    """Steps with each update step; null is a constant rate."""
+    clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
+    """Bound on the norm of all gradients together; null or inf measures it only."""
+    optimizer_in_bwd: bool = False
+    """Steps each parameter as soon as its gradient is there: one microbatch per update step, no clipping."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Where the gradient is NaN or infinite; such a step never reaches the weights."""
+    max_nonfinite_steps: Count = 10
+    """How many in a row ``on_nonfinite: skip`` may leave out."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys."""
+        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
+            yield (
+                f"clip_grad_norm={self.clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
+                "gradients to clip; set one of the two to null or False"
+            )
+
+    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[str]:
+        """What an optimizer that steps in every backward, or a fused one, excludes."""
+        if ranks.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
+            yield "optimizer.fused=True: tensor parallelism needs it False"
+        if not self.optimizer_in_bwd:
+            return
+        if ranks.pipeline_parallel_dim > 1:
+            yield (
+                f"optimizer_in_bwd=True: pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
+                "microbatches; set it to False"
+            )
+        if data.microbatching != "in_order":
+            yield (
+                f"microbatching={data.microbatching}: it may cut an update step into several "
+                "microbatches, and with optimizer_in_bwd=True every backward updates the weights; set "
+                "one of the two to in_order or False"
+            )
+        if ranks.dims_or_none is not None:
+            try:
+                steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
+            except ValueError:
+                return
+            if steps > 1:
+                yield (
+                    f"gradient_accumulation_steps={steps}: with optimizer_in_bwd=True every backward "
+                    "updates the weights; set it to 1, or optimizer_in_bwd=False"
+                )
+
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):
     """Steps each parameter as soon as its gradient is there, and frees the gradient.
 
-    Nobody calls ``step`` or ``zero_grad``: the loss is scaled before the backward, hence the gradients
+    ``step`` and ``zero_grad`` find nothing left to do. The loss is scaled before the backward, hence the gradients
     that the hooks see are final. An update step must have a single microbatch, and there is no moment
     at which all gradients exist to be clipped or checked.
 
@@ -29,10 +96,41 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
         super().__init__({name: optimizers[p] for name, p in model.named_parameters()})
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
 
+    def step(self) -> None:
+        """Nothing: the backward has stepped."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: each gradient was freed as soon as it was used."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
+
+
+def try_out(
+    make_optimizer: Callable[..., Optimizer], make_lr_scheduler: Callable[..., Any]
+) -> None:
+    """Makes both for a single parameter, to find before any weight is loaded what they refuse."""
+    optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
+    make_lr_scheduler(optimizer, num_training_steps=1, last_epoch=-1)
+
+
+def build_optimizer(
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    model: nn.Module,
+    in_backward: bool = False,
+) -> Optimizer | OptimizerInBackward:
+    """An optimizer of the parameters of a model that are trained.
+
+    Args:
+        make_optimizer: called with an iterable of parameters.
+        model: wrapped and on its device.
+        in_backward: see :class:`OptimizerInBackward`.
+    """
+    if in_backward:
+        return OptimizerInBackward(model, make_optimizer)
+    return make_optimizer(model.parameters())
 
 
 def build_lr_scheduler(
@@ -44,7 +142,8 @@ def build_lr_scheduler(
     """A learning-rate scheduler over update steps.
 
     Args:
-        make_lr_scheduler: called with an optimizer, ``num_training_steps`` and ``last_epoch``.
+        make_lr_scheduler: called with an optimizer, ``num_training_steps`` and ``last_epoch``; may
+            return None, for a constant rate.
         optimizer: all its parameters follow the schedule.
         num_training_steps: update steps of the whole training.
         last_epoch: update steps already done, minus one.
@@ -55,43 +154,8 @@ def build_lr_scheduler(
     scheduler = make_lr_scheduler(
         first, num_training_steps=num_training_steps, last_epoch=last_epoch
     )
-    if isinstance(optimizer, OptimizerInBackward):
+    if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
         optimizer.set_lr_scheduler(scheduler)  # from here on the others follow the first
         for group in optimizer.param_groups:
             group["lr"] = scheduler.get_last_lr()[0]
     return scheduler
-
-
-def load_optimizer_state(
-    model: nn.Module,
-    optimizer: Optimizer | OptimizerInBackward,
-    state_dict: dict[str, Any],
-    device: torch.device,
-) -> None:
-    """Loads a full (unsharded) optimizer state, as torchtune's recipes save it.
-
-    Args:
-        model: the optimizer's parameters, sharded or not.
-        optimizer: of the kind that was saved.
-        state_dict: for :class:`OptimizerInBackward` one state per parameter name.
-        device: of the model.
-
-    Raises:
-        ValueError: it is the state of an optimizer of other parameters.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    if isinstance(optimizer, OptimizerInBackward):
-        num_saved = len(state_dict.keys() & names)
-    else:
-        num_saved = sum(len(group["params"]) for group in state_dict.get("param_groups", ()))
-    if num_saved != len(names):
-        raise ValueError(
-            f"checkpointer.recipe_checkpoint: its optimizer steps {num_saved} of this model's parameters, "
-            f"which are {len(names)}; it must be of a full fine-tuning recipe, this model and the same "
-            "optimizer_in_bwd"
-        )
-    if isinstance(optimizer, OptimizerInBackward):
-        for name, part in optimizer.optim_map.items():
-            training.load_from_full_optimizer_state_dict(model, part, state_dict[name], device)
-    else:
-        training.load_from_full_optimizer_state_dict(model, optimizer, state_dict, device)

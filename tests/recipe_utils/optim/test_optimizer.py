@@ -8,11 +8,15 @@ import tiny
 import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup, get_lr
 
+from recipe_utils.data.loader import DataSettings
 from recipe_utils.optim.optimizer import (
     OptimizerInBackward,
+    OptimizerSettings,
     build_lr_scheduler,
-    load_optimizer_state,
+    build_optimizer,
+    try_out,
 )
+from recipe_utils.parallel.ranks import RankSettings
 
 NUM_STEPS = 6
 MAKE_OPTIMIZER = partial(torch.optim.AdamW, lr=0.02)
@@ -20,13 +24,11 @@ MAKE_SCHEDULER = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2)
 
 
 def make_optimizer(kind, model):
-    if kind == "in_backward":
-        return OptimizerInBackward(model, MAKE_OPTIMIZER)
-    return MAKE_OPTIMIZER(model.parameters())
+    return build_optimizer(MAKE_OPTIMIZER, model, in_backward=kind == "in_backward")
 
 
-def make_scheduler(optimizer, last_epoch=-1):
-    return build_lr_scheduler(MAKE_SCHEDULER, optimizer, NUM_STEPS, last_epoch)
+def make_scheduler(optimizer):
+    return build_lr_scheduler(MAKE_SCHEDULER, optimizer, NUM_STEPS, last_epoch=-1)
 
 
 def train(model, optimizer, steps, scheduler=None):
@@ -38,9 +40,8 @@ def train(model, optimizer, steps, scheduler=None):
             tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(step)
         )
         model(tokens).logsumexp(-1).sum().backward()
-        if not isinstance(optimizer, OptimizerInBackward):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
     return rates
@@ -71,6 +72,21 @@ def test_gradients_are_freed_by_the_backward():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_step_and_zero_grad_find_nothing_to_do_after_a_backward_that_steps():
+    model = tiny.tiny_model()
+    optimizer = make_optimizer("in_backward", model)
+    model(torch.ones(1, 3, dtype=torch.long)).sum().backward()
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    for parameter in model.parameters():  # a gradient that is there is not theirs to use or free
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", ["plain", "in_backward"])
 def test_the_scheduler_moves_every_parameters_learning_rate(kind):
     model = tiny.tiny_model()
@@ -88,27 +104,78 @@ def test_the_scheduler_moves_every_parameters_learning_rate(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "in_backward"])
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(kind):
-    straight, resumed = tiny.tiny_model(), tiny.tiny_model()
-    optimizer = make_optimizer(kind, straight)
-    scheduler = make_scheduler(optimizer)
-    before = train(straight, optimizer, range(3), scheduler)
-    # As torchtune's recipes save it: a plain optimizer's parameters by their names.
-    state = copy.deepcopy(optimizer.state_dict())
-    if kind == "plain":
-        names = [name for name, _ in straight.named_parameters()]
-        state["state"] = {names[i]: value for i, value in state["state"].items()}
-        state["param_groups"][0]["params"] = names
-    else:
-        for name, part in state.items():
-            part["state"] = {name: part["state"][0]}
-            part["param_groups"][0]["params"] = [name]
-    resumed.load_state_dict(straight.state_dict())
-    after = train(straight, optimizer, range(3, NUM_STEPS), scheduler)
+def test_without_a_schedule_the_rate_stays(kind):
+    model = tiny.tiny_model()
+    optimizer = make_optimizer(kind, model)
+    assert build_lr_scheduler(lambda *_, **__: None, optimizer, NUM_STEPS, -1) is None
+    assert train(model, optimizer, range(2)) == [{0.02}] * 2
 
-    optimizer = make_optimizer(kind, resumed)
-    load_optimizer_state(resumed, optimizer, state, torch.device("cpu"))
-    scheduler = make_scheduler(optimizer, last_epoch=len(before) - 1)
-    rates = train(resumed, optimizer, range(3, NUM_STEPS), scheduler)
-    assert [sorted(r) for r in rates] == [pytest.approx(sorted(r)) for r in after]
-    assert_same_weights(resumed, straight)
+
+# ---- Before any weight is loaded ------------------------------------------------------------------
+
+
+def no_scheduler(optimizer, num_training_steps, last_epoch):
+    return None
+
+
+def test_what_an_optimizer_and_a_schedule_accept_is_tried_out():
+    try_out(MAKE_OPTIMIZER, MAKE_SCHEDULER)
+    try_out(MAKE_OPTIMIZER, no_scheduler)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "make_scheduler", "error", "words"),
+    [
+        (partial(torch.optim.AdamW, lr=-1.0), no_scheduler, ValueError, "Invalid learning rate"),
+        (partial(torch.optim.SGD, rate=1.0), no_scheduler, TypeError, "rate"),
+        (MAKE_OPTIMIZER, partial(MAKE_SCHEDULER, warmups=2), TypeError, "warmups"),
+    ],
+)
+def test_what_an_optimizer_or_a_schedule_refuses_is_raised_as_it_is(
+    make_optimizer, make_scheduler, error, words
+):
+    with pytest.raises(error, match=words):
+        try_out(make_optimizer, make_scheduler)
+
+
+def settings(**changes):
+    return OptimizerSettings(optimizer={"_component_": "torch.optim.SGD"}, **changes)
+
+
+@pytest.mark.parametrize("clip_grad_norm", [0, 0.0, -1.0])
+def test_a_bound_on_the_norm_that_is_not_above_zero_is_refused_by_key(clip_grad_norm):
+    with pytest.raises(ValueError, match=r"clip_grad_norm\n.*greater than 0"):
+        settings(clip_grad_norm=clip_grad_norm)
+
+
+def test_a_backward_that_steps_cannot_be_clipped():
+    (problem,) = settings(optimizer_in_bwd=True, clip_grad_norm=1.0).problems()
+    assert problem == (
+        "clip_grad_norm=1.0: with optimizer_in_bwd=True no moment has all gradients to clip; "
+        "set one of the two to null or False"
+    )
+    assert list(settings(optimizer_in_bwd=True).problems()) == []
+    assert list(settings(clip_grad_norm=1.0).problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "ranks", "key"),
+    [
+        ({"microbatching": "least_padding"}, {}, "microbatching=least_padding: "),
+        ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps=4: "),
+        ({"batch_size": 2, "global_batch_size": 8}, {}, "gradient_accumulation_steps=4: "),
+        ({}, {"pipeline_parallel_dim": 2}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
+    ],
+)
+def test_a_backward_that_steps_must_be_the_only_one_of_its_update_step(data, ranks, key):
+    data, ranks = DataSettings(**data), RankSettings(device="cpu", **ranks)
+    (problem,) = settings(optimizer_in_bwd=True).problems_with(data, ranks)
+    assert problem.startswith(key)
+    assert list(settings().problems_with(data, ranks)) == []
+
+
+def test_a_fused_optimizer_does_not_go_with_split_layers():
+    fused = OptimizerSettings(optimizer={"_component_": "torch.optim.AdamW", "fused": True})
+    (problem,) = fused.problems_with(DataSettings(), RankSettings(tensor_parallel_dim=2))
+    assert problem.startswith("optimizer.fused=True: ")
+    assert list(fused.problems_with(DataSettings(), RankSettings())) == []

@@ -1,0 +1,118 @@
+"""Gradients are clipped by the norm of all of them together, however they are sharded."""
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+from torch import nn
+
+from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.parallel.fsdp import shard_model
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh, join_ranks
+
+CPU = torch.device("cpu")
+
+
+def model_with_gradients(scale=1.0):
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in [(3, 4), (5,), (2, 2)]])
+    for parameter in list(model)[:2]:  # the last one was not used
+        parameter.grad = scale * torch.randn(parameter.shape)
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e6, float("inf")])
+def test_plain_gradients_are_clipped_as_torch_clips_them(max_norm):
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    norm = clip_grad_norm_(ours, max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    torch.testing.assert_close(norm, expected)
+    for our, their in zip(list(ours)[:2], list(theirs)[:2], strict=True):
+        torch.testing.assert_close(our.grad, their.grad)
+
+
+@pytest.mark.parametrize("scale", [1.0, float("inf"), float("nan")])
+def test_without_a_limit_gradients_are_measured_and_nothing_is_changed(scale):
+    measured, untouched = model_with_gradients(scale), model_with_gradients(scale)
+    norm = clip_grad_norm_(measured)
+    torch.testing.assert_close(
+        norm,
+        torch.cat([p.grad.flatten() for p in list(untouched)[:2]]).norm(),
+        equal_nan=True,
+    )
+    for parameter, same in zip(list(measured)[:2], list(untouched)[:2], strict=True):
+        assert torch.equal(parameter.grad.nan_to_num(7), same.grad.nan_to_num(7))
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_without_any_gradient_there_is_no_norm(max_norm):
+    """As after a backward that has stepped; a stage's ranks still agree on one."""
+    assert clip_grad_norm_(nn.Linear(2, 2), max_norm) is None
+
+
+def backward(model):
+    generator = torch.Generator().manual_seed(0)
+    model(torch.randint(tiny.VOCAB_SIZE, (1, 9), generator=generator)).square().mean().backward()
+
+
+def clip_on_two_ranks():
+    plain, model = tiny.tiny_model(), tiny.tiny_model()
+    shard_model(
+        model,
+        build_mesh(CPU, ParallelDims(1, 2, 1)),
+        custom_sharded_layers=None,
+        cpu_offload=False,
+        reshard_after_forward=True,
+    )
+    norms = []
+    for each in (plain, model):
+        backward(each)
+        norms.append(clip_grad_norm_(each, 0.01).item())
+    gradients = [
+        (p.grad, sharded.grad.full_tensor())
+        for p, sharded in zip(plain.parameters(), model.parameters(), strict=True)
+    ]
+    distance = max((p - s).abs().max().item() for p, s in gradients)
+    largest = max(p.abs().max().item() for p, _ in gradients)
+    return norms, distance / largest, *clip_stages()
+
+
+class TwoStages:
+    """What a norm must know of a pipeline: its ranks, and which gradients another one counts."""
+
+    def __init__(self, group, copies):
+        self.group = group
+        self.tied_copies = frozenset(map(id, copies))
+
+
+def clip_stages():
+    """The norm over two stages that hold one parameter both, and what is left of this one's gradients."""
+    ranks = join_ranks(
+        RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch")
+    )
+    stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("own", "shared")})
+    stage["own"].grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]][dist.get_rank()])
+    stage["shared"].grad = torch.tensor([12.0, 0.0])
+    copies = [stage["shared"]] if dist.get_rank() == 1 else []
+    norm = clip_grad_norm_(stage, 1.0, TwoStages(ranks.pp_group, copies))
+    return norm.item(), [stage[name].grad.tolist() for name in ("own", "shared")]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_distributed(clip_on_two_ranks, 2)
+
+
+def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(two_ranks):
+    for (plain, of_shards), distance, *_ in two_ranks:
+        assert of_shards == pytest.approx(plain, rel=1e-5)
+        assert plain > 0.01  # something was clipped
+        assert distance < 1e-4
+
+
+def test_the_norm_over_stages_counts_each_parameter_once_and_clips_every_copy(two_ranks):
+    for rank, (*_, norm, (own, shared)) in enumerate(two_ranks):
+        assert norm == pytest.approx(13)  # of 3, 4 and 12
+        assert own == pytest.approx([[3 / 13, 0], [0, 4 / 13]][rank])
+        assert shared == pytest.approx([12 / 13, 0])
