@@ -1,5 +1,5 @@
 """What a forward ends in: sums over target tokens."""
 
-from recipe_utils.loss.head import LinearCrossEntropyLoss
+from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 __all__ = ["LinearCrossEntropyLoss"]

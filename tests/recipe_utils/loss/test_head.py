@@ -1,7 +1,5 @@
-"""Every loss is the plain sum of cross-entropies over the targets, with the gradients of that sum."""
+"""A model's forward ends in sums over the targets; the first has the gradients of the plain sum."""
 
-import math
-import weakref
 from functools import partial
 
 import pytest
@@ -9,14 +7,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.modules.loss import CEWithChunkedOutputLoss
-from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.data.collate import Targets
-from recipe_utils.loss.head import LinearCrossEntropyLoss, SummedLoss, compute_loss_in_forward
+from recipe_utils.data.microbatch import Targets
+from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
-D, V = 8, 53
 SIZES = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL}
 STOCK_LOSSES = {
     "chunked": CEWithChunkedOutputLoss,
@@ -34,15 +30,6 @@ def no_targets(b, s):
     return make_targets(torch.full((b, s), tiny.IGNORE))
 
 
-def make_output(kind):
-    linear = nn.Linear(D, V, bias=kind == "bias")
-    return TiedLinear(nn.Embedding(V, D)) if kind == "tied" else linear
-
-
-def parameters_of(output):
-    return list((output.tied_module if isinstance(output, TiedLinear) else output).parameters())
-
-
 @pytest.fixture(autouse=True)
 def in_float64(request):
     torch.manual_seed(0)
@@ -50,14 +37,6 @@ def in_float64(request):
     with tiny.float64_throughout():
         yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def hidden_and_targets():
-    """[3, 11] slots of which 21 have a target."""
-    labels = torch.randint(V, (3, 11))
-    labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
-    return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)
 
 
 def plain_sum(logits, targets, **options):
@@ -68,107 +47,6 @@ def plain_sum(logits, targets, **options):
 
 def assert_close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
-@pytest.mark.parametrize("chunk", [1, 4, 7, 21, 1000])
-def test_value_and_gradients_are_those_of_the_plain_sum(kind, chunk, hidden_and_targets):
-    hidden, targets = hidden_and_targets
-    output = make_output(kind)
-    inputs = [hidden, *parameters_of(output)]
-    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=chunk, num_output_chunks=chunk)
-    ours, expected = loss_fn(output, hidden, targets), plain_sum(output(hidden), targets)
-    assert_close(ours, expected)
-    # A factor, because what the recipe differentiates is the scaled loss.
-    assert_close(
-        torch.autograd.grad(0.3 * ours, inputs), torch.autograd.grad(0.3 * expected, inputs)
-    )
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
-def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(frozen, hidden_and_targets):
-    hidden, targets = hidden_and_targets
-    output = make_output("linear")
-    hidden.requires_grad_(frozen == "weight")
-    output.weight.requires_grad_(frozen == "hidden")
-    ours = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, hidden, targets)
-    expected = plain_sum(output(hidden), targets)
-    assert_close(ours, expected)
-    if frozen != "both":
-        trained = [hidden if frozen == "weight" else output.weight]
-        assert_close(torch.autograd.grad(ours, trained), torch.autograd.grad(expected, trained))
-
-
-@pytest.mark.parametrize("kind", ["linear", "bias"])
-def test_low_precision_inputs_give_an_fp32_loss(kind, hidden_and_targets):
-    hidden, targets = hidden_and_targets
-    output = make_output(kind).bfloat16()
-    low = hidden.detach().bfloat16().requires_grad_()
-    loss = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, low, targets)
-    assert loss.dtype == torch.float32
-    expected = plain_sum(output(low).float(), targets)
-    # The same bf16 logits, so what is left is the rounding of an fp32 sum.
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    ours, plain = torch.autograd.grad(loss, low)[0], torch.autograd.grad(expected, low)[0]
-    assert (ours - plain).abs().max() < 0.02 * plain.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
-def test_without_targets_the_loss_is_zero_and_so_is_every_gradient(kind):
-    hidden, output = torch.randn(2, 5, D, requires_grad=True), make_output(kind)
-    loss = LinearCrossEntropyLoss()(output, hidden, no_targets(2, 5))
-    assert loss.item() == 0
-    for gradient in torch.autograd.grad(loss, [hidden, *parameters_of(output)]):
-        assert not gradient.any()
-
-
-class LogitsWatch(TorchDispatchMode):
-    """Sees every tensor that an operation makes and that is as wide as the vocabulary."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most_rows, self.most_alive = [], 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (V,):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor):
-        if tensor.shape == (D, V):  # the weight transposed, or its gradient
-            return
-        self.most_rows = max(self.most_rows, tensor.numel() // V)
-        self.alive.append(weakref.ref(tensor))
-        alive = {
-            t.untyped_storage().data_ptr(): t.numel() // V
-            for r in self.alive
-            if (t := r()) is not None
-        }
-        self.most_alive = max(self.most_alive, sum(alive.values()))
-
-
-@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
-def test_never_more_than_one_chunk_of_logits_exists(kind):
-    num_chunks, rows = 8, 5
-    labels = torch.randint(V, (2, num_chunks * rows))
-    labels[1] = tiny.IGNORE
-    hidden, output = torch.randn(2, num_chunks * rows, D, requires_grad=True), make_output(kind)
-    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=rows, num_output_chunks=num_chunks)
-    with LogitsWatch() as watch:
-        loss_fn(output, hidden, make_targets(labels)).backward()
-    assert watch.most_rows == rows
-    # Logits, their log-probabilities and a gradient of one chunk; two chunks would be 4 * rows.
-    assert watch.most_alive < 4 * rows
-
-
-def test_the_watch_sees_all_logits_of_a_plain_loss(hidden_and_targets):
-    hidden, targets = hidden_and_targets
-    output = make_output("linear")
-    with LogitsWatch() as watch:
-        plain_sum(output(hidden), targets)
-    assert watch.most_rows == 33
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -189,10 +67,11 @@ def test_a_models_loss_and_gradients_are_those_of_the_plain_sum(sizes, loss_name
     gradients = torch.autograd.grad(expected, list(model.parameters()))
 
     make_loss = STOCK_LOSSES.get(loss_name, partial(LinearCrossEntropyLoss, tokens_per_chunk=9))
-    compute_loss_in_forward(model, make_loss())
-    loss = model(tokens, targets=targets)
-    loss.backward()
-    assert_close(loss, expected)
+    attach_head(model, make_loss())
+    sums = model(tokens, targets=targets)
+    assert sums.shape == (1,)
+    sums[0].backward()
+    assert_close(sums[0], expected)
     assert_close(tuple(p.grad for p in model.parameters()), gradients)
 
 
@@ -202,10 +81,10 @@ def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(size
     model = tiny.tiny_model(SIZES.get(sizes, tiny.UNTIED_MODEL))
     if sizes == "bias":
         model.output = nn.Linear(tiny.MODEL["embed_dim"], tiny.VOCAB_SIZE)
-    compute_loss_in_forward(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
-    loss = model(torch.randint(tiny.VOCAB_SIZE, (2, 9)), targets=no_targets(2, 9))
-    loss.backward()
-    assert loss.item() == 0
+    attach_head(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
+    sums = model(torch.randint(tiny.VOCAB_SIZE, (2, 9)), targets=no_targets(2, 9))
+    sums.backward()
+    assert sums.tolist() == [0]
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()  # NaN would count as non-zero
@@ -216,7 +95,7 @@ def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(size
 def test_a_model_called_without_targets_returns_logits(sizes, loss_name):
     model, tokens = tiny.tiny_model(SIZES[sizes]), torch.randint(tiny.VOCAB_SIZE, (2, 11))
     expected = model(tokens)
-    compute_loss_in_forward(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
+    attach_head(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
     model(tokens, targets=no_targets(2, 11))  # must not linger
     logits = model(tokens)
     logits = torch.cat(logits, dim=1) if isinstance(logits, list) else logits
@@ -226,67 +105,69 @@ def test_a_model_called_without_targets_returns_logits(sizes, loss_name):
 def test_a_forward_that_failed_leaves_no_targets_behind():
     model, tokens = tiny.tiny_model(), torch.randint(tiny.VOCAB_SIZE, (1, 7))
     expected = model(tokens)
-    compute_loss_in_forward(model, LinearCrossEntropyLoss())
+    attach_head(model, LinearCrossEntropyLoss())
     with pytest.raises(IndexError):
         model(tokens + tiny.VOCAB_SIZE, targets=no_targets(1, 7))
     assert_close(model(tokens), expected)
 
 
-@pytest.mark.parametrize("loss_name", STOCK_LOSSES)
-def test_a_stock_loss_has_its_own_index_to_ignore(loss_name):
-    logits, labels = torch.randn(2, 6, V), torch.randint(1, V, (2, 6))
-    labels[0, 3] = 0
-    summed = SummedLoss(STOCK_LOSSES[loss_name](ignore_index=0))
-    assert summed.ignore_index == 0
-    targets = Targets(labels, (labels.flatten() != 0).nonzero().squeeze(1))
-    options = {"label_smoothing": 0.1} if loss_name == "smoothed" else {}
-    as_called = list(logits.chunk(8, dim=1)) if loss_name == "chunked" else logits
-    assert_close(summed(as_called, targets), plain_sum(logits, targets, ignore_index=0, **options))
+def test_a_loss_that_projects_itself_is_refused_on_a_model_that_is_no_decoder():
+    with pytest.raises(ValueError, match="needs a torchtune TransformerDecoder, Linear is none"):
+        attach_head(nn.Linear(2, 2), LinearCrossEntropyLoss())
 
 
-def test_logits_that_overflow_on_ignored_positions_do_not_matter():
-    hidden, output = torch.randn(1, 4, D), make_output("linear")
-    labels = torch.tensor([[3, tiny.IGNORE, 7, tiny.IGNORE]])
-    expected = plain_sum(output(hidden), make_targets(labels))
-    hidden[0, 1] = math.inf
-    assert_close(LinearCrossEntropyLoss()(output, hidden, make_targets(labels)), expected)
+class CrossEntropyAndTeacher:
+    """Three sums: the cross-entropy, what a teacher says weighs, and how often the label is the best."""
+
+    takes_hidden_states = True
+
+    def __call__(self, output, hidden, targets, backward_in_parts):
+        self.backward_in_parts = backward_in_parts
+        logits = output(hidden).flatten(0, 1)[targets.positions]
+        labels = targets.labels.flatten()[targets.positions]
+        cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
+        teacher = targets.teacher["logits"]
+        return torch.stack(
+            [cross_entropy, (logits * teacher).sum(), (logits.argmax(-1) == labels).sum()]
+        )
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SummedLoss(nn.CrossEntropyLoss(weight=torch.ones(V))), "loss.weight"),
-        (lambda: SummedLoss(nn.CrossEntropyLoss(reduction="none")), "loss.reduction=none"),
-        (lambda: LinearCrossEntropyLoss(tokens_per_chunk=0), "tokens_per_chunk=0"),
-        (lambda: LinearCrossEntropyLoss(num_output_chunks=0), "num_output_chunks=0"),
-        (
-            lambda: compute_loss_in_forward(nn.Linear(2, 2), LinearCrossEntropyLoss()),
-            "needs a torchtune TransformerDecoder, Linear is none",
-        ),
-    ],
-)
-def test_a_loss_that_would_be_wrong_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def head_of_three_sums(model, tokens, labels):
+    """What a model with such a head returns, and what it should, computed from its logits."""
+    targets = make_targets(labels)
+    teacher = torch.randn(len(targets.positions), tiny.VOCAB_SIZE)
+    logits = model(tokens)
+    logits_of_targets = logits.flatten(0, 1)[targets.positions]
+    best = logits_of_targets.argmax(-1) == labels.flatten()[targets.positions]
+    expected = [plain_sum(logits, targets), (logits_of_targets * teacher).sum(), best.sum()]
+    attach_head(model, CrossEntropyAndTeacher())
+    return model(tokens, targets=targets._replace(teacher={"logits": teacher})), expected
 
 
-class CountGradientProducts(TorchDispatchMode):
-    """Counts the products that accumulate the output weight's gradient."""
+@pytest.mark.parametrize("sizes", SIZES)
+def test_of_several_sums_only_the_gradient_of_the_differentiated_one_flows(sizes):
+    model = tiny.tiny_model(SIZES[sizes])
+    parameters = list(model.parameters())
+    tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9))
+    labels = torch.randint(tiny.VOCAB_SIZE, (2, 9))
+    labels[1, 4:] = tiny.IGNORE
+    sums, expected = head_of_three_sums(model, tokens, labels)
+    assert sums.shape == (3,)
+    assert_close(sums.detach(), torch.stack([value.detach().double() for value in expected]))
+    gradients = torch.autograd.grad(expected[0], parameters, retain_graph=True)
+    of_second = torch.autograd.grad(expected[1], parameters)
+    sums[0].backward()
+    assert_close(tuple(p.grad for p in parameters), gradients)
+    assert any(
+        (p.grad - other).abs().max() > 1e-3 for p, other in zip(parameters, of_second, strict=True)
+    )
 
-    def __init__(self):
-        super().__init__()
-        self.num_products = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_products += func is torch.ops.aten.addmm_.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("grad_enabled", "num_products"), [(True, 2), (False, 0)])
-def test_a_validation_computes_no_gradient(grad_enabled, num_products):
-    output = nn.Linear(8, 11, bias=False)
-    targets = Targets(torch.arange(6).view(1, 6), torch.arange(6))
-    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=3)
-    with torch.set_grad_enabled(grad_enabled), CountGradientProducts() as counter:
-        loss_fn(output, torch.randn(1, 6, 8), targets)
-    assert counter.num_products == num_products
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_head_is_told_whether_its_backward_comes_in_parts(in_parts):
+    model, head = tiny.tiny_model(), CrossEntropyAndTeacher()
+    attach_head(model, head, in_parts)
+    targets = no_targets(1, 4)._replace(teacher={"logits": torch.zeros(0, tiny.VOCAB_SIZE)})
+    sums = model(torch.ones(1, 4, dtype=torch.long), targets=targets)
+    assert sums.tolist() == [0, 0, 0]
+    assert head.backward_in_parts is in_parts

@@ -1,0 +1,209 @@
+"""The plain sum of cross-entropies over the targets and its gradients, one chunk of logits at a time."""
+
+import math
+import weakref
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.data.microbatch import Targets
+from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+
+D, V = 8, 53
+
+
+def make_targets(labels):
+    return Targets(labels, (labels.flatten() != tiny.IGNORE).nonzero().squeeze(1))
+
+
+def make_output(kind):
+    linear = nn.Linear(D, V, bias=kind == "bias")
+    return TiedLinear(nn.Embedding(V, D)) if kind == "tied" else linear
+
+
+def parameters_of(output):
+    return list((output.tied_module if isinstance(output, TiedLinear) else output).parameters())
+
+
+@pytest.fixture(autouse=True)
+def in_float64(request):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    with tiny.float64_throughout():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def hidden_and_targets():
+    """[3, 11] slots of which 21 have a target."""
+    labels = torch.randint(V, (3, 11))
+    labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
+    return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)
+
+
+def plain_sum(logits, targets, **options):
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.labels.flatten(), reduction="sum", **options
+    )
+
+
+def assert_close(ours, expected):
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 21, 1000])
+def test_value_and_gradients_are_those_of_the_plain_sum(kind, chunk, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output(kind)
+    inputs = [hidden, *parameters_of(output)]
+    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=chunk, num_output_chunks=chunk)
+    ours, expected = loss_fn(output, hidden, targets), plain_sum(output(hidden), targets)
+    assert_close(ours, expected)
+    # A factor, because what the recipe differentiates is the scaled loss.
+    assert_close(
+        torch.autograd.grad(0.3 * ours, inputs), torch.autograd.grad(0.3 * expected, inputs)
+    )
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(frozen, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output("linear")
+    hidden.requires_grad_(frozen == "weight")
+    output.weight.requires_grad_(frozen == "hidden")
+    ours = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, hidden, targets)
+    expected = plain_sum(output(hidden), targets)
+    assert_close(ours, expected)
+    if frozen != "both":
+        trained = [hidden if frozen == "weight" else output.weight]
+        assert_close(torch.autograd.grad(ours, trained), torch.autograd.grad(expected, trained))
+
+
+@pytest.mark.parametrize("kind", ["linear", "bias"])
+def test_low_precision_inputs_give_an_fp32_loss(kind, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output(kind).bfloat16()
+    low = hidden.detach().bfloat16().requires_grad_()
+    loss = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, low, targets)
+    assert loss.dtype == torch.float32
+    expected = plain_sum(output(low).float(), targets)
+    # The same bf16 logits, so what is left is the rounding of an fp32 sum.
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    ours, plain = torch.autograd.grad(loss, low)[0], torch.autograd.grad(expected, low)[0]
+    assert (ours - plain).abs().max() < 0.02 * plain.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
+def test_without_targets_the_loss_is_zero_and_so_is_every_gradient(kind):
+    hidden, output = torch.randn(2, 5, D, requires_grad=True), make_output(kind)
+    no_targets = make_targets(torch.full((2, 5), tiny.IGNORE))
+    loss = LinearCrossEntropyLoss()(output, hidden, no_targets)
+    assert loss.item() == 0
+    for gradient in torch.autograd.grad(loss, [hidden, *parameters_of(output)]):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("kind", ["linear", "bias"])
+def test_a_backward_in_two_parts_gives_each_part_its_gradient(kind, hidden_and_targets):
+    """As zero-bubble schedules have it: for the hidden states now, for the weight later."""
+    hidden, targets = hidden_and_targets
+    output = make_output(kind)
+    loss = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, hidden, targets, True)
+    expected = plain_sum(output(hidden), targets)
+    for inputs in ([hidden], parameters_of(output)):
+        assert_close(
+            torch.autograd.grad(0.3 * loss, inputs, retain_graph=True),
+            torch.autograd.grad(0.3 * expected, inputs, retain_graph=True),
+        )
+
+
+class LogitsWatch(TorchDispatchMode):
+    """Sees every tensor that an operation makes and that is as wide as the vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most_rows, self.most_alive = [], 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (V,):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor):
+        if tensor.shape == (D, V):  # the weight transposed, or its gradient
+            return
+        self.most_rows = max(self.most_rows, tensor.numel() // V)
+        self.alive.append(weakref.ref(tensor))
+        alive = {
+            t.untyped_storage().data_ptr(): t.numel() // V
+            for r in self.alive
+            if (t := r()) is not None
+        }
+        self.most_alive = max(self.most_alive, sum(alive.values()))
+
+
+@pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
+def test_never_more_than_one_chunk_of_logits_exists(kind):
+    num_chunks, rows = 8, 5
+    labels = torch.randint(V, (2, num_chunks * rows))
+    labels[1] = tiny.IGNORE
+    hidden, output = torch.randn(2, num_chunks * rows, D, requires_grad=True), make_output(kind)
+    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=rows, num_output_chunks=num_chunks)
+    with LogitsWatch() as watch:
+        loss_fn(output, hidden, make_targets(labels)).backward()
+    assert watch.most_rows == rows
+    # Logits, their log-probabilities and a gradient of one chunk; two chunks would be 4 * rows.
+    assert watch.most_alive < 4 * rows
+
+
+def test_the_watch_sees_all_logits_of_a_plain_loss(hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output("linear")
+    with LogitsWatch() as watch:
+        plain_sum(output(hidden), targets)
+    assert watch.most_rows == 33
+
+
+def test_logits_that_overflow_on_ignored_positions_do_not_matter():
+    hidden, output = torch.randn(1, 4, D), make_output("linear")
+    labels = torch.tensor([[3, tiny.IGNORE, 7, tiny.IGNORE]])
+    expected = plain_sum(output(hidden), make_targets(labels))
+    hidden[0, 1] = math.inf
+    assert_close(LinearCrossEntropyLoss()(output, hidden, make_targets(labels)), expected)
+
+
+@pytest.mark.parametrize("name", ["tokens_per_chunk", "num_output_chunks"])
+def test_a_loss_without_a_chunk_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        LinearCrossEntropyLoss(**{name: 0})
+
+
+class CountGradientProducts(TorchDispatchMode):
+    """Counts the products that accumulate the output weight's gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func is torch.ops.aten.addmm_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("grad_enabled", "num_products"), [(True, 2), (False, 0)])
+def test_a_validation_computes_no_gradient(grad_enabled, num_products):
+    output = nn.Linear(8, 11, bias=False)
+    targets = Targets(torch.arange(6).view(1, 6), torch.arange(6))
+    loss_fn = LinearCrossEntropyLoss(tokens_per_chunk=3)
+    with torch.set_grad_enabled(grad_enabled), CountGradientProducts() as counter:
+        loss_fn(output, torch.randn(1, 6, 8), targets)
+    assert counter.num_products == num_products
