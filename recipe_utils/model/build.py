@@ -1,21 +1,116 @@
-"""A model from its builder to loaded weights on the device, wrapped as asked for."""
+"""From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from omegaconf import OmegaConf
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtune import modules, training
+from torchtune import config, modules, training
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
+from torchtune.utils import get_logger
 
-from recipe_utils.data.plan import ATTENTION_SLOWNESS
-from recipe_utils.parallel.ranks import gather_objects, shard_model
+from recipe_utils.components import Component
+from recipe_utils.model.schedule import PipelineSettings, stages_of_rank
+from recipe_utils.model.stages import (
+    Stages,
+    WholeModel,
+    cut_to_stage,
+    layers_of_stages,
+    ties_output,
+)
+from recipe_utils.parallel.fsdp import shard_model
+from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
+from recipe_utils.settings import ROOM
+
+_log = get_logger("INFO")
+
+
+@dataclass(frozen=True, config=ROOM)
+class ModelSettings:
+    """What a model computes in, and how its memory is saved."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Of parameters, gradients and optimizer state; null is fp32. No fp16: gradients would underflow."""
+    compile: bool = False
+    """Compiles each transformer layer, and the loss."""
+    enable_activation_checkpointing: bool = False
+    """Recomputes every layer in the backward."""
+    enable_activation_offloading: bool = False
+    """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
+    ac_mode: Literal["full", "selective"] | None = None
+    """Recomputes all layers, or every ``ac_option``-th, instead of the key above."""
+    ac_option: Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal["op"] | None = None
+    """With ``ac_mode: selective``: every this-many-th layer, or ``op``."""
+    custom_sharded_layers: list[str] | None = None
+    """Names of modules that FSDP2 shards as units of their own, besides each layer."""
+    fsdp_cpu_offload: bool = False
+    """Keeps parameters, gradients and optimizer state on the CPU, where the device is another."""
+    fsdp_reshard_after_forward: bool | None = None
+    """Frees gathered parameters after each forward; null is True, but with pipeline stages False."""
+    tensor_parallel_plan: Component | None = None
+    """How ``tensor_parallel_dim`` ranks split the layers: torchtune.models.llama3.base_llama_tp_plan."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The precision of parameters, gradients and optimizer state."""
+        found: torch.dtype = getattr(torch, _DTYPES[self.dtype or "fp32"])
+        return found
+
+    def offloads_to_cpu(self, device: torch.device) -> bool:
+        """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
+        return self.fsdp_cpu_offload and device.type != "cpu"
+
+    def make_tensor_parallel_plan(self) -> dict[str, Any]:
+        """Module name pattern -> style."""
+        return dict(config.instantiate(OmegaConf.create(self.tensor_parallel_plan)))
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys."""
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            yield (
+                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+            )
+        if self.enable_activation_checkpointing and self.ac_mode is not None:
+            yield (
+                f"ac_mode={self.ac_mode}: enable_activation_checkpointing=True recomputes all layers "
+                "already; set one of the two to null or False"
+            )
+        if self.ac_mode == "selective" and self.ac_option is None:
+            yield "ac_mode=selective: set ac_option, too: every how many-th layer is recomputed"
+
+    def problems_with(self, ranks: RankSettings) -> Iterator[str]:
+        """What is wrong on this device, and with tensor parallelism."""
+        try:
+            device = resolve_device(ranks.device)
+        except ValueError:
+            return
+        tensor_parallel_dim = ranks.tensor_parallel_dim
+        if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
+            yield (
+                "enable_activation_offloading=True: it does not go with pipeline_parallel_dim="
+                f"{ranks.pipeline_parallel_dim}; set it to False"
+            )
+        if self.enable_activation_offloading and device.type != "cuda":
+            yield "enable_activation_offloading=True: it needs device=cuda; set it to False"
+        if self.dtype is not None:
+            try:
+                training.get_dtype(self.dtype, device=device)
+            except Exception as error:
+                yield f"dtype={self.dtype}: {error}; set it to fp32"
+        if tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
+            yield (
+                f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
+                "torchtune.models.llama3.base_llama_tp_plan"
+            )
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -24,210 +119,95 @@ def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn
         return make_model()
 
 
-def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
-    """What samples are checked against: number of token embeddings, longest sequence [tokens]."""
-    decoder: Any = getattr(model, "decoder", model)
-    # Llama 3.2 Vision embeds its special tokens with a second table.
-    tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
-    return sum(table.num_embeddings for table in tables), decoder.max_seq_len
-
-
-def equal_attention_length(model: nn.Module) -> float:
-    """Of :class:`recipe_utils.data.plan.MicrobatchCost` [tokens]: N / (L * d) over attention's slowness."""
-    decoder: Any = getattr(model, "decoder", model)
-    num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    embed_dim = decoder.num_heads * decoder.head_dim
-    return num_parameters / (len(decoder.layers) * embed_dim) / ATTENTION_SLOWNESS
-
-
-def parallelize_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    tensor_parallel_plan: Mapping[str, Any] | None = None,
-    enable_activation_checkpointing: bool = False,
-    ac_mode: str | None = None,
-    ac_option: int | str | None = None,
-    compile_layers: bool = False,
-    custom_sharded_layers: Sequence[str] | None = None,
-    fsdp_cpu_offload: bool = False,
-    fsdp_reshard_after_forward: bool = True,
+def build_model(
+    make_model: Callable[[], nn.Module],
+    prepare: Callable[[nn.Module, bool], None],
+    settings: ModelSettings,
+    pipeline: PipelineSettings,
+    ranks: Ranks,
 ) -> nn.Module:
+    """This rank's modules, without weights: the whole model, or its pipeline stages.
+
+    Args:
+        make_model: the model's builder.
+        prepare: changes a model or a stage before it is wrapped: called with it, and whether it has
+            the output layer.
+        settings: how to wrap it.
+        pipeline: how to cut it, with more than one ``pp`` rank.
+        ranks: of the job.
+
+    Raises:
+        ValueError: a model that cannot be cut, split or sharded as asked for.
+    """
+    make = partial(build_on_meta, make_model, settings.torch_dtype)
+    whole = make()
+    if ranks.dims.pp == 1:
+        prepare(whole, True)
+        return parallelize_model(whole, settings, ranks)
+
+    num_stages = pipeline.num_stages(ranks.dims.pp)
+    layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
+    embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
+    stages = Stages(WholeModel(list(whole.state_dict()), num_stages, embed_dim, ties_output(whole)))
+    for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
+        stage = make()
+        cut_to_stage(stage, layers[index])
+        prepare(stage, index == num_stages - 1)
+        stages[f"stage_{index}"] = parallelize_model(stage, settings, ranks)
+    if ranks.is_zero:
+        _log.info(
+            f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
+            + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
+        )
+    return stages
+
+
+def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2, in that order.
 
     Args:
         model: on the meta device.
-        mesh: of :func:`recipe_utils.parallel.ranks.build_mesh`.
-        tensor_parallel_plan: module name pattern -> style; used with more than one ``tp`` rank.
-        enable_activation_checkpointing: recompute every self-attention layer in the backward.
-        ac_mode: ``"full"`` or ``"selective"`` instead.
-        ac_option: with ``"selective"``: recompute every this-many-th layer.
-        compile_layers: compile each transformer layer with torch.compile.
-        custom_sharded_layers: see :func:`recipe_utils.parallel.ranks.shard_model`.
-        fsdp_cpu_offload: likewise.
-        fsdp_reshard_after_forward: likewise.
+        settings: what to apply.
+        ranks: of the job.
 
     Raises:
         ValueError: token embeddings that the output layer shares would be sharded on their own, or
             split over ``tp`` ranks.
     """
     decoder: Any = getattr(model, "decoder", model)
-    own_units = [layer.rsplit(".")[-1] for layer in custom_sharded_layers or ()]
+    own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
     if isinstance(decoder.output, TiedLinear) and "tok_embeddings" in own_units:
         raise ValueError(
-            f"custom_sharded_layers={list(custom_sharded_layers or ())}: this model's output layer "
+            f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
             "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
         )
-    tp_degree = mesh["tp"].size()
+    tp_degree = ranks.dims.tp
     if isinstance(decoder.output, TiedLinear) and tp_degree > 1:
         raise ValueError(
             f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
             "tok_embeddings, which torchtune's plans cannot split; set tensor_parallel_dim=1"
         )
-    if compile_layers:
-        training.compile_model(model, verbose=torch.distributed.get_rank() == 0)
+    if settings.compile:
+        training.compile_model(model, verbose=ranks.is_zero)
     if tp_degree > 1:
-        model = training.prepare_mha_for_tp(model, mesh["tp"])
-        parallelize_module(model, mesh["tp"], parallelize_plan=dict(tensor_parallel_plan or {}))
-    if enable_activation_checkpointing:
+        model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
+        parallelize_module(
+            model, ranks.mesh["tp"], parallelize_plan=settings.make_tensor_parallel_plan()
+        )
+    if settings.enable_activation_checkpointing:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
         )
-    elif ac_mode is not None:
-        apply_selective_activation_checkpointing(model, ac_mode, ac_option)
-    if mesh["dp_replicate"].size() * mesh["dp_shard"].size() > 1 or fsdp_cpu_offload:
+    elif settings.ac_mode is not None:
+        apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
+    if ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device):
+        reshards = settings.fsdp_reshard_after_forward
         shard_model(
             model,
-            mesh,
-            custom_sharded_layers=custom_sharded_layers,
-            cpu_offload=fsdp_cpu_offload,
-            reshard_after_forward=fsdp_reshard_after_forward,
+            ranks.mesh,
+            custom_sharded_layers=settings.custom_sharded_layers,
+            cpu_offload=settings.offloads_to_cpu(ranks.device),
+            # A stage soon meets the next microbatch.
+            reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
         )
     return model
-
-
-def load_weights(
-    model: nn.Module,
-    state_dict: Mapping[str, Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    cpu_offload: bool = False,
-    names_elsewhere: Collection[str] = (),
-) -> None:
-    """Materialises a meta model on ``device`` with the weights of ``state_dict``.
-
-    Each rank cuts its own shards out of the full weights; nothing is communicated.
-
-    Args:
-        model: after :func:`parallelize_model`.
-        state_dict: full (unsharded) weights, on every rank.
-        device: of the model.
-        dtype: parameters are converted to it.
-        cpu_offload: leave the parameters on the CPU, for FSDP2's CPU offload.
-        names_elsewhere: weights that ``state_dict`` may have besides, because other pipeline stages do.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
-            divide over the ranks that shard it twice (tensor parallel and FSDP2).
-        RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
-    """
-    with training.set_default_dtype(dtype), device:
-        for module in model.modules():
-            if hasattr(module, "rope_init"):  # its cache is no part of the state dict
-                module.rope_init()  # type: ignore[operator]
-
-    expected = model.state_dict()
-    missing = expected.keys() - state_dict.keys()
-    unexpected = state_dict.keys() - expected.keys() - set(names_elsewhere)
-    wrong_shape = [
-        f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in expected.keys() & state_dict.keys()
-        if state_dict[name].shape != expected[name].shape
-    ]
-    for problem, names in (
-        ("lacks weights of the model", missing),
-        ("has weights that the model has not", unexpected),
-        ("has weights of another shape", wrong_shape),
-    ):
-        if names:
-            raise ValueError(
-                f"checkpointer: the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and "
-                "checkpointer must be of one kind and size"
-            )
-
-    weights_device = torch.device("cpu") if cpu_offload else device
-    model.load_state_dict(
-        {
-            name: _shard_like(parameter, name, state_dict[name], weights_device, dtype)
-            for name, parameter in expected.items()
-        },
-        strict=True,
-        assign=True,  # a meta tensor cannot be copied to
-    )
-    training.validate_no_params_on_meta_device(model)
-
-
-def gather_weights(
-    model: nn.Module,
-    device: torch.device,
-    keeps: bool,
-    group: dist.ProcessGroup,
-    names: Iterable[str],
-) -> dict[str, Tensor]:
-    """All weights, unsharded, on the CPU of rank 0; empty on the others. All ranks together.
-
-    Args:
-        model: after :func:`load_weights`, or an ``nn.ModuleDict`` of the pipeline stages on this rank.
-        device: where sharded weights are put together.
-        keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
-        group: a CPU (gloo) group of all ranks.
-        names: of the weights of the whole model, in the order that they are returned in.
-    """
-    weights: dict[str, Tensor] = {}
-    for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
-        for name, weight in part.state_dict().items():
-            if isinstance(weight, DTensor):
-                weight = cast(DTensor, weight.to(device)).full_tensor()
-            if keeps:
-                # FSDP2 puts shards together with padding, which torch.save would write, too.
-                padded = weight.untyped_storage().nbytes() > weight.nbytes
-                weights[name] = (weight.clone() if padded else weight).cpu()
-    descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
-    if dist.get_rank(group) != 0:
-        for name, weight in weights.items():
-            if name not in descriptions[0]:
-                dist.send(weight.contiguous(), dst=0, group=group)
-        return {}
-    for rank, description in enumerate(descriptions[1:], start=1):
-        for name, (shape, dtype) in description.items():
-            if name not in descriptions[0]:
-                weights[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(weights[name], src=rank, group=group)
-    return {name: weights[name] for name in names}
-
-
-def _shard_like(
-    like: Tensor, name: str, full: Tensor, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is."""
-    if not isinstance(like, DTensor):
-        return full.to(device, dtype, copy=True)
-    # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
-    shape, offset = compute_local_shape_and_global_offset(
-        full.shape, like.device_mesh, like.placements
-    )
-    if tuple(shape) != tuple(like.to_local().shape):
-        raise ValueError(
-            f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
-            f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
-        )
-    slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
-    local = full[slices].to(device, dtype, copy=True)
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )

@@ -15,61 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from recipe_utils.data.collate import Microbatch
-from recipe_utils.data.to_device import copy_ahead
-
-SCHEDULES: dict[str, Any] = {
-    "1F1B": Schedule1F1B,
-    "GPipe": ScheduleGPipe,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-}
+from recipe_utils.data.microbatch import Microbatch
+from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.model.schedule import (
+    SCHEDULES,
+    PipelineSettings,
+    has_several_stages_per_rank,
+)
+from recipe_utils.model.stages import Stages
+from recipe_utils.parallel.ranks import Ranks
 
 
 class PipelineError(RuntimeError):
     """A stage failed; names the stage and the microbatch."""
-
-
-def has_several_stages_per_rank(schedule: str) -> bool:
-    """Whether a schedule of :data:`SCHEDULES` wants more than one stage on each rank."""
-    return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
-
-
-def splits_backward(schedule: str) -> bool:
-    """Whether a schedule runs the backward for inputs and the one for weights apart."""
-    return "ZeroBubble" in schedule
-
-
-def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
-    """The stages on a rank: every ``num_ranks``-th."""
-    return range(pp_rank, num_stages, num_ranks)
-
-
-def num_microbatches_to_run(
-    num_microbatches: int, *, schedule: str, num_ranks: int, num_stages: int
-) -> int:
-    """The smallest number of microbatches, from ``num_microbatches`` on, that a schedule accepts.
-
-    1F1B wants as many as stages. The interleaved ones go in rounds of at least as many microbatches as
-    ranks, all rounds alike.
-    """
-    if schedule == "1F1B":
-        return max(num_microbatches, num_stages)
-    if has_several_stages_per_rank(schedule):
-        while num_microbatches % max(num_microbatches // num_ranks, 1):
-            num_microbatches += 1
-    return num_microbatches
 
 
 class Pipeline:
@@ -81,7 +43,7 @@ class Pipeline:
 
     Args:
         stages: the stages on this rank by their index: decoders after
-            :func:`recipe_utils.model.stages.keep_stage`, wrapped and materialised. The last one
+            :func:`recipe_utils.model.stages.cut_to_stage`, wrapped and materialised. The last one
             returns sums over its microbatch, [k] or, if it is one, []; for :meth:`outputs` anything.
         num_stages: of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
@@ -113,6 +75,7 @@ class Pipeline:
         ]
         self._schedule_class = SCHEDULES[schedule]
         self._takes_one_stage = not has_several_stages_per_rank(schedule)
+        self.group = group
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
         self._device = device
@@ -126,6 +89,12 @@ class Pipeline:
                 for stage in self._stages
                 if stage.is_first or stage.is_last
             ]
+        # Whose norm the rank of the first stage adds.
+        self.tied_copies = frozenset(
+            id(stage.submod.tok_embeddings.weight)
+            for stage in self._stages
+            if stage.is_last and output_is_tied
+        )
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
@@ -134,7 +103,8 @@ class Pipeline:
 
         Args:
             microbatches: on the CPU, pinned where the device copies from there; as many on all ranks, at
-                least :func:`num_microbatches_to_run`; on every rank of the pipeline the same.
+                least :func:`recipe_utils.model.schedule.num_microbatches_to_run`; on every rank of the
+                pipeline the same.
             objective: makes of a microbatch's sums [k] what its backward starts from, []. Called once
                 for each microbatch, on the rank of the last stage.
 
@@ -188,14 +158,6 @@ class Pipeline:
         outputs: dict[int, Any] = {}
         self._run(microbatches, outputs.__setitem__, has_backward=False)
         return outputs
-
-    def parameters_counted_elsewhere(self) -> frozenset[int]:
-        """Ids of this rank's parameters that are copies of the first stage's."""
-        return frozenset(
-            id(stage.submod.tok_embeddings.weight)
-            for stage in self._stages
-            if stage.is_last and self._copies_of_tied
-        )
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
@@ -320,7 +282,7 @@ class _Stage(PipelineStage):
         self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
         # In the order of their forwards, which is that of the microbatches in all schedules.
         needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
-        self._coming = copy_ahead(needed, self.device)
+        self._coming = to_device_ahead(needed, self.device)
 
     def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
         """What this stage's forward takes of a microbatch."""
@@ -420,3 +382,39 @@ def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | No
     ends = sorted({(ranks[0], ranks[-1]) for ranks in pipelines})
     own, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in ends])
     return own
+
+
+def build_pipeline(
+    model: nn.Module,
+    settings: PipelineSettings,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    num_sums: int = 1,
+) -> Pipeline | None:
+    """What runs update steps through the stages of :func:`recipe_utils.model.build.build_model`.
+
+    Args:
+        model: materialised.
+        settings: of the schedule.
+        dtype: of the hidden states.
+        ranks: of the job.
+        num_sums: that the model's head returns.
+
+    Returns:
+        None where the model is not cut.
+    """
+    if not isinstance(model, Stages):
+        return None
+    group = ranks.pp_group
+    assert group is not None
+    return Pipeline(
+        model.by_index(),
+        num_stages=model.whole.num_stages,
+        schedule=settings.pipeline_parallel_schedule,
+        embed_dim=model.whole.embed_dim,
+        dtype=dtype,
+        device=ranks.device,
+        group=group,
+        output_is_tied=model.whole.output_is_tied,
+        num_sums=num_sums,
+    )

@@ -2,11 +2,35 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
+
+
+class WholeModel(NamedTuple):
+    """What a rank's stages must know of the model that they are parts of."""
+
+    names_of_weights: list[str]
+    """In the order of its state dict."""
+    num_stages: int
+    embed_dim: int
+    """Width of the hidden states."""
+    output_is_tied: bool
+    """The first stage's embeddings and the last one's output share their weight."""
+
+
+class Stages(nn.ModuleDict):
+    """The pipeline stages on this rank by their index, as ``stage_0``, ``stage_2``, ..."""
+
+    def __init__(self, whole: WholeModel) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def by_index(self) -> dict[int, nn.Module]:
+        """The stages, by their place in the pipeline."""
+        return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
 
 
 def layers_of_stages(
@@ -82,7 +106,7 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
     return stages[::-1]
 
 
-class Elsewhere(nn.Module):
+class NotOnThisStage(nn.Module):
     """Stands for a part of the model that another stage has: what goes in comes out.
 
     Layers keep their index and so their parameters the names that they have in the whole model.
@@ -105,7 +129,7 @@ class Elsewhere(nn.Module):
         return False
 
 
-def keep_stage(model: Any, layers: range) -> None:
+def cut_to_stage(model: Any, layers: range) -> None:
     """Leaves a decoder the layers of one stage, in place.
 
     The first stage takes tokens [b, s], all others the hidden states [b, s, d] of the one before. The
@@ -117,15 +141,15 @@ def keep_stage(model: Any, layers: range) -> None:
     """
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)
-        model.tok_embeddings = Elsewhere(model.tok_embeddings.weight if shared else None)
+        model.tok_embeddings = NotOnThisStage(model.tok_embeddings.weight if shared else None)
         if shared:
             model.output.tied_module = model.tok_embeddings
     for index in range(len(model.layers)):
         if index not in layers:
-            model.layers[index] = Elsewhere()
+            model.layers[index] = NotOnThisStage()
     if layers.stop < len(model.layers):
-        model.norm = Elsewhere()
-        model.output = Elsewhere()
+        model.norm = NotOnThisStage()
+        model.output = NotOnThisStage()
         model.unembed = lambda hidden: hidden
 
 

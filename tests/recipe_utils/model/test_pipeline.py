@@ -13,13 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from recipe_utils.data import to_device
-from recipe_utils.data.collate import Microbatch, Targets
-from recipe_utils.model.pipeline import (
-    SCHEDULES,
-    Pipeline,
-    num_microbatches_to_run,
-    stages_of_rank,
-)
+from recipe_utils.data.microbatch import Microbatch, Targets
+from recipe_utils.model.pipeline import Pipeline
+from recipe_utils.model.schedule import SCHEDULES, num_microbatches_to_run, stages_of_rank
 
 DIM = 8
 
@@ -62,7 +58,7 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
         targets = Targets(tokens + 1, torch.arange(0, tokens.numel(), 1 + i % 2))
         input_pos = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         inputs = {"tokens": tokens, "input_pos": input_pos}
-        made.append(Microbatch(inputs, targets, 1, 1, tokens.numel()))
+        made.append(Microbatch(inputs, targets))
     return made
 
 

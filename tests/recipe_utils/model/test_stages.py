@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe_utils.model.build import build_on_meta
-from recipe_utils.model.stages import keep_stage, layers_of_stages, split_layers, ties_output
+from recipe_utils.model.stages import cut_to_stage, layers_of_stages, split_layers, ties_output
 
 
 def costliest(stages, costs, output_cost):
@@ -68,7 +68,7 @@ def test_the_stages_one_after_the_other_are_the_model(sizes, points):
     names, hidden = set(), tokens
     for layers in layers_of_stages(model, len(points) + 1, points):
         stage = tiny.tiny_model(sizes)
-        keep_stage(stage, layers)
+        cut_to_stage(stage, layers)
         names |= stage.state_dict().keys()
         stage.load_state_dict({n: model.state_dict()[n] for n in stage.state_dict()})
         hidden = stage(hidden)
@@ -79,5 +79,5 @@ def test_the_stages_one_after_the_other_are_the_model(sizes, points):
 def test_a_stage_keeps_only_its_own_weights():
     model = build_on_meta(lambda: tiny.tiny_model(tiny.DEEP_MODEL), torch.float32)
     assert ties_output(model)
-    keep_stage(model, range(1, 3))
+    cut_to_stage(model, range(1, 3))
     assert {name.split(".")[1] for name in model.state_dict()} == {"1", "2"}

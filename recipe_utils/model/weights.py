@@ -1,0 +1,154 @@
+"""A model's weights: from a checkpoint to its shards, and from all ranks together again."""
+
+from collections.abc import Collection, Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtune import training
+
+from recipe_utils.model.build import ModelSettings
+from recipe_utils.model.stages import Stages
+from recipe_utils.parallel.process_group import gather_objects
+
+
+def load_weights(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    settings: ModelSettings,
+    device: torch.device,
+) -> None:
+    """Materialises a meta model on ``device`` with the weights of ``state_dict``.
+
+    Each rank cuts its own shards out of the full weights; nothing is communicated.
+
+    Args:
+        model: after :func:`recipe_utils.model.build.build_model`.
+        state_dict: full (unsharded) weights, on every rank.
+        settings: parameters are converted to the ``dtype``, and stay on the CPU for FSDP2's offload.
+        device: of the model.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
+            divide over the ranks that shard it twice (tensor parallel and FSDP2).
+        RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
+    """
+    if isinstance(model, Stages):
+        for stage in model.values():
+            _load(stage, state_dict, settings, device, model.whole.names_of_weights)
+        return
+    _load(model, state_dict, settings, device, names_of_other_stages=())
+
+
+def _load(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    settings: ModelSettings,
+    device: torch.device,
+    names_of_other_stages: Collection[str],
+) -> None:
+    dtype = settings.torch_dtype
+    with training.set_default_dtype(dtype), device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):  # its cache is no part of the state dict
+                module.rope_init()  # type: ignore[operator]
+
+    expected = model.state_dict()
+    missing = expected.keys() - state_dict.keys()
+    unexpected = state_dict.keys() - expected.keys() - set(names_of_other_stages)
+    wrong_shape = [
+        f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected.keys() & state_dict.keys()
+        if state_dict[name].shape != expected[name].shape
+    ]
+    for problem, names in (
+        ("lacks weights of the model", missing),
+        ("has weights that the model has not", unexpected),
+        ("has weights of another shape", wrong_shape),
+    ):
+        if names:
+            raise ValueError(
+                f"checkpointer: the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and "
+                "checkpointer must be of one kind and size"
+            )
+
+    weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
+    model.load_state_dict(
+        {
+            name: _shard_like(parameter, name, state_dict[name], weights_device, dtype)
+            for name, parameter in expected.items()
+        },
+        strict=True,
+        assign=True,  # a meta tensor cannot be copied to
+    )
+    training.validate_no_params_on_meta_device(model)
+
+
+def gather_weights(
+    model: nn.Module,
+    device: torch.device,
+    keeps: bool,
+    group: dist.ProcessGroup,
+) -> dict[str, Tensor]:
+    """All weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on the others.
+
+    All ranks together.
+
+    Args:
+        model: after :func:`load_weights`.
+        device: where sharded weights are put together.
+        keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
+        group: a CPU (gloo) group of all ranks.
+    """
+    weights: dict[str, Tensor] = {}
+    for part in model.values() if isinstance(model, Stages) else [model]:
+        for name, weight in part.state_dict().items():
+            if isinstance(weight, DTensor):
+                weight = cast(DTensor, weight.to(device)).full_tensor()
+            if keeps:
+                # FSDP2 puts shards together with padding, which torch.save would write, too.
+                padded = weight.untyped_storage().nbytes() > weight.nbytes
+                weights[name] = (weight.clone() if padded else weight).cpu()
+    descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
+    if dist.get_rank(group) != 0:
+        for name, weight in weights.items():
+            if name not in descriptions[0]:
+                dist.send(weight.contiguous(), dst=0, group=group)
+        return {}
+    for rank, description in enumerate(descriptions[1:], start=1):
+        for name, (shape, dtype) in description.items():
+            if name not in descriptions[0]:
+                weights[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(weights[name], src=rank, group=group)
+    order = model.whole.names_of_weights if isinstance(model, Stages) else list(weights)
+    return {name: weights[name] for name in order}
+
+
+def _shard_like(
+    like: Tensor, name: str, full: Tensor, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return full.to(device, dtype, copy=True)
+    # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
+    shape, offset = compute_local_shape_and_global_offset(
+        full.shape, like.device_mesh, like.placements
+    )
+    if tuple(shape) != tuple(like.to_local().shape):
+        raise ValueError(
+            f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
+            f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
+        )
+    slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+    local = full[slices].to(device, dtype, copy=True)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
