@@ -18,9 +18,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from recipe_utils.checkpoint.folder import check_checksums, check_whole, read_json, read_marker
 from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
 from recipe_utils.checkpoint.random_state import set_random_state
-from recipe_utils.checkpoint.tensors import AnyOptimizer, misfits, model_tensors, restore_optimizer
+from recipe_utils.checkpoint.tensors import (
+    AnyOptimizer,
+    describe_mismatch,
+    model_tensors,
+    restore_optimizer,
+)
 from recipe_utils.files import CheckpointError, TensorFile
-from recipe_utils.parallel.ranks import gather_objects
+from recipe_utils.parallel.process_group import gather_objects
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """What the names of tensors in a checkpoint begin with."""
@@ -41,7 +46,6 @@ class TrainingState:
     epoch: int
     samples_consumed: int
     """Of the epoch, over all ranks."""
-    num_target_tokens_seen: int
     seed: int
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
     """What must be equal for the same samples to be in the same update steps."""
@@ -55,6 +59,7 @@ def read_state(path: Path) -> TrainingState:
         CheckpointError: it cannot be read; names the file.
     """
     content = read_json(path / "state.json")
+    content.pop("num_target_tokens_seen", None)  # of version 0.1.0
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(
@@ -112,7 +117,7 @@ def load(
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     tensors = model_tensors(model)
-    names_elsewhere = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
+    names_of_other_stages = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
 
     def check_bytes() -> dict[str, Any]:
         problem = check_whole(path, recipe=recipe)
@@ -134,18 +139,18 @@ def load(
 
         metadata = read_index(read_json(path / "tensors.json"), marker["files"])
         saved = _without(MODEL, metadata.state_dict_metadata)
-        problem = misfits(saved, tensors, names_elsewhere)
+        problem = describe_mismatch(saved, tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
                 f"model: {path} does not fit it: {problem}; set model and dtype as then"
             )
         return state, metadata
 
-    def make_room() -> dict[str, Tensor]:
+    def restore() -> dict[str, Tensor]:
         saved = _without(OPTIMIZER, metadata.state_dict_metadata)
         try:
             return restore_optimizer(
-                model, optimizer, read_json(path / "optimizer.json"), saved, names_elsewhere
+                model, optimizer, read_json(path / "optimizer.json"), saved, names_of_other_stages
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -156,7 +161,7 @@ def load(
     marker = _on_all_ranks(check_bytes, group)
     state, metadata = _on_all_ranks(check_fit, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
-    room = _on_all_ranks(make_room, group)
+    room = _on_all_ranks(restore, group)
     targets |= {OPTIMIZER + name: tensor for name, tensor in room.items()}
     read_tensors(path, metadata, targets, group)
     if marker["world_size"] == world_size:

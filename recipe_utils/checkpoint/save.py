@@ -42,7 +42,7 @@ from recipe_utils.checkpoint.tensors import (
     optimizer_contents,
 )
 from recipe_utils.files import FileFacts, write_atomically, write_tensors
-from recipe_utils.parallel.ranks import gather_objects
+from recipe_utils.parallel.process_group import gather_objects
 
 
 @dataclass(frozen=True)

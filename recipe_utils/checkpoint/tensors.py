@@ -152,7 +152,7 @@ def restore_optimizer(
     optimizer: AnyOptimizer,
     description: Mapping[str, Any],
     saved: Mapping[str, TensorStorageMetadata],
-    names_elsewhere: Collection[str] = (),
+    names_of_other_stages: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Gives an optimizer the options and the plain values of a checkpoint, and room for its tensors.
 
@@ -164,7 +164,7 @@ def restore_optimizer(
         optimizer: of the kind that was saved.
         description: the second result of :func:`optimizer_contents`.
         saved: shape and dtype of the tensors, named as in its first.
-        names_elsewhere: parameters that other pipeline stages step.
+        names_of_other_stages: parameters that other pipeline stages step.
 
     Returns:
         The optimizer's new state tensors, to be read into; named likewise, sharded as the parameters.
@@ -178,7 +178,7 @@ def restore_optimizer(
     }
     current = [names.get(id(p), "?") for _, group in _groups(optimizer) for p in group["params"]]
     lacking = set(current) - options_of.keys()
-    superfluous = options_of.keys() - set(current) - set(names_elsewhere)
+    superfluous = options_of.keys() - set(current) - set(names_of_other_stages)
     if lacking or superfluous:
         raise CheckpointError(
             "optimizer: it steps other parameters than when it was saved; new: "
@@ -255,21 +255,21 @@ def _some(names: Iterable[str]) -> str:
     return f"{text} and {len(listed) - 5} more" if len(listed) > 5 else text
 
 
-def misfits(
+def describe_mismatch(
     saved: Mapping[str, TensorStorageMetadata],
     expected: Mapping[str, Tensor],
-    names_elsewhere: Collection[str] = (),
+    names_of_other_stages: Collection[str] = (),
 ) -> str:
     """What keeps the tensors of a checkpoint from going into a model's; empty if nothing does.
 
     Args:
         saved: of the whole model.
         expected: of the model, or of the pipeline stages on this rank.
-        names_elsewhere: tensors that other pipeline stages have.
+        names_of_other_stages: tensors that other pipeline stages have.
     """
     problems = []
     missing = expected.keys() - saved.keys()
-    unexpected = saved.keys() - expected.keys() - set(names_elsewhere)
+    unexpected = saved.keys() - expected.keys() - set(names_of_other_stages)
     if missing:
         problems.append(f"it lacks {_some(missing)}")
     if unexpected:

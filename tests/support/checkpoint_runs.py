@@ -19,7 +19,9 @@ from recipe_utils.checkpoint.folder import check_checksums, read_marker
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.optim.optimizer import OptimizerInBackward
-from recipe_utils.parallel.ranks import ParallelDims, build_mesh, new_cpu_group, shard_model
+from recipe_utils.parallel.fsdp import shard_model
+from recipe_utils.parallel.process_group import new_cpu_group
+from recipe_utils.parallel.ranks import ParallelDims, build_mesh
 
 RECIPE = "tiny"
 MAKE_OPTIMIZER = {
@@ -59,9 +61,8 @@ def train(model: nn.Module, optimizer: Any, steps: Any) -> None:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9), generator=generator)
         model(tokens).float().logsumexp(-1).sum().backward()
-        if not isinstance(optimizer, OptimizerInBackward):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def contents(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -102,7 +103,6 @@ def state(step: int, **changes: Any) -> TrainingState:
         "global_step": step,
         "epoch": 0,
         "samples_consumed": 4 * step,
-        "num_target_tokens_seen": 100 * step,
         "seed": 7,
         "data_fingerprint": {"dataset_length": 32, "shuffle": True},
         "config": {"batch_size": 4, "optimizer": {"lr": 0.1 + 0.2}},

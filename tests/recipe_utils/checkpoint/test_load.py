@@ -1,7 +1,9 @@
 """A training that is loaded from a checkpoint goes on as if it had never stopped."""
 
+import json
 import random
 import re
+import zlib
 
 import checkpoint_runs
 import pytest
@@ -11,13 +13,14 @@ import torch.distributed as dist
 from checkpoint_runs import RECIPE, build, contents, save_once, state, train
 from distributed_runs import run_distributed
 from torch import nn
-from torchtune.models.llama3 import base_llama_tp_plan
 
+from recipe_utils.checkpoint.folder import MARKER
 from recipe_utils.checkpoint.load import fingerprint_differences, load, read_state
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build import parallelize_model
-from recipe_utils.parallel.ranks import ParallelDims, build_mesh, new_cpu_group
+from recipe_utils.model.build import ModelSettings, parallelize_model
+from recipe_utils.parallel.process_group import new_cpu_group
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "in_backward")
 
@@ -188,8 +191,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saved_on_two_
 def save_split_layers(folder):
     """Tensor parallel over 2 ranks, sharded over 2."""
     model = tiny.tiny_model(tiny.UNTIED_MODEL)
-    mesh = build_mesh(torch.device("cpu"), ParallelDims(1, 2, 2))
-    model = parallelize_model(model, mesh, tensor_parallel_plan=base_llama_tp_plan())
+    plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+    ranks = join_ranks(RankSettings(device="cpu", tensor_parallel_dim=2))
+    model = parallelize_model(model, ModelSettings(tensor_parallel_plan=plan), ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))
     outcome = CheckpointWriter(folder, group=new_cpu_group()).save(model, optimizer, state(2))
@@ -316,3 +320,19 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     (tmp_path / "step_1" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=re.escape("state.json: it has [] instead of")):
         read_state(tmp_path / "step_1")
+
+
+def test_a_state_of_0_1_0_which_also_counted_tokens_loads(tmp_path):
+    """It is not whole any more by its size and checksum, so those are made anew, too."""
+    save_once(tmp_path, 1)
+    path = tmp_path / "step_1"
+    content = json.loads((path / "state.json").read_text())
+    assert "num_target_tokens_seen" not in content
+    of_old = json.dumps({**content, "num_target_tokens_seen": 100}).encode()
+    (path / "state.json").write_bytes(of_old)
+    marker = json.loads((path / MARKER).read_text())
+    marker["files"]["state.json"] = [len(of_old), zlib.crc32(of_old)]
+    (path / MARKER).write_text(json.dumps(marker))
+    assert read_state(path) == state(1)
+    model, optimizer = build(seed=1)
+    assert load(path, model, optimizer, recipe=RECIPE) == state(1)

@@ -17,7 +17,7 @@ from distributed_runs import fork_context, run_distributed
 from recipe_utils.checkpoint.folder import check_whole, find_newest_whole
 from recipe_utils.checkpoint.load import load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.parallel.ranks import new_cpu_group
+from recipe_utils.parallel.process_group import new_cpu_group
 
 
 def save_and_go_on(folder, asynchronous):
