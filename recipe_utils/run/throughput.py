@@ -1,6 +1,7 @@
 """Figures of the update steps since the last log line."""
 
 import time
+from collections import Counter
 
 from recipe_utils.data.loader import UpdateStep
 
@@ -11,7 +12,7 @@ class Throughput:
     Reads the host's clock and counts that are on the CPU already, so it never waits for a device.
 
     Args:
-        world_size: ranks that rates are divided by, those that hold the same data (tensor parallel, pipeline stages) included.
+        world_size: ranks that rates are divided by, those that hold the same data included.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -22,34 +23,35 @@ class Throughput:
         """Starts a new window now. Call it after work that is no training, such as validation."""
         self._started = time.perf_counter()
         self._num_steps = 0
-        self._num_target_tokens = 0
-        self._num_real_tokens = 0
-        self._num_slots = 0
+        self._totals: Counter[str] = Counter()
         self._wait_seconds = 0.0
 
     def add(self, step: UpdateStep, wait_seconds: float) -> None:
         """Adds an update step and how long the loop waited for it."""
         self._num_steps += 1
-        self._num_target_tokens += step.num_target_tokens
-        self._num_real_tokens += step.num_real_tokens
-        self._num_slots += step.num_slots
+        self._totals.update(step.totals)
         self._wait_seconds += wait_seconds
 
     def read_and_restart(self) -> dict[str, float]:
         """The window's figures; the next window starts where this one ends.
 
         Returns:
+            Of what the samples' kind counts:
             ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
             ``real_tokens_per_second_per_gpu``: the same of all tokens but padding.
             ``padding_fraction``: padding slots / slots.
             ``data_wait_seconds``: mean per update step, on this rank.
         """
         rank_seconds = max(time.perf_counter() - self._started, 1e-9) * self._world_size
-        figures = {
-            "tokens_per_second_per_gpu": self._num_target_tokens / rank_seconds,
-            "real_tokens_per_second_per_gpu": self._num_real_tokens / rank_seconds,
-            "padding_fraction": 1 - self._num_real_tokens / max(self._num_slots, 1),
-            "data_wait_seconds": self._wait_seconds / max(self._num_steps, 1),
-        }
+        figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
+        for name, figure in (
+            ("target_tokens", "tokens_per_second_per_gpu"),
+            ("real_tokens", "real_tokens_per_second_per_gpu"),
+        ):
+            if name in self._totals:
+                figures[figure] = self._totals[name] / rank_seconds
+        if "slots" in self._totals:
+            padding = 1 - self._totals["real_tokens"] / max(self._totals["slots"], 1)
+            figures["padding_fraction"] = padding
         self.restart()
         return figures

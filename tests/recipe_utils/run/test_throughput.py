@@ -4,16 +4,20 @@ import time
 
 import pytest
 
-from recipe_utils.data.count import StepCounts
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.run.throughput import Throughput
 
-STEPS = [(StepCounts(100, 300, 400, 2), 0.5), (StepCounts(40, 60, 80, 1), 0.25)]
+STEPS = [((100, 300, 400), 0.5), ((40, 60, 80), 0.25)]
+
+
+def update_step(target_tokens, real_tokens, slots):
+    totals = {"target_tokens": target_tokens, "real_tokens": real_tokens, "slots": slots}
+    return UpdateStep(0, (), totals, dp_degree=2)
 
 
 def add_steps(throughput):
-    for counts, wait_seconds in STEPS:
-        throughput.add(UpdateStep(0, [], counts, dp_degree=2), wait_seconds)
+    for totals, wait_seconds in STEPS:
+        throughput.add(update_step(*totals), wait_seconds)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -49,7 +53,7 @@ def test_a_window_holds_nothing_of_the_one_before(end_window):
     time.sleep(0.05)
     end_window(throughput)
     ended = time.perf_counter()
-    throughput.add(UpdateStep(0, [], StepCounts(10, 10, 10, 1), dp_degree=1), 0.0)
+    throughput.add(update_step(10, 10, 10), 0.0)
     time.sleep(0.001)
     read = time.perf_counter()
     figures = throughput.read_and_restart()
@@ -59,7 +63,12 @@ def test_a_window_holds_nothing_of_the_one_before(end_window):
     assert figures["tokens_per_second_per_gpu"] > 10 / 0.05 / 10
 
 
-def test_an_empty_window_has_finite_figures():
-    figures = Throughput(world_size=1).read_and_restart()
+def test_figures_are_those_of_what_is_counted_and_finite():
+    throughput = Throughput(world_size=1)
+    assert throughput.read_and_restart() == {"data_wait_seconds": 0}
+    throughput.add(UpdateStep(0, (), {"images": 3}, dp_degree=1), 0.5)
+    assert throughput.read_and_restart() == {"data_wait_seconds": 0.5}
+    throughput.add(UpdateStep(0, (), {"target_tokens": 0, "real_tokens": 0, "slots": 0}, 1), 0.5)
+    figures = throughput.read_and_restart()
     assert figures["tokens_per_second_per_gpu"] == 0
-    assert figures["data_wait_seconds"] == 0
+    assert figures["padding_fraction"] == 1
