@@ -1,12 +1,28 @@
 """What the update-step recipes call.
 
-One module per arrow of the data flow (``sampler`` -> ``samples`` -> ``plan`` -> ``collate`` ->
-``count`` -> ``prefetch``, put together in ``update_steps``), and one for each thing around the loop
-(``parallelism``, ``model``, ``loss``, ``optimizer``, ``metrics``, ``profiler``, ``config_checks``).
-Functions take plain arguments and return plain torch objects; none of them reads a config.
+One folder per floor: ``data`` makes update steps, ``model``, ``loss`` and ``optim`` are what a step goes
+through, ``parallel`` is the ranks, ``checkpoint`` the disk, ``run`` the notebook of a training. Settings
+stand beside the code that takes them (:mod:`recipe_utils.settings`).
 
 This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` at every
 ``import torch`` of the environment.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+
+def check_version(written_for: str, recipe: str) -> None:
+    """Refuses to run a recipe that was written for another interface of this package.
+
+    Args:
+        written_for: ``major.minor``.
+        recipe: its name, for the error.
+
+    Raises:
+        RuntimeError: this package is another one.
+    """
+    if __version__.rsplit(".", 1)[0] != written_for:
+        raise RuntimeError(
+            f"{recipe} was written for recipe_utils {written_for}, this is {__version__}; CHANGELOG.md "
+            f"says what changed, and `tune cp {recipe} NEW.py` gives a copy of today's"
+        )

@@ -54,7 +54,10 @@ BAD_CONFIGS = {
         data() | {"last_update_step": "drop", "batch_size": 9},
         "8 samples do not fill one update step of 18 samples",
     ),
-    "no dataset class": ({"dataset": {"_component_": "tiny.no_such"}}, "dataset: "),
+    "no dataset class": (
+        {"dataset": {"_component_": "tiny.no_such"}},
+        "dataset._component_=tiny.no_such: ",
+    ),
     "plan": ({"microbatching": "at_random"}, "microbatching=at_random: unknown"),
     "budget in samples": ({"max_tokens_per_microbatch": 64}, "max_tokens_per_microbatch=64"),
     "no budget": (
@@ -78,10 +81,13 @@ BAD_CONFIGS = {
         "without max_tokens_per_microbatch",
     ),
     "saving never": ({"save_every_n_steps": 0}, "save_every_n_steps=0: it must be at least 1"),
-    "saving at words": ({"save_every_n_steps": "often"}, "save_every_n_steps=often: it must be at"),
+    "saving at words": (
+        {"save_every_n_steps": "often"},
+        "save_every_n_steps='often': it must be int >= 1 or null",
+    ),
     "saving all the time": (
         {"save_every_n_minutes": 0},
-        "save_every_n_minutes=0: it must be a number above 0",
+        "save_every_n_minutes=0: it must be above 0",
     ),
     "not finite": ({"on_nonfinite": "hope"}, "on_nonfinite=hope: unknown"),
     "bad samples": ({"on_bad_sample": "mend"}, "on_bad_sample=mend: unknown"),

@@ -30,7 +30,6 @@ from recipe_runs import (
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from recipe_utils.data import loader as update_steps
-from recipe_utils.run.stop_signals import set_on_signals
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
@@ -292,14 +291,13 @@ def run_until_signalled(config, at_step, on_rank):
     update = recipe.update
 
     def signalled_update(*args, **kwargs):
-        if recipe.global_step == at_step and dist.get_rank() == on_rank:
+        if recipe.run.global_step + 1 == at_step and dist.get_rank() == on_rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return update(*args, **kwargs)
 
     recipe.update = signalled_update
-    with set_on_signals(recipe.stop):
+    with recipe.run:
         recipe.train()
-    recipe.cleanup()
     return list(ListLogger.logged)
 
 
@@ -352,22 +350,22 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
-    unlimited = getattr(recipe, method)
+    unlimited = getattr(recipe.run, method)
 
     def limited(*args):
-        if recipe.global_step != at_step or dist.get_rank() != rank:
+        if recipe.run.global_step != at_step or dist.get_rank() != rank:
             return unlimited(*args)
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
         result = unlimited(*args)
-        recipe._report(recipe.checkpoints.wait())
+        recipe.run._report(recipe.run._checkpoints.wait())
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         return result
 
-    setattr(recipe, method, limited)
+    setattr(recipe.run, method, limited)
     ListLogger.logged.clear()
     warnings = keep_warnings()
-    recipe.train()
-    recipe.cleanup()
+    with recipe.run:
+        recipe.train()
     return list(ListLogger.logged), warnings
 
 
@@ -378,7 +376,7 @@ def test_a_full_disk_is_said_and_the_training_goes_on_with_the_last_whole_checkp
 ):
     config = config_of(tiny_config, enable_async_checkpointing=enable_async_checkpointing)
     ranks = run_distributed(
-        run_with_full_disk, world_size, config, "save_checkpoint", 6, world_size - 1, 50_000
+        run_with_full_disk, world_size, config, "save", 6, world_size - 1, 50_000
     )
     logged, warnings = ranks[0]
     assert len(logged) == 10
@@ -396,7 +394,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_c
     uninterrupted = resuming_in(tmp_path / "whole", config)
     run_distributed(run_recipe, world_size, uninterrupted)
     errors = run_distributed(
-        run_with_full_disk, world_size, config, "export_model", 10, 0, 50_000, expect_failures=True
+        run_with_full_disk, world_size, config, "export", 10, 0, 50_000, expect_failures=True
     )
     for error in errors:
         assert "out/epoch_1: it could not be exported (" in error

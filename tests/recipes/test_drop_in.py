@@ -1,6 +1,7 @@
 """Every stock 0.6.1 config of the two full fine-tuning recipes runs with this recipe."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
-from recipe_utils.loss.head import compute_loss_in_forward
+from recipe_utils.loss.head import attach_head
+from recipe_utils.settings import ConfigError, read_settings, settings_of
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK = sorted(
@@ -65,7 +67,8 @@ def test_stock_configs_train(world_size, kind, tiny_config):
 @pytest.mark.parametrize("stock", STOCK)
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
-    from recipe_utils.model.build import build_on_meta, vocab_size_and_max_seq_len
+    from recipe_utils.model.build import build_on_meta
+    from recipe_utils.model.sizes import vocab_size_and_max_seq_len
 
     if "vision" in stock:
         pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py
@@ -74,9 +77,24 @@ def test_stock_configs_fit_their_own_model(stock):
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     assert vocab_size > 30_000
     assert max_seq_len >= 4096
-    compute_loss_in_forward(model, config.instantiate(cfg.loss))
+    attach_head(model, config.instantiate(cfg.loss))
     for name in cfg.get("custom_sharded_layers") or []:
         model.get_submodule(name)
+
+
+@pytest.mark.parametrize("stock", STOCK)
+def test_stock_configs_are_right_but_for_what_this_machine_lacks(stock, tmp_path):
+    """Their keys, values and components' arguments, none replaced; optimizer_in_bwd with accumulation is not."""
+    cfg = OmegaConf.load(STOCK_CONFIGS / stock)
+    cfg.output_dir = str(tmp_path)
+    try:
+        read_settings(cfg, settings_of("full_finetune_update_step"))
+    except ConfigError as error:
+        for problem in error.problems:
+            assert re.search(
+                "^device=cuda|No module named '(bitsandbytes|torchvision)'|optimizer_in_bwd",
+                problem,
+            ), problem
 
 
 def test_a_meta_checkpoint_trains_as_a_torchtune_one(weights_folder, tiny_config, tmp_path):

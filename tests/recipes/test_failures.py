@@ -75,16 +75,16 @@ def fail_inside_a_step(config, failing_rank, at_microbatch):
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
     num_calls = 0
-    loss_sum = recipe.loss_sum
+    sums = recipe.sums
 
-    def failing_loss_sum(microbatch):
+    def failing_sums(microbatch):
         nonlocal num_calls
         num_calls += 1
         if dist.get_rank() == failing_rank and num_calls == at_microbatch:
             raise RuntimeError("lightning struck")
-        return loss_sum(microbatch)
+        return sums(microbatch)
 
-    recipe.loss_sum = failing_loss_sum
+    recipe.sums = failing_sums
     recipe.train()
 
 
@@ -116,7 +116,7 @@ def leave_early(config):
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
-    with recipe._update_steps(epoch=0) as steps:
+    with recipe.loader.epoch(0) as steps:
         for step in steps:
             if step.index == 1:
                 break

@@ -77,27 +77,30 @@ MUTANTS = {
     "mean of means": (
         1,
         (
-            "self.loss_sum(microbatch) * step.loss_scale",
-            "self.loss_sum(microbatch) / max(microbatch.num_target_tokens, 1) / 8",
+            "self.sums(microbatch) * scale",
+            "self.sums(microbatch) / max(microbatch.counts['target_tokens'], 1) / 8",
         ),
     ),
     "a microbatch left out": (
         1,
         (
-            "            with gradient_sync(",
-            "            if is_last: continue\n            with gradient_sync(",
+            "                with gradient_sync(",
+            "                if is_last: continue\n                with gradient_sync(",
         ),
     ),
     "scale of one rank": (
         2,
         (
-            "self.loss_sum(microbatch) * step.loss_scale",
-            "self.loss_sum(microbatch) / step.num_target_tokens",
+            "self.sums(microbatch) * scale",
+            "self.sums(microbatch) / step.totals['target_tokens']",
         ),
     ),
     "tensor-parallel ranks counted twice": (
         2,
-        ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
+        (
+            "join_ranks(self.settings.ranks)",
+            "__import__('dataclasses').replace(join_ranks(self.settings.ranks), is_dp_leader=True)",
+        ),
     ),
     "documents of a row seen by each other": (
         1,
@@ -109,7 +112,7 @@ MUTANTS = {
     ),
     "no sync at the last microbatch": (
         2,
-        ("is_last, self.gradient_sync)", "False, 'last_microbatch')"),
+        ("is_last, self.settings.ranks.gradient_sync)", "False, 'last_microbatch')"),
     ),
 }
 

@@ -54,7 +54,7 @@ def num_reads_while_training(config):
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
-    with recipe._update_steps(epoch=0) as steps, CountReads() as counter:
+    with recipe.loader.epoch(0) as steps, CountReads() as counter:
         for step in steps:
             recipe.update(step)
     return counter.num_reads

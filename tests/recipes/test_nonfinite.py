@@ -49,15 +49,15 @@ def run_with_spoilt_steps(config, spoilt, factor):
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.setup(cfg)
-    loss_sum, update = recipe.loss_sum, recipe.update
+    sums, update = recipe.sums, recipe.update
     changed, to_spoil = [], []
 
-    def spoilt_loss_sum(microbatch):
+    def spoilt_sums(microbatch):
         is_here = to_spoil and dist.get_rank() == dist.get_world_size() - 1
-        return loss_sum(microbatch) * (to_spoil.pop() if is_here else 1)
+        return sums(microbatch) * (to_spoil.pop() if is_here else 1)
 
     def watched_update(step):
-        to_spoil[:] = [factor] if recipe.global_step in spoilt else []
+        to_spoil[:] = [factor] if recipe.run.global_step + 1 in spoilt else []
         before = everything(recipe)
         result = update(step)
         after = everything(recipe)
@@ -65,12 +65,12 @@ def run_with_spoilt_steps(config, spoilt, factor):
         changed.append(not all(map(torch.equal, before, after)))
         return result
 
-    recipe.loss_sum, recipe.update = spoilt_loss_sum, watched_update
+    recipe.sums, recipe.update = spoilt_sums, watched_update
     try:
-        recipe.train()
+        with recipe.run:
+            recipe.train()
     except RuntimeError as error:
         return str(error), warnings, changed
-    recipe.cleanup()
     return list(ListLogger.logged), warnings, changed
 
 

@@ -98,11 +98,12 @@ def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microb
         assert error(gradients[0], reference[0]) > 1e-2
 
 
+BUILT = "        self.offloading = training."
 MUTANTS = {
-    "the shared weight's gradients not summed": ("output_is_tied=output_is_tied", "output_is_tied=False"),
-    "every rank's data counted": ("counts_once=parallelism.counts_its_data(self.mesh)", "counts_once=True"),
-    "a microbatch left out": ("_ in step]\n            sums", "_ in step][1:]\n            sums"),
-    "no scale": ("lambda sums: sums[0] * step.loss_scale", "lambda sums: sums[0]"),
+    "the shared weight's gradients not summed": (BUILT, f"        self.pipeline._copies_of_tied = []\n{BUILT}"),
+    "every rank's data counted": ("join_ranks(self.settings.ranks)", "__import__('dataclasses').replace(join_ranks(self.settings.ranks), is_dp_leader=True)"),
+    "a microbatch left out": ("forward_backward(step.microbatches,", "forward_backward(step.microbatches[1:],"),
+    "no scale": ("lambda sums: sums[0] * scale", "lambda sums: sums[0]"),
 }  # fmt: skip
 
 
@@ -198,10 +199,10 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
 
 
 NORM_MUTANTS = {
-    "of one stage": ('self.pp_group = self.mesh.get_group("pp")', "pass"),
+    "of one stage": ("clip_grad_norm, self.pipeline", "clip_grad_norm, None"),
     "with the shared weight twice": (
-        "self.counted_elsewhere = self.pipeline.parameters_counted_elsewhere()",
-        "pass",
+        BUILT,
+        f"        self.pipeline.tied_copies = frozenset()\n{BUILT}",
     ),
 }
 
@@ -210,7 +211,7 @@ def first_norm(config, mutation):
     cfg = OmegaConf.create({**config, "max_steps_per_epoch": 1})
     recipe = recipe_class(*mutation)(cfg)
     recipe.setup(cfg)
-    with recipe._update_steps(0) as steps:
+    with recipe.loader.epoch(0) as steps:
         return recipe.update(next(iter(steps)))[1].item()
 
 
@@ -326,7 +327,7 @@ def fail_on_rank_1(config):
         if num_calls == 3:
             raise ArithmeticError("planted")
 
-    if not recipe.is_rank_zero:
+    if not recipe.ranks.is_zero:
         recipe.model["stage_1"].layers[2].register_forward_hook(fail_in_the_third)
     recipe.train()
 

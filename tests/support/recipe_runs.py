@@ -55,13 +55,13 @@ class ListLogger(MetricLoggerInterface):
 def recipe_class(*mutation: str) -> Any:
     """The recipe as it is, or with one piece of its text replaced by another."""
     if not mutation:
-        return runpy.run_path(str(RECIPE))["FullFinetuneUpdateStep"]
+        return runpy.run_path(str(RECIPE))["FullFinetuneRecipe"]
     text, (old, new) = RECIPE.read_text(), mutation
     assert text.count(old) == 1, f"the recipe has {text.count(old)} times: {old}"
     with tempfile.TemporaryDirectory() as folder:
         mutant = Path(folder, "mutant.py")
         mutant.write_text(text.replace(old, new))
-        return runpy.run_path(str(mutant))["FullFinetuneUpdateStep"]
+        return runpy.run_path(str(mutant))["FullFinetuneRecipe"]
 
 
 def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    recipe.train()
-    recipe.cleanup()
+    with recipe.run:
+        recipe.setup(cfg)
+        recipe.train()
     return list(ListLogger.logged)
 
 
@@ -147,10 +147,10 @@ def run_recipe_recording_gradients(
     cfg = OmegaConf.create({**config, "dtype": "fp64", "optimizer": RECORDING_SGD})
     with tiny.float64_throughout():
         recipe = recipe_class(*mutation)(cfg)
-        recipe.setup(cfg)
-        names = list(parameters_by_name(recipe.model))
-        recipe.train()
-        recipe.cleanup()
+        with recipe.run:
+            recipe.setup(cfg)
+            names = list(parameters_by_name(recipe.model))
+            recipe.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 
 
