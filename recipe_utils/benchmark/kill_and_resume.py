@@ -7,7 +7,7 @@ Every process of the training gets a SIGKILL, wherever it is: loading, computing
 checkpoint, exporting. Every second kill waits for the next moment at which something is being written. In the
 same layout each loss and every exported file, those of the final weights included, must be bitwise those of the
 undisturbed run: after each kill what is exported by then, at a training's end all. Trainings that get to their end
-are started anew. Exits with 1 if a loss or a file differs or a step is lost.
+are started anew, and the last one gets there. Exits with 1 if a loss or a file differs or a step is lost.
 """
 
 import argparse
@@ -57,12 +57,17 @@ def main() -> int:
     kills = kills_in_writing = resumes = trainings = computed = differing = lost = 0
     files = files_differing = 0
     run_folder = folder / "run_0"
-    while time.monotonic() - started < 60 * args.minutes if args.minutes else kills < args.kills:
+    is_last = False
+    while not is_last:
+        # The last run is left alone, so that what was killed last is compared to its end, too.
+        is_last = (
+            time.monotonic() - started > 60 * args.minutes if args.minutes else kills >= args.kills
+        )
         resuming = any(run_folder.glob("step_*"))
         before = Run.losses_in(run_folder)
         left_over = being_written(run_folder)
         run = Run(args, run_folder)
-        status = run.wait(timeout_seconds=rng.uniform(0.1, 1.1) * duration)
+        status = run.wait(None if is_last else rng.uniform(0.1, 1.1) * duration)
         if kills % 2:
             while status is None and not being_written(run_folder) - left_over:
                 status = run.wait(timeout_seconds=0.001)

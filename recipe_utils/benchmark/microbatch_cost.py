@@ -21,10 +21,10 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config, training
 
-from recipe_utils.data.collate import Targets
+from recipe_utils.data.microbatch import Targets
 from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
-from recipe_utils.loss.head import compute_loss_in_forward
-from recipe_utils.model.build import equal_attention_length, vocab_size_and_max_seq_len
+from recipe_utils.loss.head import attach_head
+from recipe_utils.model.sizes import equal_attention_length, vocab_size_and_max_seq_len
 from recipe_utils.tune.registry import config_path
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)
-    compute_loss_in_forward(model, config.instantiate(cfg.loss))
+    attach_head(model, config.instantiate(cfg.loss))
 
     longest_sample = vocab_size_and_max_seq_len(model)[1]
     shapes = [
@@ -85,7 +85,7 @@ def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> 
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()
-    model(tokens, targets=Targets(tokens, positions)).backward()
+    model(tokens, targets=Targets(tokens, positions))[0].backward()
     synchronize()
     elapsed = time.perf_counter() - start
     model.zero_grad(set_to_none=False)  # accumulate, as all microbatches but the first of a step do

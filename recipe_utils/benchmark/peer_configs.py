@@ -1,16 +1,18 @@
 """From the benchmark's config to one resolved recipe config per peer."""
 
-import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.benchmark.peers import OWN_KEYS, STOCK_LOSS, UPDATE_STEP_RECIPE
-from recipe_utils.settings import resolve_device, resolve_gradient_accumulation_steps
+from recipe_utils.data.loader import DataSettings
+from recipe_utils.parallel.ranks import resolve_device
+from recipe_utils.settings import all_keys_of, read_settings, settings_of
 from recipe_utils.tune.registry import config_path
 
 ALL_PEERS = {
@@ -54,13 +56,18 @@ def load_base_config(name_or_path: str) -> DictConfig:
         name_or_path: of a config that this project registers, or of a file.
 
     Raises:
-        ValueError: there is no such config.
+        ValueError: there is no such config, or it cannot be read.
     """
     for path in (config_path(name_or_path), Path(name_or_path)):
         if path.is_file():
-            loaded = OmegaConf.load(path)
-            assert isinstance(loaded, DictConfig)
-            return loaded
+            try:
+                loaded = OmegaConf.load(path)
+            except (yaml.YAMLError, OSError) as error:
+                first_line = str(error).partition("\n")[0]
+                raise ValueError(f"update_step_config={name_or_path}: {first_line}") from error
+            if isinstance(loaded, DictConfig):
+                return loaded
+            raise ValueError(f"update_step_config={name_or_path}: it is a list, not keys")
     raise ValueError(
         f"update_step_config={name_or_path}: it is neither the name of a config of this project nor "
         "a file; set it to llama3_2/5M_full_update_step or to the path of a YAML file"
@@ -68,10 +75,15 @@ def load_base_config(name_or_path: str) -> DictConfig:
 
 
 @cache
+def update_step_settings() -> type:
+    """The update-step recipe's settings."""
+    return settings_of(UPDATE_STEP_RECIPE)
+
+
+@cache
 def update_step_keys() -> frozenset[str]:
     """The config keys that the update-step recipe reads."""
-    keys: frozenset[str] = runpy.run_path(str(UPDATE_STEP_RECIPE))["CONFIG_KEYS"]
-    return keys
+    return frozenset(all_keys_of(update_step_settings()))
 
 
 def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
@@ -107,7 +119,9 @@ def peer_of(
         max_steps: update steps it could make.
 
     Raises:
-        ValueError: a config that does not resolve, or a batch that does not divide.
+        ValueError: a batch that does not divide, or no checkpointer.
+        recipe_utils.settings.ConfigError: a batch of wrong values.
+        omegaconf.errors.OmegaConfBaseException: a config that does not resolve.
     """
     overrides = {key: value for key, value in settings.items() if key != "kind"}
     config = merge(merge(base, overrides), {**ALL_PEERS, "output_dir": output_dir})
@@ -122,11 +136,10 @@ def peer_of(
         loss = str(OmegaConf.select(config, "loss._component_"))
         if not loss.startswith(("torch.", "torchtune.")):
             config.loss = STOCK_LOSS
-    config.gradient_accumulation_steps = resolve_gradient_accumulation_steps(
-        config.batch_size,
-        config.get("gradient_accumulation_steps"),
-        config.get("global_batch_size"),
-        num_ranks,
+    of_batch = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
+    batch = OmegaConf.create({key: config[key] for key in of_batch if key in config})
+    config.gradient_accumulation_steps = read_settings(batch, DataSettings).num_accumulated(
+        num_ranks
     )
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = max_steps
@@ -135,6 +148,8 @@ def peer_of(
     # Without the keys that others refer to: their values are in place, and the recipe refuses them.
     known = update_step_keys() | OWN_KEYS.get(settings["kind"], set())
     plain = {str(key): value for key, value in container.items() if key in known}
+    if not isinstance(plain.get("checkpointer"), dict):
+        raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")
     own_dir = f"{output_dir}/peers/{name}"
     plain["output_dir"] = own_dir
     plain["checkpointer"] = {**plain["checkpointer"], "output_dir": own_dir}

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchtune
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.data import padded_collate_sft
-from torchtune.datasets import ConcatDataset
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
@@ -28,9 +27,9 @@ from torchtune.utils import get_device
 
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.data.sampler import epoch_permutation
-from recipe_utils.data.samples import Sample
-from recipe_utils.parallel.ranks import world_size_from_env
-from recipe_utils.tune.registry import ROOT
+from recipe_utils.data.samples import Sample, load_dataset
+from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.tune.registry import recipe_path
 
 Gradients = Callable[[], dict[str, Tensor]]
 """Returns the full gradient of each parameter, by its name in torchtune's model. On every rank."""
@@ -39,7 +38,7 @@ TakeModel = Callable[[Gradients], None]
 IGNORE_INDEX = -100
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
-UPDATE_STEP_RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
+UPDATE_STEP_RECIPE = "full_finetune_update_step"
 
 
 def train_stock(config: DictConfig, take_model: TakeModel) -> None:
@@ -65,13 +64,14 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
 
 def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
     """This project's recipe; it saves checkpoints where its own ``save_every_n_steps`` says so."""
-    recipe = runpy.run_path(str(UPDATE_STEP_RECIPE))["FullFinetuneUpdateStep"](config)
-    recipe.export_model = _do_nothing
+    recipe = runpy.run_path(str(recipe_path(UPDATE_STEP_RECIPE)))["FullFinetuneRecipe"](config)
+    recipe.run.export = _do_nothing
     if config.get("save_every_n_steps") is None:
-        recipe.save_checkpoint = _do_nothing
-    recipe.setup(config)
-    take_model(lambda: _gradients_of(recipe.model))
-    recipe.train()
+        recipe.run.save = _do_nothing
+    with recipe.run:
+        recipe.setup(config)
+        take_model(lambda: _gradients_of(recipe.model))
+        recipe.train()
 
 
 def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
@@ -269,14 +269,6 @@ def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list
         per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
         order = order[: config.max_steps_per_epoch * per_step]
     return [dataset[i] for i in order.tolist()]
-
-
-def load_dataset(dataset: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    """The config's dataset; a list of several is one after the other, as in the recipes."""
-    if isinstance(dataset, ListConfig):
-        parts = [torchtune_config.instantiate(part, tokenizer) for part in dataset]
-        return ConcatDataset(datasets=parts)
-    return torchtune_config.instantiate(dataset, tokenizer)
 
 
 def _gradients_of(model: nn.Module) -> dict[str, Tensor]:

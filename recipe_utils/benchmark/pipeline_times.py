@@ -16,17 +16,18 @@ from omegaconf import OmegaConf
 from torchtune import config
 
 from recipe_utils.benchmark.pipeline_bubble import idle_fraction, order_of_ranks, timeline
-from recipe_utils.data.collate import Microbatch, Targets
-from recipe_utils.loss.head import LinearCrossEntropyLoss, compute_loss_in_forward
+from recipe_utils.data.microbatch import Microbatch, Targets
+from recipe_utils.loss import LinearCrossEntropyLoss
+from recipe_utils.loss.head import attach_head
 from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.pipeline import (
+from recipe_utils.model.pipeline import Pipeline
+from recipe_utils.model.schedule import (
     SCHEDULES,
-    Pipeline,
+    PipelineSettings,
     has_several_stages_per_rank,
-    splits_backward,
     stages_of_rank,
 )
-from recipe_utils.model.stages import keep_stage, layers_of_stages
+from recipe_utils.model.stages import cut_to_stage, layers_of_stages
 from recipe_utils.tune.registry import config_path
 
 
@@ -79,13 +80,13 @@ def make_pipeline(schedule: str) -> Pipeline:
     stages = {}
     for index in stages_of_rank(dist.get_rank(), p, num_stages):
         stages[index] = config.instantiate(cfg)
-        keep_stage(stages[index], layers[index])
+        cut_to_stage(stages[index], layers[index])
         attend_within_documents(stages[index], torch.device("cpu"), cfg.max_seq_len)
         if index == num_stages - 1:
-            compute_loss_in_forward(
+            attach_head(
                 stages[index],
                 LinearCrossEntropyLoss(),
-                backward_in_parts=splits_backward(schedule),
+                backward_in_parts=PipelineSettings(schedule).splits_backward,  # type: ignore[arg-type]
             )
     assert dist.group.WORLD is not None
     return Pipeline(
@@ -104,7 +105,7 @@ def make_microbatch(num_tokens: int, seed: int) -> Microbatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4096, (1, num_tokens), generator=generator)
     targets = Targets(tokens, torch.arange(0, num_tokens, 4))
-    return Microbatch({"tokens": tokens}, targets, num_tokens // 4, num_tokens, num_tokens)
+    return Microbatch({"tokens": tokens}, targets)
 
 
 def seconds_of(pipeline: Pipeline, groups: list[list[Microbatch]]) -> float:

@@ -31,7 +31,8 @@ from torchtune import config
 from recipe_utils.data.balance import Plan
 from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches
 from recipe_utils.data.samples import Sample
-from recipe_utils.model.build import build_on_meta, equal_attention_length
+from recipe_utils.model.build import build_on_meta
+from recipe_utils.model.sizes import equal_attention_length
 from recipe_utils.tune.registry import config_path
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recipe_utils.data.collate import num_real_tokens
 from recipe_utils.data.samples import Sample
+from recipe_utils.data.text import num_real_tokens
 
 
 class StepContents(NamedTuple):
