@@ -184,7 +184,7 @@ def _explain(key: str, value: Any, spec: FieldInfo, bounds: Mapping[str, Any]) -
     wanted = _describe(spec).replace("bool", "True or False")
     for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
         if name in bounds:
-            wanted = f"{words} {bounds[name]}"
+            wanted = f"{words} {bounds[name]}".removesuffix(".0")
     if options and isinstance(value, str):
         return f"{key}={shown}: unknown; set it to one of {', '.join(map(str, options))}"
     if value is None:

@@ -97,3 +97,34 @@ def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
     assert (
         done.stdout.strip() == "['recipe_utils', 'recipe_utils.tune', 'recipe_utils.tune.registry']"
     )
+
+
+@pytest.mark.parametrize("processes", [(), ("--nproc_per_node", "2")], ids=["one", "two"])
+def test_a_config_that_cannot_work_is_said_once_without_a_traceback(processes, by_name, tmp_path):
+    done = tune(
+        "run", *processes, NAME, "--config", f"{by_name}/my.yaml", "output_dir=out",
+        "batchsize=3", "optimizer.lr=fast", "clip_grad_norm=0", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    said = done.stdout + done.stderr
+    assert said.count("3 problems in the config:") == 1
+    for problem in (
+        "batchsize: this recipe has no such key; did you mean batch_size?",
+        "optimizer.lr='fast': AdamW takes float | torch.Tensor",
+        "clip_grad_norm=0: it must be above 0",
+    ):
+        assert said.count(f"  - {problem}\n") == 1
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_mistake_inside_a_component_of_the_users_own_keeps_its_traceback(by_name, tmp_path):
+    (tmp_path / "mine.py").write_text("def tokenizer(max_seq_len=8):\n    return 1 + '1'\n")
+    done = tune(
+        "run", NAME, "--config", f"{by_name}/my.yaml", "output_dir=out", "tokenizer=mine.tokenizer",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "return 1 + '1'" in done.stderr
+    assert "TypeError" in done.stderr
+    assert "raised while tokenizer of the config was made" in done.stderr
