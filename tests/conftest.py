@@ -71,6 +71,17 @@ def pytest_xdist_make_scheduler(config, log):
     return OneTestOrOneModule(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A recipe that is refused once it has joined its ranks leaves its group to whoever ends the process."""
+    yield
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def weights_folder(tmp_path_factory):
     """A folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""

@@ -1,6 +1,7 @@
 """Imported by the fork server: what ranks would otherwise import one by one, each anew."""
 
 import contextlib
+import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -8,3 +9,7 @@ import recipe_runs
 
 with contextlib.suppress(Exception):  # a recipe that does not load is for the tests to report
     recipe_runs.recipe_class()
+
+# What is here stays; a rank's garbage collector would write to all of it, and so make the rank copy it.
+gc.collect()
+gc.freeze()
