@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.0005
+_MAX_POLL_SECONDS = 0.008
+"""Where a rank is late, the others must not spend its time on asking."""
 
 
 class RankCounts(NamedTuple):
@@ -124,9 +126,11 @@ def wait_unless_closed(work: dist.Work | None, closed: threading.Event) -> None:
         AbandonedError: ``closed`` was set first.
     """
     assert work is not None
+    pause_seconds = _POLL_SECONDS
     while not work.is_completed():
-        if closed.wait(_POLL_SECONDS):
+        if closed.wait(pause_seconds):
             raise AbandonedError("closed while the ranks agreed on an update step")
+        pause_seconds = min(2 * pause_seconds, _MAX_POLL_SECONDS)
     work.wait()
 
 
