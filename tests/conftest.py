@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from functools import cache
@@ -16,6 +17,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, SUPPORT)
+gc.set_threshold(
+    200_000, 20, 20
+)  # as support/sitecustomize.py does for the processes that tests start
 # The fork server imports the test modules, too. At the end of the path, because the checkout's recipes/
 # must not hide torchtune's package of that name.
 sys.path.append(str(Path(__file__).parents[1]))
