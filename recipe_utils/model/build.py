@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from omegaconf import OmegaConf
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import config, modules, training
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from torchtune.utils import get_logger
 
 from recipe_utils.components import Component
@@ -26,7 +26,7 @@ from recipe_utils.model.stages import (
 )
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
-from recipe_utils.settings import ROOM
+from recipe_utils.settings import ROOM, Count
 
 _log = get_logger("INFO")
 
@@ -45,7 +45,7 @@ class ModelSettings:
     """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
     ac_mode: Literal["full", "selective"] | None = None
     """Recomputes all layers, or every ``ac_option``-th, instead of the key above."""
-    ac_option: Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal["op"] | None = None
+    ac_option: Count | Literal["op"] | None = None
     """With ``ac_mode: selective``: every this-many-th layer, or ``op``."""
     custom_sharded_layers: list[str] | None = None
     """Names of modules that FSDP2 shards as units of their own, besides each layer."""
@@ -59,7 +59,7 @@ class ModelSettings:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The precision of parameters, gradients and optimizer state."""
-        found: torch.dtype = getattr(torch, _DTYPES[self.dtype or "fp32"])
+        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.dtype or "fp32"]
         return found
 
     def offloads_to_cpu(self, device: torch.device) -> bool:
@@ -108,9 +108,6 @@ class ModelSettings:
                 f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
                 "torchtune.models.llama3.base_llama_tp_plan"
             )
-
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:

@@ -4,15 +4,11 @@ The gradient norm is one number that all ranks share, and a loss that is NaN or 
 every rank decides for itself, and alike.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recipe_utils.optim.optimizer import OptimizerInBackward
-
-OnNonfinite = Literal["stop", "skip"]
+from recipe_utils.optim.optimizer import OnNonfinite, OptimizerInBackward
 
 
 class NonfiniteError(RuntimeError):

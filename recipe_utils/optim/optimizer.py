@@ -16,6 +16,8 @@ from recipe_utils.data.loader import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings import ROOM, Count, Positive
 
+OnNonfinite = Literal["stop", "skip"]
+
 
 def _infinite_as_float(value: Any) -> Any:
     return float("inf") if value == "inf" else value  # torchtune takes the word, too
@@ -35,7 +37,7 @@ class OptimizerSettings:
     """Bound on the norm of all gradients together; null or inf measures it only."""
     optimizer_in_bwd: bool = False
     """Steps each parameter as soon as its gradient is there: one microbatch per update step, no clipping."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: OnNonfinite = "stop"
     """Where the gradient is NaN or infinite; such a step never reaches the weights."""
     max_nonfinite_steps: Count = 10
     """How many in a row ``on_nonfinite: skip`` may leave out."""

@@ -30,7 +30,7 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.profiler import UpdateStepProfiler
 from recipe_utils.run.stop_signals import set_on_signals
 from recipe_utils.run.throughput import Throughput
-from recipe_utils.settings import ROOM, ConfigError, Count, Positive, make_all, naming
+from recipe_utils.settings import ROOM, ConfigError, Count, Positive, naming
 
 _log = utils.get_logger("INFO")
 
@@ -195,7 +195,8 @@ class Run:
         """Makes ``metric_logger`` and ``profiler``; once nothing else can be refused any more."""
         cfg_profiler = OmegaConf.create(self.settings.profiler or {"enabled": False})
         cfg_profiler.setdefault("_component_", _PROFILER)
-        ((profiler, settings),) = make_all(profiler=lambda: config.instantiate(cfg_profiler))
+        with naming("profiler"):
+            profiler, settings = config.instantiate(cfg_profiler)
         self.profiler = UpdateStepProfiler(
             profiler,
             settings,

@@ -30,15 +30,6 @@ def no_targets(b, s):
     return make_targets(torch.full((b, s), tiny.IGNORE))
 
 
-@pytest.fixture(autouse=True)
-def in_float64(request):
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    with tiny.float64_throughout():
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
 def plain_sum(logits, targets, **options):
     return F.cross_entropy(
         logits.flatten(0, 1), targets.labels.flatten(), reduction="sum", **options

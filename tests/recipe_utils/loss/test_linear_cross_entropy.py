@@ -30,15 +30,6 @@ def parameters_of(output):
     return list((output.tied_module if isinstance(output, TiedLinear) else output).parameters())
 
 
-@pytest.fixture(autouse=True)
-def in_float64(request):
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    with tiny.float64_throughout():
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.fixture
 def hidden_and_targets():
     """[3, 11] slots of which 21 have a target."""

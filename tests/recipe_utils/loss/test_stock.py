@@ -21,15 +21,6 @@ STOCK_LOSSES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_float64(request):
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    with tiny.float64_throughout():
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("loss_name", STOCK_LOSSES)
 def test_a_stock_loss_has_its_own_index_to_ignore(loss_name):
     logits, labels = torch.randn(2, 6, V), torch.randint(1, V, (2, 6))
