@@ -165,10 +165,8 @@ def fits(value: Any, hint: Any) -> bool:
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
         return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
     if isinstance(value, list):
-        return issubclass(list, kind) or (
-            issubclass(kind, (Sequence, set, frozenset))
-            and all(fits(item, args[0]) for item in value if args)
-        )
+        is_sequence = issubclass(list, kind) or issubclass(kind, (Sequence, set, frozenset))
+        return is_sequence and all(fits(item, args[0]) for item in value if args)
     if issubclass(kind, (PathLike, Enum)):
         return isinstance(value, str)
     try:

@@ -24,9 +24,9 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config, training
-from torchtune.training.lr_schedulers import get_lr
 
 import recipe_utils
+from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.components import Component, MadeWith
 from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
 from recipe_utils.data.microbatch import Microbatch, mark_last
@@ -34,6 +34,7 @@ from recipe_utils.data.samples import load_dataset
 from recipe_utils.data.text import TextSamples
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.head import attach_head
+from recipe_utils.model.adapters import keep_dora_norms
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
 from recipe_utils.model.pipeline import build_pipeline
@@ -113,7 +114,7 @@ class FullFinetuneRecipe:
             tokenizer=partial(config.instantiate, cfg.tokenizer),
             loss=partial(config.instantiate, cfg.loss),
             checkpointer=partial(config.instantiate, cfg.checkpointer, **from_stock),
-            model=partial(build_on_meta, make_model, modules.torch_dtype),
+            model=partial(build_on_meta, make_model, modules),
             optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
         )
 
@@ -121,9 +122,10 @@ class FullFinetuneRecipe:
         validates = settings.run.run_val_every_n_steps is not None
         if not validates and settings.dataset_val is not None:
             run.warn("dataset_val: not used, because run_val_every_n_steps is not set")
-        dataset, dataset_val = make_all(
+        dataset, dataset_val, _ = make_all(
             dataset=partial(load_dataset, cfg.dataset, tokenizer),
             dataset_val=partial(load_dataset, cfg.dataset_val if validates else None, tokenizer),
+            loraplus_lr_ratio=partial(updates.check_model, whole),
         )
         limits = limits_of(whole, ranks.device, modules.compile)
         fill = settings.pipeline.fill(ranks)
@@ -148,9 +150,8 @@ class FullFinetuneRecipe:
             self.model = build_model(make_model, prepare, modules, settings.pipeline, ranks)
         run.open_log(cfg)
         with naming("checkpointer"):
-            checkpoint = self.checkpointer.load_checkpoint()
-            weights = checkpoint.pop(training.MODEL_KEY)
-            load_weights(self.model, weights, modules, ranks.device)
+            checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
+            frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
         if modules.compile:
             training.compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
@@ -160,11 +161,12 @@ class FullFinetuneRecipe:
         )
 
         # ---- Optimizer, and back to where the training was
-        self.optimizer = build_optimizer(make_optimizer, self.model, updates.optimizer_in_bwd)
+        self.optimizer = build_optimizer(make_optimizer, self.model, updates)
+        keep_dora_norms(self.model, self.optimizer)  # until it steps
         self.nonfinite = NonfiniteGuard(
             self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
         )
-        run.resume(self.model, self.optimizer, self.loader, checkpoint)
+        run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = build_lr_scheduler(
             make_lr_scheduler,
             self.optimizer,
@@ -242,7 +244,7 @@ class FullFinetuneRecipe:
                     if step.totals["target_tokens"] == 0:
                         run.skip(step, "none of its samples has a target token")
                         continue
-                    lr = get_lr(self.optimizer)
+                    lr = self.optimizer.param_groups[0]["lr"]
                     loss, grad_norm = self.update(step)
                     if self.lr_scheduler is not None:
                         self.lr_scheduler.step()

@@ -24,14 +24,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
 from recipe_utils.data.balance import Plan
 from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches
 from recipe_utils.data.samples import Sample
-from recipe_utils.model.build import build_on_meta
+from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import equal_attention_length
 from recipe_utils.tune.registry import config_path
 
@@ -50,7 +49,7 @@ def main() -> None:
     dataset = config.instantiate(cfg.dataset, tokenizer)
     samples = [dataset[i] for i in range(len(dataset))]
 
-    model = build_on_meta(partial(config.instantiate, cfg.model), torch.float32)
+    model = build_on_meta(partial(config.instantiate, cfg.model), ModelSettings())
     cost = MicrobatchCost(equal_attention_length=equal_attention_length(model))
     max_tokens = cfg.get("max_tokens_per_microbatch") or cfg.batch_size * tokenizer.max_seq_len
 

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torchtune import training
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, replace_folder
+from recipe_utils.checkpoint.peft import write_peft
 from recipe_utils.files import fsync_tree
 
 
@@ -16,15 +16,15 @@ class ExportError(RuntimeError):
     """A model that could not be exported."""
 
 
-def export_weights(checkpointer: Any, weights: dict[str, Tensor], name: str) -> Path:
-    """Saves weights as a folder of the checkpointer's output folder.
+def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
+    """Saves a model, its adapters or both as a folder of the checkpointer's output folder.
 
     The checkpointer writes into a temporary folder, which gets its name once everything in it is on
     the disk. What was there under that name is replaced then.
 
     Args:
-        checkpointer: one of torchtune's for full models, which has loaded the weights to start from.
-        weights: full (unsharded), by torchtune's names.
+        checkpointer: one of torchtune's, which has loaded the weights to start from.
+        contents: full (unsharded) tensors by torchtune's names, under torchtune's keys.
         name: of the folder.
 
     Returns:
@@ -41,8 +41,19 @@ def export_weights(checkpointer: Any, weights: dict[str, Tensor], name: str) -> 
         if temporary.exists():
             shutil.rmtree(temporary)
         redirected.save_checkpoint(
-            {training.MODEL_KEY: weights}, epoch=0, intermediate_checkpoint=False
+            dict(contents),
+            epoch=0,
+            intermediate_checkpoint=False,
+            # Checkpointers for full models alone do not know the argument.
+            **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
         )
+        if training.ADAPTER_KEY in contents:
+            write_peft(
+                temporary / "epoch_0",
+                checkpointer,
+                contents[training.ADAPTER_KEY],
+                contents[training.ADAPTER_CONFIG],
+            )
         fsync_tree(temporary)
         replace_folder(temporary / "epoch_0", output_dir / name)
     except Exception as error:

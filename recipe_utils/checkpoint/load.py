@@ -50,6 +50,8 @@ class TrainingState:
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
     """What must be equal for the same samples to be in the same update steps."""
     config: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, str] = field(default_factory=dict)
+    """Weights that are not trained and so not saved -> what they are known by."""
 
 
 def read_state(path: Path) -> TrainingState:
@@ -60,6 +62,7 @@ def read_state(path: Path) -> TrainingState:
     """
     content = read_json(path / "state.json")
     content.pop("num_target_tokens_seen", None)  # of version 0.1.0
+    content.setdefault("frozen", {})  # of versions before 0.3
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(
@@ -85,6 +88,7 @@ def load(
     *,
     recipe: str,
     data_fingerprint: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint, all ranks together, each its part.
@@ -99,6 +103,7 @@ def load(
         optimizer: of the kind that was saved; its state is replaced.
         recipe: as saved.
         data_fingerprint: compared with the saved one; None takes any.
+        frozen: what :class:`TrainingState` calls so, compared with the saved one.
         group: a CPU (gloo) group of all ranks.
 
     Returns:
@@ -135,6 +140,13 @@ def load(
             raise CheckpointError(
                 "; ".join(differences) + f" ({path}); set what it was saved with, or "
                 "resume_with_other_data=True"
+            )
+
+        others = fingerprint_differences(state.frozen, frozen or {}) if state.frozen else []
+        if others:
+            raise CheckpointError(
+                f"checkpointer: {path} was trained beside other frozen weights: {others[0]} (and "
+                f"{len(others) - 1} more); set model and checkpointer as then"
             )
 
         metadata = read_index(read_json(path / "tensors.json"), marker["files"])

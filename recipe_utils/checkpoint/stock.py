@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import training
 
-from recipe_utils.optim.optimizer import OptimizerInBackward
+from recipe_utils.checkpoint.tensors import unwrapped
+from recipe_utils.optim.optimizer import OptimizerInBackward, trained_parameters
 from recipe_utils.settings import ConfigError
 
 
@@ -19,8 +20,37 @@ def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
     return cfg_checkpointer.get("recipe_checkpoint") is not None or default.exists()
 
 
+def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpointer loads, and the adapters that its config names even if nothing is resumed.
+
+    torchtune's checkpointers read ``adapter_checkpoint`` only beside a recipe state.
+
+    Args:
+        checkpointer: that the config has made.
+        cfg_checkpointer: its config.
+
+    Raises:
+        ValueError: there is no such file, or no adapters in it.
+    """
+    loaded: dict[str, Any] = checkpointer.load_checkpoint()
+    name = cfg_checkpointer.get("adapter_checkpoint")
+    if name is None or training.ADAPTER_KEY in loaded:
+        return loaded
+    path = Path(cfg_checkpointer["output_dir"], name)
+    if not path.is_file():
+        raise ValueError(f"checkpointer.adapter_checkpoint={name}: {path} is no file")
+    try:
+        adapters = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind, for a file of any kind
+        raise ValueError(
+            f"checkpointer.adapter_checkpoint={name}: it holds no tensors that torch.load takes "
+            f"({type(error).__name__}); set it to an adapter_model.pt"
+        ) from error
+    return {**loaded, training.ADAPTER_KEY: adapters}
+
+
 def check_stock_state(saved: Mapping[str, Any]) -> None:
-    """Refuses a state that is not of a full fine-tuning recipe.
+    """Refuses a state that is not of a fine-tuning recipe.
 
     Raises:
         recipe_utils.settings.ConfigError: names what it has not.
@@ -29,7 +59,7 @@ def check_stock_state(saved: Mapping[str, Any]) -> None:
     if needed - saved.keys():
         raise ConfigError(
             f"checkpointer.recipe_checkpoint: it has no {', '.join(sorted(needed - saved.keys()))}; "
-            "it must be of a full fine-tuning recipe"
+            "it must be of a full or LoRA fine-tuning recipe"
         )
 
 
@@ -50,19 +80,42 @@ def load_optimizer_state(
     Raises:
         recipe_utils.settings.ConfigError: it is the state of an optimizer of other parameters.
     """
-    names = [name for name, _ in model.named_parameters()]
+    trained = trained_parameters(model)
     if isinstance(optimizer, OptimizerInBackward):
-        num_saved = len(state_dict.keys() & names)
+        num_saved = len(state_dict.keys() & trained.keys())
     else:
+        state_dict = _of_trained(state_dict, model)
         num_saved = sum(len(group["params"]) for group in state_dict.get("param_groups", ()))
-    if num_saved != len(names):
+    if num_saved != len(trained):
         raise ConfigError(
             f"checkpointer.recipe_checkpoint: its optimizer steps {num_saved} of this model's parameters, "
-            f"which are {len(names)}; it must be of a full fine-tuning recipe, this model and the same "
-            "optimizer_in_bwd"
+            f"which are {len(trained)}; it must be of a full or LoRA fine-tuning recipe, this model and the "
+            "same optimizer_in_bwd"
         )
     if isinstance(optimizer, OptimizerInBackward):
         for name, part in optimizer.optim_map.items():
             training.load_from_full_optimizer_state_dict(model, part, state_dict[name], device)
     else:
         training.load_from_full_optimizer_state_dict(model, optimizer, state_dict, device)
+
+
+def _of_trained(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The state by parameter name, without frozen parameters.
+
+    Stock LoRA recipes hand those to their optimizer, too; the one for a single device numbers parameters.
+    """
+    parameters = {unwrapped(name): p.requires_grad for name, p in model.named_parameters()}
+    groups = state_dict.get("param_groups", ())
+    if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
+        return state_dict
+    saved = groups[0]["params"]
+    is_numbered = any(isinstance(key, int) for key in saved)
+    names = dict(zip(saved, parameters if is_numbered else saved, strict=True))
+    return {
+        "state": {
+            names[key]: state
+            for key, state in state_dict["state"].items()
+            if parameters[names[key]]
+        },
+        "param_groups": [{**groups[0], "params": [n for n in names.values() if parameters[n]]}],
+    }

@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipe_utils.files import CheckpointError, dtype_name
-from recipe_utils.optim.optimizer import OptimizerInBackward
+from recipe_utils.optim.optimizer import (
+    OptimizerInBackward,
+    single_optimizers,
+    trained_parameters,
+)
 
 AnyOptimizer = Optimizer | OptimizerInBackward
 
@@ -25,8 +29,9 @@ _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable",
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the name that they have without any wrapper.
+    """Trained parameters and persistent buffers by the name that they have without any wrapper.
 
+    What is frozen comes from the checkpointer whenever a training starts or goes on.
     The names are those of the modules, so that a run with other wrappers (activation checkpointing,
     compile) finds them. Weights that modules share are there once.
     """
@@ -34,21 +39,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, FSDPModule):
             # A forward without a backward (validation) leaves the root's parameters unsharded.
             module.reshard()
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(trained_parameters(model))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return {_unwrapped(name): tensor.detach() for name, tensor in tensors.items()}
+    return {unwrapped(name): tensor.detach() for name, tensor in tensors.items()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of :func:`model_tensors` themselves."""
+    """The parameters of :func:`model_tensors` themselves, to be stepped."""
     model_tensors(model)
-    return {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    return {unwrapped(name): parameter for name, parameter in trained_parameters(model).items()}
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """A parameter's name without wrappers and the stage that it is on."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return _STAGE.sub("", name)
@@ -114,10 +120,7 @@ def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-    parts: Iterable[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else ()
-    if isinstance(optimizer, OptimizerInBackward):
-        parts = optimizer.optim_map.values()
-    for part in parts:
+    for part in single_optimizers(optimizer):
         for group in part.param_groups:
             yield part, group
 

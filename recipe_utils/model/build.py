@@ -16,6 +16,14 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from torchtune.utils import get_logger
 
 from recipe_utils.components import Component
+from recipe_utils.model.adapters import (
+    Adapters,
+    check_nf4,
+    find_adapters,
+    freeze_base,
+    simulate_quantisation,
+    without_quantising,
+)
 from recipe_utils.model.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.stages import (
     Stages,
@@ -51,8 +59,14 @@ class ModelSettings:
     """Names of modules that FSDP2 shards as units of their own, besides each layer."""
     fsdp_cpu_offload: bool = False
     """Keeps parameters, gradients and optimizer state on the CPU, where the device is another."""
+    fsdp: dict[Literal["cpu_offload"], bool] | None = None
+    """``cpu_offload``: as ``fsdp_cpu_offload``, where torchtune's LoRA configs have it."""
     fsdp_reshard_after_forward: bool | None = None
     """Frees gathered parameters after each forward; null is True, but with pipeline stages False."""
+    quantizer: Component | None = None
+    """Trains LoRA for a base that will be quantised: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    low_cpu_ram: bool = False
+    """Of torchtune's QLoRA configs; changes nothing, exports widen one NF4 weight at a time."""
     tensor_parallel_plan: Component | None = None
     """How ``tensor_parallel_dim`` ranks split the layers: torchtune.models.llama3.base_llama_tp_plan."""
 
@@ -64,7 +78,8 @@ class ModelSettings:
 
     def offloads_to_cpu(self, device: torch.device) -> bool:
         """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
-        return self.fsdp_cpu_offload and device.type != "cpu"
+        asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
+        return asked and device.type != "cpu"
 
     def make_tensor_parallel_plan(self) -> dict[str, Any]:
         """Module name pattern -> style."""
@@ -110,10 +125,19 @@ class ModelSettings:
             )
 
 
-def build_on_meta(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Calls ``make_model`` without allocating or initialising a weight."""
-    with training.set_default_dtype(dtype), torch.device("meta"):
-        return make_model()
+def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
+    """Calls ``make_model`` without allocating or initialising a weight; adapters leave the rest frozen.
+
+    Raises:
+        recipe_utils.settings.ConfigError: a model that the ``quantizer`` is not for.
+    """
+    default_dtype = training.set_default_dtype(settings.torch_dtype)
+    with default_dtype, torch.device("meta"), without_quantising():
+        model = make_model()
+        if settings.quantizer is not None:
+            simulate_quantisation(model, settings.quantizer)
+    freeze_base(model)
+    return model
 
 
 def build_model(
@@ -136,16 +160,28 @@ def build_model(
     Raises:
         ValueError: a model that cannot be cut, split or sharded as asked for.
     """
-    make = partial(build_on_meta, make_model, settings.torch_dtype)
+    make = partial(build_on_meta, make_model, settings)
     whole = make()
+    adapters = find_adapters(whole)
+    if ranks.is_zero:
+        _say_what_is_trained(whole, adapters, settings)
     if ranks.dims.pp == 1:
         prepare(whole, True)
         return parallelize_model(whole, settings, ranks)
 
     num_stages = pipeline.num_stages(ranks.dims.pp)
     layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
+    for index, of_stage in enumerate(layers):
+        parts: Any = [whole.layers[i] for i in of_stage]  # type: ignore[index]
+        parts += [whole.output] if index == num_stages - 1 else []
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
+            raise ValueError(
+                f"pipeline_parallel_dim: stage {index} of {num_stages} has nothing to train; set a smaller "
+                "pipeline_parallel_dim, or adapters in all layers"
+            )
     embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
-    stages = Stages(WholeModel(list(whole.state_dict()), num_stages, embed_dim, ties_output(whole)))
+    names = list(whole.state_dict())
+    stages = Stages(WholeModel(names, num_stages, embed_dim, ties_output(whole), adapters))
     for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
         stage = make()
         cut_to_stage(stage, layers[index])
@@ -159,6 +195,26 @@ def build_model(
     return stages
 
 
+def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:
+    if not adapters.modules:
+        return
+    num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    num_all = sum(p.numel() for p in whole.parameters())
+    _log.info(
+        f"Trains adapters of {len(adapters.modules)} modules: {num_trained:,} of {num_all:,} parameters"
+    )
+    dropout = max(adapter.dropout for adapter in adapters.modules.values())
+    if dropout > 0:
+        _log.warning(
+            f"model.lora_dropout={dropout}: what is dropped depends on how samples fall into microbatches and "
+            "ranks, so the losses of two layouts are equal in the mean only; 0 is exact"
+        )
+    if settings.low_cpu_ram:
+        _log.warning(
+            "low_cpu_ram=True: it changes nothing here, exports widen one weight at a time"
+        )
+
+
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2, in that order.
 
@@ -169,7 +225,8 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
 
     Raises:
         ValueError: token embeddings that the output layer shares would be sharded on their own, or
-            split over ``tp`` ranks.
+            split over ``tp`` ranks, which do not split adapters either; NF4 weights that do not fall into
+            whole blocks on each rank.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
@@ -184,6 +241,14 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
             "tok_embeddings, which torchtune's plans cannot split; set tensor_parallel_dim=1"
         )
+    adapters = find_adapters(model)
+    if adapters.modules and tp_degree > 1:
+        raise ValueError(
+            f"tensor_parallel_dim={tp_degree}: torchtune's plans cannot split LoRA's layers; set "
+            "tensor_parallel_dim=1"
+        )
+    is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
+    check_nf4(model, adapters, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         training.compile_model(model, verbose=ranks.is_zero)
     if tp_degree > 1:
@@ -197,7 +262,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         )
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
-    if ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device):
+    if is_sharded:
         reshards = settings.fsdp_reshard_after_forward
         shard_model(
             model,

@@ -125,6 +125,8 @@ class Pipeline:
         self._run(microbatches, begin_backward, has_backward=True)
         for copy in self._copies_of_tied:
             gradient: Any = copy.weight.grad
+            if gradient is None:  # frozen, on both ranks alike
+                continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._tied_group)
         return totals * self._num_ranks

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
+from recipe_utils.model.adapters import Adapters, find_adapters
+
 
 class WholeModel(NamedTuple):
     """What a rank's stages must know of the model that they are parts of."""
@@ -19,6 +21,8 @@ class WholeModel(NamedTuple):
     """Width of the hidden states."""
     output_is_tied: bool
     """The first stage's embeddings and the last one's output share their weight."""
+    adapters: Adapters
+    """What of it is trained."""
 
 
 class Stages(nn.ModuleDict):
@@ -31,6 +35,11 @@ class Stages(nn.ModuleDict):
     def by_index(self) -> dict[int, nn.Module]:
         """The stages, by their place in the pipeline."""
         return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
+
+
+def adapters_of(model: nn.Module) -> Adapters:
+    """What of a model is trained; of the whole one, where these are stages of it."""
+    return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
 
 
 def layers_of_stages(

@@ -1,46 +1,63 @@
 """A model's weights: from a checkpoint to its shards, and from all ranks together again."""
 
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
+from recipe_utils.model.adapters import (
+    find_adapters,
+    fingerprint_of_frozen,
+    initial_adapters,
+)
 from recipe_utils.model.build import ModelSettings
-from recipe_utils.model.stages import Stages
+from recipe_utils.model.stages import Stages, adapters_of
 from recipe_utils.parallel.process_group import gather_objects
 
 
 def load_weights(
     model: nn.Module,
-    state_dict: Mapping[str, Tensor],
+    checkpoint: dict[str, Any],
     settings: ModelSettings,
     device: torch.device,
-) -> None:
-    """Materialises a meta model on ``device`` with the weights of ``state_dict``.
+    seed: int = 0,
+) -> dict[str, str]:
+    """Materialises a meta model on ``device`` with a checkpoint's weights, and adapters if it has some.
 
     Each rank cuts its own shards out of the full weights; nothing is communicated.
 
     Args:
         model: after :func:`recipe_utils.model.build.build_model`.
-        state_dict: full (unsharded) weights, on every rank.
+        checkpoint: full (unsharded) weights and, if they are not to be fresh, adapters, on every rank; by
+            torchtune's keys. Both are taken out.
         settings: parameters are converted to the ``dtype``, and stay on the CPU for FSDP2's offload.
         device: of the model.
+        seed: of fresh adapters.
+
+    Returns:
+        What the weights that are not trained are known by, so that no other ones take their place later.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape, or a parameter does not
             divide over the ranks that shard it twice (tensor parallel and FSDP2).
         RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
     """
+    base = checkpoint.pop(training.MODEL_KEY)
+    given = checkpoint.pop(training.ADAPTER_KEY, None)
+    adapters = adapters_of(model)
+    weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     if isinstance(model, Stages):
         for stage in model.values():
-            _load(stage, state_dict, settings, device, model.whole.names_of_weights)
-        return
-    _load(model, state_dict, settings, device, names_of_other_stages=())
+            _load(stage, weights, settings, device, model.whole.names_of_weights)
+    else:
+        _load(model, weights, settings, device, names_of_other_stages=())
+    return fingerprint_of_frozen(adapters, base)
 
 
 def _load(
@@ -51,6 +68,7 @@ def _load(
     names_of_other_stages: Collection[str],
 ) -> None:
     dtype = settings.torch_dtype
+    frozen = find_adapters(model).frozen
     with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is no part of the state dict
@@ -78,7 +96,9 @@ def _load(
     weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
     model.load_state_dict(
         {
-            name: _shard_like(parameter, name, state_dict[name], weights_device, dtype)
+            name: _shard_like(
+                parameter, name, state_dict[name], weights_device, dtype, frozen.get(name, False)
+            )
             for name, parameter in expected.items()
         },
         strict=True,
@@ -92,6 +112,7 @@ def gather_weights(
     device: torch.device,
     keeps: bool,
     group: dist.ProcessGroup,
+    only: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """All weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on the others.
 
@@ -102,12 +123,14 @@ def gather_weights(
         device: where sharded weights are put together.
         keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
         group: a CPU (gloo) group of all ranks.
+        only: names of the weights that are wanted; None wants all.
     """
     weights: dict[str, Tensor] = {}
     for part in model.values() if isinstance(model, Stages) else [model]:
         for name, weight in part.state_dict().items():
-            if isinstance(weight, DTensor):
-                weight = cast(DTensor, weight.to(device)).full_tensor()
+            if only is not None and name not in only:
+                continue
+            weight = _plain(weight, device)
             if keeps:
                 # FSDP2 puts shards together with padding, which torch.save would write, too.
                 padded = weight.untyped_storage().nbytes() > weight.nbytes
@@ -124,15 +147,21 @@ def gather_weights(
                 weights[name] = torch.empty(shape, dtype=dtype)
                 dist.recv(weights[name], src=rank, group=group)
     order = model.whole.names_of_weights if isinstance(model, Stages) else list(weights)
-    return {name: weights[name] for name in order}
+    return {name: weights[name] for name in order if name in weights}
 
 
-def _shard_like(
-    like: Tensor, name: str, full: Tensor, device: torch.device, dtype: torch.dtype
+def _shard_like(  # a tensor, what it is to be like, and what of
+    like: Tensor,
+    name: str,
+    full: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_quantised: bool,
 ) -> Tensor:
     """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is."""
     if not isinstance(like, DTensor):
-        return full.to(device, dtype, copy=True)
+        whole = full.to(device, dtype, copy=True)
+        return to_nf4(whole) if is_quantised else whole
     # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
     shape, offset = compute_local_shape_and_global_offset(
         full.shape, like.device_mesh, like.placements
@@ -142,8 +171,15 @@ def _shard_like(
             f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
             f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
         )
-    slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
-    local = full[slices].to(device, dtype, copy=True)
+    if is_quantised:
+        # All of it, since its blocks share a mean; cut at blocks' borders, see check_blocks.
+        parts = to_nf4(full.to(device, dtype)).split(shape[0])
+        part = parts[offset[0] // shape[0]]
+        local = part.new_zeros(part.shape)
+        local.copy_(part)
+    else:
+        slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+        local = full[slices].to(device, dtype, copy=True)
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -152,3 +188,21 @@ def _shard_like(
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def _plain(weight: Tensor, device: torch.device) -> Tensor:
+    """A weight without shards and NF4, both undone."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if isinstance(local, NF4Tensor):
+        local = local.get_original_weight()
+    if not isinstance(weight, DTensor):
+        return local
+    whole = DTensor.from_local(
+        local.to(device),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    return whole.full_tensor()

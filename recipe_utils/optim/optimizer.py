@@ -1,6 +1,6 @@
 """Optimizers, including one that steps inside the backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,6 +15,8 @@ from recipe_utils.components import MadeWith
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings import ROOM, Count, Positive
+
+_FASTER = (".lora_b.weight", ".magnitude")
 
 OnNonfinite = Literal["stop", "skip"]
 
@@ -33,6 +35,8 @@ class OptimizerSettings:
         Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None
     ) = None
     """Steps with each update step; null is a constant rate."""
+    loraplus_lr_ratio: Positive | None = None
+    """Learning rate of LoRA's B, and of DoRA's magnitudes, over that of A (LoRA+, as in PEFT); null is 1."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
     """Bound on the norm of all gradients together; null or inf measures it only."""
     optimizer_in_bwd: bool = False
@@ -42,8 +46,40 @@ class OptimizerSettings:
     max_nonfinite_steps: Count = 10
     """How many in a row ``on_nonfinite: skip`` may leave out."""
 
+    def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+        """What PyTorch's optimizers take: parameters, or groups of them with learning rates of their own.
+
+        Args:
+            parameters: that are trained, by name.
+        """
+        if self.loraplus_lr_ratio is None:
+            return list(parameters.values())
+        faster = {name for name in parameters if name.endswith(_FASTER)}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in parameters.items() if name not in faster]},
+            {
+                "params": [p for name, p in parameters.items() if name in faster],
+                "lr": self.optimizer["lr"] * self.loraplus_lr_ratio,
+            },
+        ]
+        return [group for group in groups if group["params"]]
+
+    def check_model(self, model: nn.Module) -> None:
+        """Whether a model has what ``loraplus_lr_ratio`` is for.
+
+        Raises:
+            ValueError: it has not.
+        """
+        ratio = self.loraplus_lr_ratio
+        if ratio is not None and not any(
+            name.endswith(_FASTER) for name in trained_parameters(model)
+        ):
+            raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
+
     def problems(self) -> Iterator[str]:
         """What is wrong between the keys."""
+        if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
+            yield f"loraplus_lr_ratio={self.loraplus_lr_ratio}: it multiplies optimizer.lr; set that, too"
         if self.optimizer_in_bwd and self.clip_grad_norm is not None:
             yield (
                 f"clip_grad_norm={self.clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
@@ -56,6 +92,11 @@ class OptimizerSettings:
             yield "optimizer.fused=True: tensor parallelism needs it False"
         if not self.optimizer_in_bwd:
             return
+        if self.loraplus_lr_ratio is not None:
+            yield (
+                f"loraplus_lr_ratio={self.loraplus_lr_ratio}: with optimizer_in_bwd=True all parameters "
+                "follow one learning rate; set one of the two to null or False"
+            )
         if ranks.pipeline_parallel_dim > 1:
             yield (
                 f"optimizer_in_bwd=True: pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
@@ -87,15 +128,16 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
     at which all gradients exist to be clipped or checked.
 
     Args:
-        model: every parameter gets an optimizer of its own.
+        model: every parameter that is trained gets an optimizer of its own.
         make_optimizer: called with a list of one parameter.
     """
 
     def __init__(
         self, model: nn.Module, make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     ) -> None:
-        optimizers = {parameter: make_optimizer([parameter]) for parameter in model.parameters()}
-        super().__init__({name: optimizers[p] for name, p in model.named_parameters()})
+        trained = trained_parameters(model)
+        optimizers = {parameter: make_optimizer([parameter]) for parameter in trained.values()}
+        super().__init__({name: optimizers[p] for name, p in trained.items()})
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
 
     def step(self) -> None:
@@ -110,6 +152,11 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
         return [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by the name that they have under all wrappers."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def try_out(
     make_optimizer: Callable[..., Optimizer], make_lr_scheduler: Callable[..., Any]
 ) -> None:
@@ -119,20 +166,27 @@ def try_out(
 
 
 def build_optimizer(
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    make_optimizer: Callable[[Iterable[Any]], Optimizer],
     model: nn.Module,
-    in_backward: bool = False,
+    settings: OptimizerSettings,
 ) -> Optimizer | OptimizerInBackward:
     """An optimizer of the parameters of a model that are trained.
 
     Args:
-        make_optimizer: called with an iterable of parameters.
+        make_optimizer: called with an iterable of parameters, or of groups of them.
         model: wrapped and on its device.
-        in_backward: see :class:`OptimizerInBackward`.
+        settings: of the groups, and of when they step.
     """
-    if in_backward:
+    if settings.optimizer_in_bwd:
         return OptimizerInBackward(model, make_optimizer)
-    return make_optimizer(model.parameters())
+    return make_optimizer(settings.groups(trained_parameters(model)))
+
+
+def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
+    """The one, or those of all parameters."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return list(optimizer.optim_map.values())
+    return [optimizer]
 
 
 def build_lr_scheduler(
@@ -150,11 +204,10 @@ def build_lr_scheduler(
         num_training_steps: update steps of the whole training.
         last_epoch: update steps already done, minus one.
     """
-    first = optimizer
-    if isinstance(optimizer, OptimizerInBackward):
-        first = next(iter(optimizer.optim_map.values()))
     scheduler = make_lr_scheduler(
-        first, num_training_steps=num_training_steps, last_epoch=last_epoch
+        single_optimizers(optimizer)[0],
+        num_training_steps=num_training_steps,
+        last_epoch=last_epoch,
     )
     if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
         optimizer.set_lr_scheduler(scheduler)  # from here on the others follow the first

@@ -13,9 +13,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config, training, utils
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
-from recipe_utils.checkpoint.export import ExportError, export_weights
+from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.folder import find_newest_whole
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, load
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
@@ -24,6 +25,8 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.components import Component, MadeWith
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.prefetch import Prefetched
+from recipe_utils.model.adapters import contents_of_export
+from recipe_utils.model.stages import adapters_of
 from recipe_utils.model.weights import gather_weights
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
@@ -65,6 +68,10 @@ class RunSettings:
     """A checkpoint by rank 0's clock, too."""
     export_every_n_steps: Count | None = None
     """Exports the model in the checkpointer's format within epochs, too; all are kept."""
+    export_dtype: Literal["fp32", "bf16"] | None = None
+    """Of exported models; null is ``dtype``. Where adapters are merged into bf16, much of a small change is lost."""
+    save_adapter_weights_only: bool = False
+    """Exports the adapters without the model that they are merged into."""
     keep_last_n_checkpoints: Count | None = 2
     """How many checkpoints to go on from are kept; null keeps all."""
     enable_async_checkpointing: bool = False
@@ -167,6 +174,7 @@ class Run:
         optimizer: AnyOptimizer,
         loader: UpdateStepLoader,
         stock_checkpoint: Mapping[str, Any],
+        frozen: Mapping[str, str],
     ) -> None:
         """Goes to where the training was, if it is to be resumed; in the middle of an epoch if need be.
 
@@ -175,12 +183,18 @@ class Run:
             optimizer: likewise.
             loader: of the training's update steps, whose data must be those of the checkpoint.
             stock_checkpoint: what the checkpointer has loaded besides weights.
+            frozen: what the weights that are not trained are known by; those of the checkpoint, too.
 
         Raises:
             recipe_utils.settings.ConfigError: a checkpoint that does not fit.
         """
         self._loader = loader
         self._data_fingerprint = loader.fingerprint()
+        self._frozen = dict(frozen)
+        if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
+            self.warn(
+                "save_adapter_weights_only=True: the model has no adapters; exports all weights"
+            )
         if self._resume_path is not None:
             self._load(self._resume_path, model, optimizer)
         elif self.resumes_from_stock:
@@ -322,6 +336,7 @@ class Run:
             seed=self.seed,
             data_fingerprint=self._data_fingerprint,
             config=self._config,
+            frozen=self._frozen,
         )
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
@@ -339,21 +354,36 @@ class Run:
         )
 
     def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
-        """Saves the weights as a folder in the checkpointer's own format, whole or not at all.
+        """Saves the model as a folder in the checkpointer's own format, whole or not at all.
+
+        Adapters are merged into it and saved beside it, or alone.
 
         Returns:
             Why it could not, on all ranks alike; None if it could.
         """
         self._report(self._checkpoints.wait())  # which uses the group and the disk
+        adapters = adapters_of(model)
+        adapters_only = self.settings.save_adapter_weights_only and adapters.modules
         weights = gather_weights(
-            model, self._ranks.device, keeps=self._ranks.dp_rank == 0, group=self._group
+            model,
+            self._ranks.device,
+            keeps=self._ranks.dp_rank == 0,
+            group=self._group,
+            only=adapters.trained if adapters_only else None,
         )
         error = None
         if self._ranks.is_zero:
+            dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype)
+            contents, lost = contents_of_export(weights, adapters, dtype)
             try:
-                self.info(f"Exported to {export_weights(checkpointer, weights, name)}")
+                self.info(f"Exported to {export(checkpointer, contents, name)}")
             except ExportError as failure:
                 error = str(failure)
+            if lost > 0.01:
+                self.warn(
+                    f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged weights; "
+                    "export_dtype=fp32 keeps it, and so do the adapters beside them"
+                )
         error = gather_objects(error, self._group)[0]
         self.warn(error or "")
         return error
@@ -413,6 +443,7 @@ class Run:
                 optimizer,
                 recipe=self._recipe,
                 data_fingerprint=with_data,
+                frozen=self._frozen,
                 group=self._group,
             )
         except DamagedError as error:

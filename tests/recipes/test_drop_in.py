@@ -67,13 +67,13 @@ def test_stock_configs_train(world_size, kind, tiny_config):
 @pytest.mark.parametrize("stock", STOCK)
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
-    from recipe_utils.model.build import build_on_meta
+    from recipe_utils.model.build import ModelSettings, build_on_meta
     from recipe_utils.model.sizes import vocab_size_and_max_seq_len
 
     if "vision" in stock:
         pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
-    model = build_on_meta(lambda: config.instantiate(cfg.model), torch.bfloat16)
+    model = build_on_meta(lambda: config.instantiate(cfg.model), ModelSettings(dtype="bf16"))
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     assert vocab_size > 30_000
     assert max_seq_len >= 4096

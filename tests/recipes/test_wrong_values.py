@@ -42,7 +42,7 @@ def is_documented(key, value):
         else:
             # Without a path only the profiler knows what to make.
             fits = kind.startswith("list of") and value == [] and "component" not in kind
-            fits |= key == "profiler" and value == {}
+            fits |= (key == "profiler" or kind == "mapping") and value == {}
         if fits:
             return True
     return False

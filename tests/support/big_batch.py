@@ -21,7 +21,8 @@ STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_s
 
 def reference_gradients(sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
     """The gradients of each update step of ``STEP_OF_16`` by parameter name."""
-    model = tiny.tiny_model(sizes).double()
+    has_adapters = "lora_rank" in sizes
+    model = (tiny.adapted_model if has_adapters else tiny.tiny_model)(sizes).double()
     samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
     order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
     with tiny.float64_throughout():

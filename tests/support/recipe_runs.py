@@ -4,6 +4,7 @@ import logging
 import os
 import runpy
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 from torch import Tensor
+from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
 
@@ -24,6 +26,7 @@ WEIGHTS = {
     "untied.pt": tiny.UNTIED_MODEL,
     "deep.pt": tiny.DEEP_MODEL,
     "deep_untied.pt": tiny.DEEP_UNTIED_MODEL,
+    "wide.pt": tiny.WIDE_MODEL,
 }
 RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
 
@@ -91,7 +94,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
         **changes,
     }
     for file_name, sizes in WEIGHTS.items():
-        if config["model"] == sizes and "checkpointer" not in changes:
+        if tiny.base_of(config["model"]) == sizes and "checkpointer" not in changes:
             config["checkpointer"]["checkpoint_files"] = [file_name]
     return {key: value for key, value in config.items() if value is not ...}
 
@@ -113,13 +116,21 @@ def run_compiled_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
     return run_recipe({**config, "compile": True})
 
 
-def run_stock_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The metrics that torchtune's own single-device recipe logs."""
+def run_stock_recipe(
+    config: dict[str, Any],
+    kind: str = "full_finetune",
+    adapters: dict[str, Tensor] | None = None,
+) -> list[dict[str, Any]]:
+    """The metrics that torchtune's own single-device recipe logs; ``adapters`` are what it starts from."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
-    path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
-    recipe = runpy.run_path(str(path))["FullFinetuneRecipeSingleDevice"](cfg)
+    path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_single_device.py"
+    name = "".join(word.capitalize() for word in kind.split("_"))
+    name = name.replace("Lora", "LoRA")
+    recipe = runpy.run_path(str(path))[f"{name}RecipeSingleDevice"](cfg)
     recipe.setup(cfg)
+    if adapters is not None:
+        recipe._model.load_state_dict(adapters, strict=False)
     recipe.train()
     return list(ListLogger.logged)
 
@@ -152,6 +163,15 @@ def run_recipe_recording_gradients(
             names = list(parameters_by_name(recipe.model))
             recipe.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
+
+
+def with_adapters(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of an adapted model, which starts from adapters that change it."""
+    adapters = get_adapter_params(tiny.adapted_model(config["model"]))
+    path = folder / f"given_{zlib.crc32(str(config['model']).encode())}.pt"
+    torch.save({name: p.detach() for name, p in adapters.items()}, path)
+    given = {**config["checkpointer"], "adapter_checkpoint": str(path)}
+    return {**config, "checkpointer": given}
 
 
 def save_weights(folder: Path) -> None:

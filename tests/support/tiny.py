@@ -14,8 +14,10 @@ from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 VOCAB_SIZE = 67
 IGNORE = -100
@@ -37,6 +39,8 @@ UNTIED_MODEL = {
 }
 DEEP_MODEL = {**MODEL, "num_layers": 4}
 DEEP_UNTIED_MODEL = {**UNTIED_MODEL, "num_layers": 4}
+WIDE_MODEL = {**MODEL, "num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 256}
+"""Its weights fall into whole NF4 blocks on up to 4 ranks."""
 
 
 GEMMA2_MODEL = {
@@ -51,6 +55,48 @@ GEMMA2_MODEL = {
     "max_seq_len": 64,
 }
 """Attention of its own kind, with a sliding window and tied embeddings."""
+
+
+def adapted(sizes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The same model with LoRA on all its linear layers, but for the output."""
+    package, builder = sizes["_component_"].rsplit(".", 1)
+    return {
+        **sizes,
+        "_component_": f"{package}.lora_{builder}",
+        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": 4,
+        "lora_alpha": 6,
+        **changes,
+    }
+
+
+def adapted_in_one_layer(**sizes: Any) -> nn.Module:
+    """A builder of a model of which only the first layer has LoRA."""
+    model, adapted = (
+        llama3_2(**sizes),
+        lora_llama3_2(["q_proj"], lora_rank=2, lora_alpha=4, **sizes),
+    )
+    model.layers[0] = adapted.layers[0]
+    return model
+
+
+def base_of(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The model without the adapters of :func:`adapted`."""
+    plain = {key: value for key, value in sizes.items() if key not in ADAPTER_KEYS}
+    return {**plain, "_component_": sizes["_component_"].replace(".lora_", ".")}
+
+
+ADAPTER_KEYS = {
+    "lora_attn_modules",
+    "apply_lora_to_mlp",
+    "apply_lora_to_output",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "use_dora",
+    "quantize_base",
+}
 
 
 class TinyTokenizer:
@@ -210,7 +256,8 @@ def big_batch_gradients(
     logits = model(tokens)[:, :-1]
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
     loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return loss.item(), gradients
 
 
 def tiny_model(sizes: dict[str, Any] = MODEL, seed: int = 0) -> nn.Module:
@@ -220,4 +267,17 @@ def tiny_model(sizes: dict[str, Any] = MODEL, seed: int = 0) -> nn.Module:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def adapted_model(sizes: dict[str, Any], seed: int = 1) -> nn.Module:
+    """A model of :func:`adapted` on the base of :func:`tiny_model`, frozen, with adapters that change it."""
+    model = config.instantiate(OmegaConf.create(sizes))
+    model.load_state_dict(tiny_model(base_of(sizes)).state_dict(), strict=False)
+    adapters = get_adapter_params(model)
+    set_trainable_params(model, adapters)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapters.items():
+        middle = 1.0 if "magnitude" in name else 0.0
+        nn.init.normal_(parameter, mean=middle, std=0.2, generator=generator)
     return model

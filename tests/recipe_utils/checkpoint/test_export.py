@@ -13,7 +13,7 @@ from distributed_runs import fork_context
 from safetensors.torch import load_file
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from recipe_utils.checkpoint.export import ExportError, export_weights
+from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.folder import remove_leftovers
 from recipe_utils.embedded.fresh_weights import fresh_llama_checkpointer
 
@@ -39,7 +39,9 @@ def files_below(folder):
 
 def test_an_export_has_the_files_that_torchtune_writes_at_an_epoch_s_end(tmp_path):
     checkpointer, weights = make_checkpointer(tmp_path)
-    assert export_weights(checkpointer, weights, "export_step_3") == tmp_path / "out/export_step_3"
+    assert (
+        export(checkpointer, {"model": weights}, "export_step_3") == tmp_path / "out/export_step_3"
+    )
     checkpointer.save_checkpoint({"model": weights}, epoch=7)
     exported, stock = (
         files_below(tmp_path / "out" / name) for name in ("export_step_3", "epoch_7")
@@ -52,10 +54,10 @@ def test_an_export_has_the_files_that_torchtune_writes_at_an_epoch_s_end(tmp_pat
 
 def test_an_export_replaces_the_one_before_whole(tmp_path):
     checkpointer, weights = make_checkpointer(tmp_path)
-    export_weights(checkpointer, weights, "epoch_0")
+    export(checkpointer, {"model": weights}, "epoch_0")
     (tmp_path / "out/epoch_0/left_over.txt").write_text("of the one before")
     doubled = {name: 2 * weight for name, weight in weights.items()}
-    export_weights(checkpointer, doubled, "epoch_0")
+    export(checkpointer, {"model": doubled}, "epoch_0")
     assert not (tmp_path / "out/epoch_0/left_over.txt").exists()
     exported = load_file(tmp_path / "out/epoch_0/model-00001-of-00001.safetensors")
     embeddings = exported["model.embed_tokens.weight"]
@@ -68,11 +70,11 @@ def export_with_disk_full(folder, kind):
         checkpointer = FullModelTorchTuneCheckpointer(
             str(folder / "fresh"), ["model.safetensors"], "LLAMA3_2", str(folder / "out")
         )
-    export_weights(checkpointer, weights, "epoch_0")
+    export(checkpointer, {"model": weights}, "epoch_0")
     before = files_below(folder / "out")
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
     with pytest.raises(ExportError) as error:
-        export_weights(checkpointer, {k: 2 * w for k, w in weights.items()}, "epoch_0")
+        export(checkpointer, {"model": {k: 2 * w for k, w in weights.items()}}, "epoch_0")
     assert files_below(folder / "out") == before
     assert os.listdir(folder / "out") == ["epoch_0"]
     return str(error.value)
@@ -88,7 +90,7 @@ def test_where_the_disk_is_full_the_one_before_stays_and_nothing_else(kind, tmp_
 def export_and_die_at(operation, folder):
     """Kills this process right before its n-th file operation of replacing an export."""
     checkpointer, weights = make_checkpointer(folder)
-    export_weights(checkpointer, weights, "epoch_0")
+    export(checkpointer, {"model": weights}, "epoch_0")
     seen = itertools.count(1)
 
     def die(event, _):
@@ -96,7 +98,7 @@ def export_and_die_at(operation, folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
-    export_weights(checkpointer, {k: 2 * w for k, w in weights.items()}, "epoch_0")
+    export(checkpointer, {"model": {k: 2 * w for k, w in weights.items()}}, "epoch_0")
 
 
 def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole(tmp_path):
@@ -123,7 +125,7 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole
 
 def test_a_first_export_that_is_killed_is_not_there(tmp_path):
     checkpointer, weights = make_checkpointer(tmp_path)
-    export_weights(checkpointer, weights, "epoch_0")
+    export(checkpointer, {"model": weights}, "epoch_0")
     (tmp_path / "out/epoch_0").rename(tmp_path / "out/export.tmp")
     assert remove_leftovers(tmp_path / "out") == [tmp_path / "out/export.tmp"]
     assert os.listdir(tmp_path / "out") == []

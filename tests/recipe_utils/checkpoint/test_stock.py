@@ -15,7 +15,7 @@ from recipe_utils.checkpoint.stock import (
     finds_stock_state,
     load_optimizer_state,
 )
-from recipe_utils.optim.optimizer import build_lr_scheduler, build_optimizer
+from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
 from recipe_utils.settings import ConfigError
 
 NUM_STEPS = 6
@@ -24,7 +24,9 @@ MAKE_SCHEDULER = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2)
 
 
 def make_optimizer(kind, model):
-    return build_optimizer(MAKE_OPTIMIZER, model, in_backward=kind == "in_backward")
+    return build_optimizer(
+        MAKE_OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
+    )
 
 
 def make_scheduler(optimizer, last_epoch=-1):

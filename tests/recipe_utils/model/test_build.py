@@ -21,8 +21,8 @@ def make(sizes=tiny.MODEL):
     return config.instantiate(OmegaConf.create(sizes))
 
 
-def on_meta(sizes=tiny.MODEL, dtype=torch.float32):
-    return build_on_meta(lambda: make(sizes), dtype)
+def on_meta(sizes=tiny.MODEL, dtype="fp32"):
+    return build_on_meta(lambda: make(sizes), ModelSettings(dtype=dtype))
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def ranks():
     ranks.leave()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_built_without_memory_in_its_precision(dtype):
-    parameters = list(on_meta(dtype=dtype).parameters())
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_model_is_built_without_memory_in_its_precision(name, dtype):
+    parameters = list(on_meta(dtype=name).parameters())
     assert {parameter.dtype for parameter in parameters} == {dtype}
     assert all(parameter.is_meta for parameter in parameters)
 
@@ -53,7 +53,7 @@ def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(ranks):
 def test_wrapped_models_load_the_weights_of_plain_ones(ranks, wrapping):
     saved, settings = tiny.tiny_model(), ModelSettings(**wrapping)
     model = parallelize_model(on_meta(), settings, ranks)
-    load_weights(model, saved.state_dict(), settings, CPU)
+    load_weights(model, {"model": saved.state_dict()}, settings, CPU)
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 20))
     torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
     recomputing = [m for m in model.modules() if "CheckpointWrapper" in type(m).__name__]
@@ -135,7 +135,9 @@ def test_interleaved_schedules_have_every_other_stage_on_each_rank(built_on_two_
 def test_stages_know_the_model_that_they_are_parts_of(built_on_two_ranks):
     for _, two, four in built_on_two_ranks:
         for (*_, whole), num_stages in ((two, 2), (four, 4)):
-            assert whole == ([], num_stages, 32, False)
+            assert whole[:4] == ([], num_stages, 32, False)
+            assert len(whole.adapters.trained) == 39
+            assert (whole.adapters.modules, whole.adapters.frozen) == ({}, {})
 
 
 # ---- Settings -----------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from torchtune import config
 from torchtune.modules.model_fusion import FusionEmbedding
 
 from recipe_utils.data.plan import ATTENTION_SLOWNESS
-from recipe_utils.model.build import build_on_meta
+from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import equal_attention_length, limits_of, vocab_size_and_max_seq_len
 
 CPU = torch.device("cpu")
 
 
 def on_meta(sizes=tiny.MODEL):
-    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), torch.float32)
+    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), ModelSettings())
 
 
 def test_limits_of_samples_are_those_of_the_model():

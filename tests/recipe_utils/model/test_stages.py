@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe_utils.model.build import build_on_meta
+from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.stages import cut_to_stage, layers_of_stages, split_layers, ties_output
 
 
@@ -77,7 +77,7 @@ def test_the_stages_one_after_the_other_are_the_model(sizes, points):
 
 
 def test_a_stage_keeps_only_its_own_weights():
-    model = build_on_meta(lambda: tiny.tiny_model(tiny.DEEP_MODEL), torch.float32)
+    model = build_on_meta(lambda: tiny.tiny_model(tiny.DEEP_MODEL), ModelSettings())
     assert ties_output(model)
     cut_to_stage(model, range(1, 3))
     assert {name.split(".")[1] for name in model.state_dict()} == {"1", "2"}

@@ -20,14 +20,14 @@ FP32 = ModelSettings()
 
 
 def on_meta(sizes=tiny.MODEL, settings=FP32):
-    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), settings.torch_dtype)
+    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), settings)
 
 
 @pytest.mark.parametrize("sizes", [tiny.MODEL, tiny.UNTIED_MODEL], ids=["tied", "untied"])
 def test_a_loaded_model_computes_what_the_saved_one_did(sizes):
     saved = tiny.tiny_model(sizes)
     model = on_meta(sizes)
-    load_weights(model, saved.state_dict(), FP32, CPU)
+    load_weights(model, {"model": saved.state_dict()}, FP32, CPU)
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 20))
     torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
 
@@ -37,7 +37,7 @@ def test_loaded_weights_have_the_models_precision_and_their_own_memory():
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         settings = ModelSettings(dtype=name)
         model = on_meta(settings=settings)
-        load_weights(model, state_dict, settings, CPU)
+        load_weights(model, {"model": state_dict}, settings, CPU)
         weight = model.tok_embeddings.weight
         assert weight.dtype == dtype
         assert weight.data_ptr() != state_dict["tok_embeddings.weight"].data_ptr()
@@ -69,14 +69,14 @@ def test_weights_that_do_not_fit_are_named(change, message):
     state_dict = dict(tiny.tiny_model().state_dict())
     change(state_dict)
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_weights(on_meta(), state_dict, FP32, CPU)
+        load_weights(on_meta(), {"model": state_dict}, FP32, CPU)
 
 
 def test_a_buffer_that_no_checkpoint_holds_is_refused():
     model = on_meta()
     model.register_buffer("scale", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(RuntimeError, match="scale"):
-        load_weights(model, tiny.tiny_model().state_dict(), FP32, CPU)
+        load_weights(model, {"model": tiny.tiny_model().state_dict()}, FP32, CPU)
 
 
 # ---- Ranks --------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def load_and_gather(layouts):
             PipelineSettings(),
             ranks,
         )
-        load_weights(model, saved, FP32, CPU)
+        load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0
         gathered = gather_weights(model, CPU, sends, ranks.new_cpu_group())
         # Tied weights stand in the state dict once, under the name of the embeddings.

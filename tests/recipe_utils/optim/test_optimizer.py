@@ -24,7 +24,9 @@ MAKE_SCHEDULER = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2)
 
 
 def make_optimizer(kind, model):
-    return build_optimizer(MAKE_OPTIMIZER, model, in_backward=kind == "in_backward")
+    return build_optimizer(
+        MAKE_OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
+    )
 
 
 def make_scheduler(optimizer):

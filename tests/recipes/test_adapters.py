@@ -1,0 +1,562 @@
+"""A model whose builder gave it adapters trains those alone, exactly, in every layout."""
+
+import re
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import big_batch
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from big_batch import STEP_OF_16, TOLERANCE
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import (
+    keep_warnings,
+    recipe_class,
+    run_recipe,
+    run_recipe_recording_gradients,
+    run_stock_recipe,
+    with_adapters,
+)
+
+from recipe_utils.files import CheckpointError
+from recipe_utils.model import adapters
+from recipe_utils.settings import ConfigError
+
+TIED = tiny.adapted(tiny.MODEL)
+UNTIED = tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True)
+DORA = tiny.adapted(tiny.MODEL, use_dora=True)
+DEEP = tiny.adapted(tiny.DEEP_MODEL)
+KINDS = {
+    "lora": tiny.adapted(tiny.WIDE_MODEL),
+    "dora": tiny.adapted(tiny.WIDE_MODEL, use_dora=True),
+    "qlora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True),
+    "qdora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True, use_dora=True),
+}
+
+
+# ---- Gradients ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tied", "untied-and-output", "dora"])
+def model_and_reference(request):
+    """A model and, per update step of 16 samples, its adapters' big-batch gradients in plain PyTorch."""
+    sizes = {"tied": TIED, "untied-and-output": UNTIED, "dora": DORA}[request.param]
+    return sizes, big_batch.reference_gradients(sizes)
+
+
+LAYOUTS = {
+    "one-process": (1, {}),
+    "fsdp-2": (2, {}),
+    "fsdp-4": (4, {}),
+    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
+    "1f1b-2": (2, {"pipeline_parallel_dim": 2}),
+    "1f1b-2-fsdp-2": (4, {"pipeline_parallel_dim": 2}),
+}
+SPLITS = [
+    (1, "each_microbatch", "in_order", {}),
+    (4, "last_microbatch", "least_padding", {}),
+    (2, "last_microbatch", "packed", {}),
+    (4, "each_microbatch", "packed", {"enable_activation_checkpointing": True}),
+]
+
+
+def gradients_of_all_splits(configs):
+    return [run_recipe_recording_gradients(config) for config in configs]
+
+
+def assert_exact(gradients, reference, has_stages):
+    """Each adapter of this rank, in each update step, and of a whole model all of them."""
+    assert len(gradients) == len(reference)
+    for step, expected in zip(gradients, reference, strict=True):
+        assert step.keys() < expected.keys() if has_stages else step.keys() == expected.keys()
+        assert big_batch.error(step, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_of_every_adapter_is_that_of_one_big_batch(
+    layout, tiny_config, model_and_reference, tmp_path
+):
+    sizes, reference = model_and_reference
+    world_size, dims = LAYOUTS[layout]
+    configs = [
+        tiny_config(
+            model=sizes,
+            batch_size=batch_size,
+            gradient_sync=gradient_sync,
+            microbatching=microbatching,
+            **STEP_OF_16,
+            **dims,
+            **wrapping,
+        )
+        for batch_size, gradient_sync, microbatching, wrapping in SPLITS
+    ]
+    configs = [with_adapters(config, tmp_path) for config in configs]
+    for splits in run_distributed(gradients_of_all_splits, world_size, configs):
+        for gradients in splits:
+            assert_exact(gradients, reference, "1f1b" in layout)
+
+
+def test_a_zero_bubble_schedule_has_the_same_gradients(tiny_config, tmp_path):
+    config = tiny_config(
+        model=DEEP,
+        batch_size=2,
+        pipeline_parallel_dim=2,
+        pipeline_parallel_schedule="InterleavedZeroBubble",
+        **STEP_OF_16,
+    )
+    reference = big_batch.reference_gradients(DEEP)
+    for gradients in run_distributed(
+        run_recipe_recording_gradients, 2, with_adapters(config, tmp_path)
+    ):
+        assert_exact(gradients, reference, has_stages=True)
+
+
+# ---- Loss curves --------------------------------------------------------------------------------
+
+SCHEDULE = {
+    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "num_warmup_steps": 2,
+}
+STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+
+
+def curve_config(tiny_config, **changes):
+    """8 update steps of 8 samples, clipped, with weight decay."""
+    return tiny_config(
+        **{
+            "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 64},
+            "batch_size": 2,
+            "global_batch_size": 8,
+            "gradient_accumulation_steps": ...,
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.003, "weight_decay": 0.1},
+            "lr_scheduler": SCHEDULE,
+            "clip_grad_norm": 0.05,
+            **changes,
+        }
+    )
+
+
+def losses(logged):
+    return [float(metrics["loss"]) for metrics in logged if "loss" in metrics]
+
+
+def stock_run(config):
+    """torchtune's own recipe; it takes given adapters only as a recipe state's, so they are put in here."""
+    given = torch.load(config["checkpointer"].pop("adapter_checkpoint"), weights_only=True)
+    of_stock = dict.fromkeys(("compile", "resume_from_checkpoint"), False)
+    for_stock = {"max_steps_per_epoch": None, "epochs": 1, "gradient_accumulation_steps": 4}
+    config = {**config, **of_stock, **for_stock, "loss": STOCK_LOSS}
+    return run_stock_recipe(config, "lora_finetune", given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
+    config = with_adapters(curve_config(tiny_config, model=KINDS[kind]), tmp_path)
+    stock = run_distributed(stock_run, 1, config)[0]
+    assert len(losses(stock)) == 8
+    for world_size, changes in (
+        (1, {}),
+        (1, {"microbatching": "packed"}),
+        (2, {}),
+        (2, {"pipeline_parallel_dim": 2}),
+        (4, {"data_parallel_replicate_dim": 2}),
+    ):
+        logged = run_distributed(run_recipe, world_size, {**config, **changes})[0]
+        # In fp32; NF4's products round in another order.
+        tolerance = 5e-6 if kind.startswith("q") else 3e-6
+        assert losses(logged) == pytest.approx(losses(stock), abs=tolerance)
+        norms = [metrics["grad_norm"].item() for metrics in stock]
+        assert [metrics["grad_norm"] for metrics in logged] == pytest.approx(norms, rel=1e-4)
+
+
+def norm_in_the_graph(layer, x):
+    weight = layer.weight + layer.scaling * (layer.lora_b.weight @ layer.lora_a.weight)
+    return torch.nn.functional.linear(x, weight) * (layer.magnitude / weight.norm(dim=1))
+
+
+def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters):
+    return draw(found, base, seed + dist.get_rank(), dtype)
+
+
+MUTANTS = {
+    "dora's norm not detached": (
+        1,
+        "recipe_utils.model.adapters._forward_with_kept_norm",
+        norm_in_the_graph,
+    ),
+    "dora's norm kept over steps": (
+        1,
+        "torch.optim.Optimizer.register_step_post_hook",
+        lambda *_: None,
+    ),
+    "adapters drawn by each rank": (
+        2,
+        "recipe_utils.model.adapters.fresh_adapters",
+        adapters_of_each_rank,
+    ),
+    "base not frozen": (1, "recipe_utils.model.build.freeze_base", lambda _: None),
+}
+
+
+def run_mutant(mutant, config):
+    _, target, replacement = MUTANTS[mutant]
+    with patch(target, replacement):
+        return losses(run_recipe(config))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_adapter_has_another_curve(mutant, tiny_config):
+    world_size = MUTANTS[mutant][0]
+    config = curve_config(tiny_config, model=KINDS["dora"], clip_grad_norm=None)
+    config["optimizer"]["lr"] = 0.05
+    right = losses(run_distributed(run_recipe, world_size, config)[0])
+    wrong = run_distributed(run_mutant, world_size, mutant, config)[0]
+    assert max(abs(a - b) for a, b in zip(right, wrong, strict=True)) > 1e-2
+
+
+def weights_after(config):
+    """Of the frozen base before and after a training, and whether anything frozen got a gradient."""
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    with recipe.run:
+        recipe.setup(cfg)
+        frozen = {n: p for n, p in recipe.model.named_parameters() if not p.requires_grad}
+        before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
+        graded = []
+        recipe.optimizer.register_step_pre_hook(
+            lambda *_: graded.extend(n for n, p in frozen.items() if p.grad is not None)
+        )
+        recipe.train()
+        return graded, [torch.equal(before[name], p) for name, p in frozen.items()]
+
+
+def test_the_base_stays_as_it_is_and_gets_no_gradient(tiny_config):
+    for world_size in (1, 2):
+        config = curve_config(tiny_config, model=TIED)
+        for graded, is_same in run_distributed(weights_after, world_size, config):
+            assert graded == []
+            assert all(is_same)
+            assert len(is_same) == 20
+
+
+# ---- Where they start ---------------------------------------------------------------------------
+
+
+def exported_adapters(config):
+    return torch.load(f"{config['output_dir']}/epoch_0/adapter_model.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["dora", "qdora"])
+def test_fresh_adapters_are_bitwise_alike_on_every_layout_and_change_nothing(kind, tiny_config):
+    found = []
+    for world_size, dims in (
+        (1, {}),
+        (2, {}),
+        (4, {"data_parallel_replicate_dim": 2}),
+        (2, {"pipeline_parallel_dim": 2}),
+    ):
+        config = curve_config(
+            tiny_config,
+            model=KINDS[kind],
+            save_adapter_weights_only=True,
+            max_steps_per_epoch=1,
+            optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
+            **dims,
+        )
+        run_distributed(run_recipe, world_size, config)
+        found.append(exported_adapters(config))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(tensor, found[0][name]) for name, tensor in other.items())
+    drawn = found[0]["layers.0.attn.q_proj.lora_a.weight"]
+    assert not torch.equal(drawn, found[0]["layers.1.attn.q_proj.lora_a.weight"])
+    assert 0.9 / 16 < drawn.abs().max() <= 1 / 16  # torchtune's, at 256 columns
+    assert not found[0]["layers.0.attn.q_proj.lora_b.weight"].any()
+    # |W| of the weight that is multiplied: at the start a DoRA model is its base.
+    config["model"] = {**KINDS[kind], "use_dora": False}
+    plain = run_distributed(run_recipe, 2, config)[0]
+    config["model"] = KINDS[kind]
+    assert losses(run_distributed(run_recipe, 2, config)[0]) == pytest.approx(
+        losses(plain), abs=1e-6
+    )
+
+
+def test_loraplus_is_a_higher_rate_for_b_and_magnitudes(tiny_config, tmp_path):
+    config = curve_config(
+        tiny_config,
+        model=DORA,
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.01},
+        lr_scheduler=...,
+        clip_grad_norm=None,
+        max_steps_per_epoch=1,
+    )
+    config = with_adapters(config, tmp_path)
+    start = torch.load(config["checkpointer"]["adapter_checkpoint"], weights_only=True)
+    change = {}
+    for ratio in (None, 16.0):
+        logged = run_distributed(run_recipe, 2, {**config, "loraplus_lr_ratio": ratio})[0]
+        assert logged[0]["lr"] == 0.01
+        change[ratio] = {n: w - start[n] for n, w in exported_adapters(config).items()}
+    for name, plain in change[None].items():
+        ratio = 1 if "lora_a" in name else 16
+        assert plain.any()
+        torch.testing.assert_close(change[16.0][name], ratio * plain, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_in_the_backward_steps_adapters_alike(tiny_config):
+    config = curve_config(
+        tiny_config,
+        model=DORA,
+        clip_grad_norm=None,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        global_batch_size=...,
+    )
+    plain = run_distributed(run_recipe, 1, config)[0]
+    in_backward = run_distributed(run_recipe, 1, {**config, "optimizer_in_bwd": True})[0]
+    assert losses(in_backward) == pytest.approx(losses(plain), abs=2e-6)
+
+
+# ---- Going on -----------------------------------------------------------------------------------
+
+
+def resumed(config, folder, **changes):
+    """The config of a training that goes on from a copy of what another has left after step 4."""
+    shutil.copytree(Path(config["output_dir"], "step_4"), folder / "step_4")
+    return {
+        **config,
+        "output_dir": str(folder),
+        "checkpointer": {**config["checkpointer"], "output_dir": str(folder)},
+        "resume_from_checkpoint": True,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module", params=["dora", "qlora"])
+def saved_after_4(request, module_config):
+    """A config that was run on one process, its losses and trained adapters."""
+    config = curve_config(
+        module_config,
+        model=KINDS[request.param],
+        save_every_n_steps=4,
+        keep_last_n_checkpoints=None,
+        save_adapter_weights_only=True,
+    )
+    logged = run_distributed(run_recipe, 1, config)[0]
+    return config, losses(logged), exported_adapters(config)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dims"),
+    [(1, {}), (2, {}), (2, {"pipeline_parallel_dim": 2})],
+    ids=["1", "fsdp-2", "1f1b-2"],
+)
+def test_a_stopped_training_goes_on_on_any_layout(world_size, dims, saved_after_4, tmp_path):
+    config, uninterrupted, trained = saved_after_4
+    again = resumed(config, tmp_path / "again", **dims)
+    logged = losses(run_distributed(run_recipe, world_size, again)[0])
+    found = exported_adapters(again)
+    assert found.keys() == trained.keys()
+    if world_size == 1:
+        assert logged == uninterrupted[4:]
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
+    assert logged == pytest.approx(uninterrupted[4:], abs=3e-6)
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(saved_after_4):
+    config, _, trained = saved_after_4
+    adapter_bytes = sum(tensor.nbytes for tensor in trained.values())
+    files = Path(config["output_dir"], "step_4").iterdir()
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert 3 * adapter_bytes < num_bytes < 1.05 * 3 * adapter_bytes + 64 * 1024
+
+
+def refusal(config):
+    try:
+        run_recipe(config)
+    except ConfigError as error:
+        return error.problems
+    except CheckpointError as error:
+        return (str(error),)
+    return ()
+
+
+def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, weights_folder):
+    config, *_ = saved_after_4
+    weights = torch.load(weights_folder / "weights" / "wide.pt", weights_only=True)
+    weights["layers.1.mlp.w2.weight"] = weights["layers.1.mlp.w2.weight"] * 1.01
+    (tmp_path / "other").mkdir()
+    torch.save(weights, tmp_path / "other" / "wide.pt")
+    model = config["model"]
+    is_nf4 = model.get("quantize_base", False)
+    for index, (words, changes) in enumerate(
+        {
+            r"lora_a.weight \(4, 256\) instead of \(8, 256\)": {"model": {**model, "lora_rank": 8}},
+            r"which the model has not": {"model": {**model, "apply_lora_to_mlp": False}},
+            r"other frozen weights: layers.1.mlp.w2.weight=": {
+                "checkpointer": {"checkpoint_dir": str(tmp_path / "other")}
+            },
+            r"other frozen weights: .*NF4": {"model": {**model, "quantize_base": not is_nf4}},
+        }.items()
+    ):
+        again = resumed(config, tmp_path / str(index))
+        again |= {
+            key: {**again[key], **value} if key == "checkpointer" else value
+            for key, value in changes.items()
+        }
+        (problem,) = run_distributed(refusal, 1, again)[0]
+        assert re.search(words, problem), problem
+
+
+def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
+    config = curve_config(
+        tiny_config,
+        model=DORA,
+        loss=STOCK_LOSS,
+        epochs=2,
+        max_steps_per_epoch=8,
+        gradient_accumulation_steps=4,
+        global_batch_size=...,
+        compile=False,
+        resume_from_checkpoint=False,
+    )
+    stock = losses(run_distributed(run_stock_recipe, 1, config, "lora_finetune")[0])
+    assert len(stock) == 16
+    # Left to itself, torchtune would take the newest adapters to the older recipe state.
+    after_epoch_0 = {**config["checkpointer"], "adapter_checkpoint": "epoch_0/adapter_model.pt"}
+    again = {**config, "resume_from_checkpoint": True, "checkpointer": after_epoch_0}
+    for world_size in (1, 2):
+        again["gradient_accumulation_steps"] = 4 // world_size
+        logged = losses(run_distributed(run_recipe, world_size, again)[0])
+        assert logged == pytest.approx(stock[8:], abs=1e-5)
+
+
+# ---- What cannot work, and what is said ---------------------------------------------------------
+
+WIDE = KINDS["qlora"]
+QUANTIZER = {
+    "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+    "groupsize": 32,
+}
+TP = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+}
+REFUSED = {
+    "model.lora_rank=0: ": (1, {"model": {**TIED, "lora_rank": 0}}),
+    "model: Must pass one or more": (
+        1,
+        {"model": {**TIED, "lora_attn_modules": [], "apply_lora_to_mlp": False}},
+    ),
+    r"model.lora_attn_modules=\['o_proj'\]": (
+        1,
+        {"model": {**TIED, "lora_attn_modules": ["o_proj"]}},
+    ),
+    "model.lora_alpha: it is missing": (1, {"model": {**TIED, "lora_alpha": ...}}),
+    r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384": (
+        1,
+        {"model": {**TIED, "quantize_base": True}},
+    ),
+    r"model.quantize_base=True: .* on 3 ranks": (3, {"model": WIDE, "batch_size": 1}),
+    "data_parallel_shard_dim=1: FSDP2": (2, {"model": WIDE, "data_parallel_replicate_dim": 2}),
+    "tensor_parallel_dim=2: .*LoRA": (2, {"model": UNTIED, **TP}),
+    "quantizer=.*this model has none": (1, {"model": tiny.MODEL, "quantizer": QUANTIZER}),
+    "quantizer=.*it is for LoRA": (1, {"model": DORA, "quantizer": QUANTIZER}),
+    "quantizer=.*NF4": (1, {"model": WIDE, "quantizer": QUANTIZER}),
+    "quantizer=.*cannot be trained with": (
+        1,
+        {
+            "model": TIED,
+            "quantizer": {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"},
+        },
+    ),
+    "quantizer.groupsize=24: it does not divide 32": (
+        1,
+        {"model": TIED, "quantizer": {**QUANTIZER, "groupsize": 24}},
+    ),
+    "loraplus_lr_ratio=4.0: the model has no LoRA": (
+        1,
+        {"model": tiny.MODEL, "loraplus_lr_ratio": 4.0},
+    ),
+    "loraplus_lr_ratio=4.0: with optimizer_in_bwd": (
+        1,
+        {"loraplus_lr_ratio": 4.0, "optimizer_in_bwd": True, "gradient_accumulation_steps": 1},
+    ),
+    r"fsdp=\{'offload': True\}": (1, {"fsdp": {"offload": True}}),
+}
+
+
+def refusals(configs):
+    return [refusal(config) for config in configs]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_cannot_work_is_refused_by_name_before_training(world_size, tiny_config):
+    cases = {words: changes for words, (size, changes) in REFUSED.items() if size == world_size}
+    configs = []
+    for changes in cases.values():
+        config = tiny_config(**{"model": TIED, "gradient_accumulation_steps": 1, **changes})
+        config["model"] = {k: v for k, v in config["model"].items() if v is not ...}
+        configs.append(config)
+    found = run_distributed(refusals, world_size, configs)[0]
+    for words, problems in zip(cases, found, strict=True):
+        assert len(problems) == 1, (words, problems)
+        assert re.match(words, problems[0]), problems
+
+
+def test_given_adapters_of_another_model_are_refused_by_name(tiny_config, tmp_path):
+    given = with_adapters(tiny_config(model=TIED), tmp_path)["checkpointer"]
+    text = tmp_path / "text.pt"
+    text.write_text("no tensors")
+    for words, model, changes in (
+        ("another rank or size: .*lora_a", {**TIED, "lora_rank": 2}, {}),
+        ("it lacks layers.0.attn.k_proj.magnitude", DORA, {}),
+        ("has what the model has not: .*mlp", {**TIED, "apply_lora_to_mlp": False}, {}),
+        ("has what the model has not", tiny.MODEL, {}),
+        ("is no file", TIED, {"adapter_checkpoint": "missing.pt"}),
+        ("holds no tensors", TIED, {"adapter_checkpoint": str(text)}),
+    ):
+        config = tiny_config(model=model, checkpointer={**given, **changes})
+        (problem,) = run_distributed(refusal, 1, config)[0]
+        assert re.match(f"checkpointer.adapter_checkpoint.*{words}", problem), problem
+
+
+def test_a_stage_without_adapters_is_refused(tiny_config):
+    model = {**tiny.MODEL, "_component_": "tiny.adapted_in_one_layer"}
+    config = tiny_config(model=model, pipeline_parallel_dim=2)
+    (problem,) = run_distributed(refusal, 2, config)[0]
+    assert "stage 1 of 2 has nothing to train" in problem
+
+
+def warnings_of(config):
+    warnings = keep_warnings()
+    run_recipe(config)
+    return warnings
+
+
+def test_what_a_key_does_not_do_is_said_once(tiny_config):
+    config = curve_config(tiny_config, max_steps_per_epoch=1)
+    for words, changes in (
+        ("lora_dropout", {"model": {**TIED, "lora_dropout": 0.1}}),
+        ("save_adapter_weights_only=True: the model has no", {"save_adapter_weights_only": True}),
+        ("low_cpu_ram=True", {"model": TIED, "low_cpu_ram": True}),
+    ):
+        found = run_distributed(warnings_of, 1, {**config, **changes})[0]
+        assert sum(words in text for text in found) == 1, found
+
+
+def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
+    """The quantizer makes the base coarse, so the loss is another; its adapters learn all the same."""
+    config = curve_config(tiny_config, model=TIED, clip_grad_norm=None)
+    config["optimizer"]["lr"] = 0.02
+    plain = losses(run_distributed(run_recipe, 1, config)[0])
+    config["quantizer"] = QUANTIZER
+    coarse = losses(run_distributed(run_recipe, 1, config)[0])
+    on_two = losses(run_distributed(run_recipe, 2, config)[0])
+    assert abs(coarse[0] - plain[0]) > 1e-4
+    assert coarse[-1] < coarse[0] - 0.2
+    assert on_two == pytest.approx(coarse, abs=1e-4)
