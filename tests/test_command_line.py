@@ -13,6 +13,8 @@ from recipe_runs import tiny_config as make_tiny_config
 TUNE = str(Path(sys.executable).with_name("tune"))
 NAME = "full_finetune_update_step"
 DEFAULT = "llama3_2/5M_full_update_step"
+LORA_NAME = "lora_finetune_update_step"
+LORA_DEFAULT = "llama3_2/5M_lora_update_step"
 
 
 def tune(*arguments, cwd):
@@ -43,10 +45,10 @@ def by_name(weights_folder, tmp_path_factory):
     return folder
 
 
-def test_ls_lists_the_recipe_and_its_configs(tmp_path):
+def test_ls_lists_the_recipes_and_their_configs(tmp_path):
     listed = tune("ls", cwd=tmp_path).stdout
-    assert NAME in listed
-    assert DEFAULT in listed
+    for name, default in ((NAME, DEFAULT), (LORA_NAME, LORA_DEFAULT)):
+        assert re.search(rf"^{name} +{default}", listed, re.M)
     assert "full_finetune_single_device" in listed
 
 
@@ -54,6 +56,14 @@ def test_validate_knows_configs_by_name_and_by_path(tmp_path):
     assert "well-formed" in tune("validate", DEFAULT, cwd=tmp_path).stdout
     tune("cp", DEFAULT, "copy.yaml", cwd=tmp_path)
     assert "well-formed" in tune("validate", "copy.yaml", cwd=tmp_path).stdout
+    assert "well-formed" in tune("validate", LORA_DEFAULT, cwd=tmp_path).stdout
+
+
+def test_two_names_of_a_recipe_give_the_same_copy(tmp_path):
+    for name in (NAME, LORA_NAME):
+        assert tune("cp", name, f"{name}.py", cwd=tmp_path).returncode == 0
+    copies = [(tmp_path / f"{name}.py").read_text() for name in (NAME, LORA_NAME)]
+    assert copies[0] == copies[1]
 
 
 def test_run_by_name_and_from_a_copy_give_the_same_losses(by_name):

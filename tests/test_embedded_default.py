@@ -102,6 +102,60 @@ def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
     assert "Time for inference" in printed
 
 
+@pytest.fixture(scope="module")
+def adapted(trained, tmp_path_factory):
+    """Output folder of the embedded default of LoRA after 12 of its update steps, on ``trained``."""
+    folder = tmp_path_factory.mktemp("adapted")
+    tune_run(
+        "lora_finetune_update_step",
+        "--config",
+        "llama3_2/5M_lora_update_step",
+        f"output_dir={folder}",
+        f"checkpoint_dir={trained}/epoch_0",
+        "max_steps_per_epoch=12",
+        "run_val_every_n_steps=4",
+    )
+    return folder
+
+
+def test_adapters_lower_the_validation_loss_of_text_of_another_kind(adapted):
+    (log,) = adapted.glob("logs/*.txt")
+    val_losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log.read_text())]
+    assert len(val_losses) == 3
+    assert val_losses[-1] < val_losses[0] - 0.2
+
+
+def test_the_readme_s_last_command_samples_from_the_model_with_its_adapters_merged(adapted):
+    printed = tune_run(
+        "generate",
+        "--config",
+        "llama3_2/5M_generation",
+        f"checkpoint_dir={adapted}/epoch_0",
+        f"output_dir={adapted}",
+        "max_new_tokens=5",
+        "prompt.user=Write `shlex.join`.",
+    )
+    assert "Write `shlex.join`.\n\n" in printed
+
+
+def test_where_the_first_default_was_not_trained_the_error_says_how(tmp_path):
+    done = subprocess.run(
+        [
+            *(TUNE, "run", "lora_finetune_update_step", "--config", "llama3_2/5M_lora_update_step"),
+            *(f"output_dir={tmp_path}/out", f"checkpoint_dir={tmp_path}/not_there"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    said = done.stdout + done.stderr
+    assert "first: tune run full_finetune_update_step --config llama3_2/5M_full_update_step" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "not_there").exists()
+
+
 @pytest.mark.parametrize("exported", ["epoch_0", "export_step_9"])
 def test_what_is_exported_loads_in_transformers_with_equal_logits(exported, trained):
     transformers = pytest.importorskip("transformers")

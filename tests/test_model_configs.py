@@ -1,6 +1,8 @@
 """The configs of real models fit the recipe, their model and each other; no weights are needed."""
 
+import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,16 +13,21 @@ from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import MultiHeadAttention
+from torchtune.modules.low_precision import FrozenNF4Linear
+from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
 from recipe_utils.model.build import build_on_meta
 from recipe_utils.model.sizes import vocab_size_and_max_seq_len
 from recipe_utils.settings import read_settings, settings_of
-from recipe_utils.tune.registry import RECIPES, ROOT, config_path
+from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-DEFAULT = "llama3_2/5M_full_update_step"
+DEFAULTS = {
+    "full_finetune_update_step": "llama3_2/5M_full_update_step",
+    "lora_finetune_update_step": "llama3_2/5M_lora_update_step",
+}
 PARAMETERS = {  # as published
     "llama3_2/1B_full_update_step": 1.24e9,
     "llama3_2/3B_full_update_step": 3.21e9,
@@ -32,10 +39,25 @@ PARAMETERS = {  # as published
     "mistral/7B_full_update_step": 7.24e9,
     "phi4/14B_full_update_step": 14.7e9,
 }
+ADAPTERS = {  # of all layers' q, v and output projections and MLPs
+    "llama3_2/1B_lora_update_step": 42.5e6,
+    "llama3_2/1B_qlora_update_step": 42.5e6,
+    "llama3_2/3B_lora_update_step": 89.9e6,
+    "llama3_2/3B_qlora_update_step": 89.9e6,
+    "llama3_1/8B_lora_update_step": 19.7e6,
+    "llama3_1/8B_qlora_update_step": 19.7e6,
+    "qwen2_5/0.5B_lora_update_step": 16.8e6,
+    "qwen2_5/7B_lora_update_step": 19.3e6,
+}
+CONFIGS = (*PARAMETERS, *ADAPTERS)
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Per parameter: its code, an 8-bit scale of each 64, and a 32-bit scale of each 256 of those."""
 COMPONENTS = (
     "model", "tokenizer", "checkpointer", "dataset", "optimizer", "loss", "metric_logger", "profiler",
 )  # fmt: skip
-every_config = pytest.mark.parametrize("name", PARAMETERS)
+every_config = pytest.mark.parametrize("name", CONFIGS)
+every_full_config = pytest.mark.parametrize("name", PARAMETERS)
+every_adapter_config = pytest.mark.parametrize("name", ADAPTERS)
 
 
 def load(name):
@@ -46,6 +68,30 @@ def build(name):
     return build_on_meta(lambda: config.instantiate(load(name).model), torch.bfloat16)
 
 
+@cache
+def built(name):
+    """Quantising takes time, also on meta. Not to be changed by a test."""
+    return build(name)
+
+
+def of_full(name):
+    """The name of the config that trains all weights of the same model."""
+    return re.sub("_q?lora_", "_full_", name)
+
+
+def recipe_of(name):
+    (recipe,) = [recipe for recipe, configs in RECIPES.items() if name in configs]
+    return recipe
+
+
+def num_quantised(model):
+    return sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, FrozenNF4Linear) or getattr(module, "_quantize_base", False)
+    )
+
+
 def unresolved(name):
     return yaml.safe_load(config_path(name).read_text())
 
@@ -54,27 +100,43 @@ def test_every_config_file_is_registered_and_the_other_way_round():
     files = {str(path.relative_to(ROOT / "configs")) for path in ROOT.glob("configs/**/*.yaml")}
     registered = [f"{name}.yaml" for configs in RECIPES.values() for name in configs]
     assert sorted(registered) == sorted(files)
-    assert all((ROOT / "recipes" / f"{recipe}.py").is_file() for recipe in RECIPES)
+    assert all(recipe_path(recipe).is_file() for recipe in RECIPES)
 
 
 def test_every_registered_training_config_is_tested_here():
-    training = {n for n in RECIPES["full_finetune_update_step"] if "dataset" in unresolved(n)}
-    assert training == {DEFAULT, *PARAMETERS}
-    assert RECIPES["full_finetune_update_step"][0] == DEFAULT
+    for recipe, tested in zip(DEFAULTS, (PARAMETERS, ADAPTERS), strict=True):
+        training = {name for name in RECIPES[recipe] if "dataset" in unresolved(name)}
+        assert training == {DEFAULTS[recipe], *tested}
+        assert RECIPES[recipe][0] == DEFAULTS[recipe]
 
 
-@pytest.mark.parametrize("name", [DEFAULT, *PARAMETERS])
+@pytest.mark.parametrize("name", [*DEFAULTS.values(), *CONFIGS])
 def test_the_recipe_takes_every_key_and_its_value(name, tmp_path):
     here = {"output_dir": str(tmp_path), "device": "cpu", "dtype": "fp32"}
-    read_settings(OmegaConf.merge(load(name), here), settings_of("full_finetune_update_step"))
+    read_settings(OmegaConf.merge(load(name), here), settings_of(recipe_of(name)))
 
 
 @every_config
 def test_the_configs_have_the_same_keys_in_the_same_order(name):
-    assert list(unresolved(name)) == list(unresolved(next(iter(PARAMETERS))))
-    in_default = list(unresolved(DEFAULT))
+    first = next(each for each in CONFIGS if recipe_of(each) == recipe_of(name))
+    assert list(unresolved(name)) == list(unresolved(first))
+    in_default = list(unresolved(DEFAULTS[recipe_of(name)]))
     shared = [key for key in unresolved(name) if key in in_default]
     assert shared == [key for key in in_default if key in shared]
+
+
+@every_adapter_config
+def test_beside_what_adapters_need_it_is_the_full_config_of_the_same_model(name):
+    ours, full = unresolved(name), unresolved(of_full(name))
+    own = {"save_adapter_weights_only", "lr_scheduler"}
+    assert ours.keys() == full.keys() | own
+    may_differ = {
+        "output_dir", "model", "dataset", "optimizer", "batch_size", "max_tokens_per_microbatch",
+    } | own  # fmt: skip
+    for key in ours.keys() - may_differ:
+        assert ours[key] == full[key], key
+    kind = re.search("q?lora", name)[0]
+    assert ours["output_dir"] == f"{full['output_dir']}_{kind}"
 
 
 @every_config
@@ -89,9 +151,8 @@ def test_components_resolve_and_take_these_arguments(name):
 @every_config
 def test_files_model_data_and_optimizer_are_those_of_the_stock_config(name):
     ours = OmegaConf.to_container(load(name), resolve=True)
-    stock = yaml.safe_load(
-        (STOCK_CONFIGS / f"{name.removesuffix('_update_step')}.yaml").read_text()
-    )
+    stock_name = name.removesuffix("_update_step").replace("_qlora", "_qlora_single_device")
+    stock = yaml.safe_load((STOCK_CONFIGS / f"{stock_name}.yaml").read_text())
     for cfg in (ours, stock):
         cfg["checkpointer"].pop("output_dir")
         cfg["checkpointer"]["checkpoint_dir"] = cfg["checkpointer"]["checkpoint_dir"].rstrip("/")
@@ -99,22 +160,38 @@ def test_files_model_data_and_optimizer_are_those_of_the_stock_config(name):
         cfg["optimizer"]["lr"] = float(cfg["optimizer"]["lr"])  # PyYAML reads 2e-5 as a string
     for key in ("model", "tokenizer", "checkpointer", "dataset", "optimizer"):
         assert ours[key] == stock[key], key
+    if name in ADAPTERS:
+        for key in ("lr_scheduler", "batch_size", "gradient_accumulation_steps"):
+            assert ours[key] == stock[key], key
 
 
-@every_config
-def test_the_model_has_the_size_of_its_name_and_takes_the_loss(name):
-    model = build(name)
-    size = sum(parameter.numel() for parameter in model.parameters())
+@every_full_config
+def test_the_model_has_the_size_of_its_name(name):
+    size = sum(parameter.numel() for parameter in built(name).parameters())
     assert size == pytest.approx(PARAMETERS[name], rel=0.01)
     in_name = float(re.search(r"/([\d.]+)B_", name)[1]) * 1e9
     assert size == pytest.approx(in_name, rel=0.35)  # Gemma 2 2B has 2.6e9
 
-    loss = config.instantiate(load(name).loss)
-    assert isinstance(loss, LinearCrossEntropyLoss)
-    attach_head(model, loss)
-
 
 @every_config
+def test_the_model_takes_the_loss(name):
+    loss = config.instantiate(load(name).loss)
+    assert isinstance(loss, LinearCrossEntropyLoss)
+    attach_head(build(name), loss)
+
+
+@every_adapter_config
+def test_the_model_is_that_of_its_name_with_adapters(name):
+    sizes = [parameter.numel() for parameter in built(name).parameters()]
+    adapters = sum(p.numel() for p in get_adapter_params(built(name)).values())
+    assert adapters == pytest.approx(ADAPTERS[name], rel=0.01)
+    assert sum(sizes) - adapters == pytest.approx(PARAMETERS[of_full(name)], rel=0.01)
+    # Of a quantised model all but the embeddings, the output where it is not tied to them, and norms.
+    quantised = num_quantised(built(name)) / (sum(sizes) - adapters)
+    assert 0.75 < quantised < 0.9 if "_qlora_" in name else quantised == 0
+
+
+@every_full_config
 def test_the_header_says_the_memory_of_its_model(name):
     text = config_path(name).read_text()
     parameters, gigabytes = re.search(
@@ -122,14 +199,45 @@ def test_the_header_says_the_memory_of_its_model(name):
     ).groups()
     assert float(parameters) == pytest.approx(PARAMETERS[name], rel=0.01)
     assert float(gigabytes) == pytest.approx(8 * PARAMETERS[name] / 1e9, rel=0.02)
-    assert f"full_finetune_update_step --config {name}\n" in text
+
+
+@every_adapter_config
+def test_the_header_says_the_memory_of_its_adapters_and_of_what_is_frozen(name):
+    adapters, trained, quantised, frozen, frozen_gigabytes = re.search(
+        r"^# ([\d.e]+) adapter parameters x \(2 .* 2 .* 4 .*\) bytes = ([\d.]+) GB\.\n"
+        r"# (?:([\d.e]+) frozen parameters x 4\.13 bits in NF4 \+ )?([\d.e]+).* x 2 bytes in bf16 = ([\d.]+) GB\.$",
+        config_path(name).read_text(),
+        re.M,
+    ).groups()
+    assert float(adapters) == pytest.approx(ADAPTERS[name], rel=0.01)
+    assert float(trained) == pytest.approx(8 * ADAPTERS[name] / 1e9, abs=0.01)
+    expected = num_quantised(built(name))
+    assert pytest.approx(4.13, abs=0.005) == NF4_BITS
+    assert float(quantised or 0) == pytest.approx(expected, rel=0.01)
+    rest = PARAMETERS[of_full(name)] - expected
+    assert float(frozen) == pytest.approx(rest, rel=0.03)
+    gigabytes = (expected * NF4_BITS / 8 + rest * 2) / 1e9
+    assert float(frozen_gigabytes) == pytest.approx(gigabytes, rel=0.02, abs=0.05)
+
+
+@every_config
+def test_the_header_says_how_to_get_and_train_it(name):
+    text = config_path(name).read_text()
+    assert f"{recipe_of(name)} --config {name}\n" in text
     assert f"--output-dir {load(name).checkpoint_dir}" in text
+
+
+@every_adapter_config
+def test_the_header_names_dora_where_the_builder_knows_it_and_the_base_is_not_quantised(name):
+    builder = _get_component_from_path(load(name).model._component_)
+    knows_it = "use_dora" in inspect.signature(builder).parameters and "_qlora_" not in name
+    assert knows_it == ("model.use_dora=True trains DoRA" in config_path(name).read_text())
 
 
 @every_config
 def test_a_microbatch_holds_the_longest_sample_and_fits_the_model(name):
     cfg = load(name)
-    _, longest_sequence = vocab_size_and_max_seq_len(build(name))
+    _, longest_sequence = vocab_size_and_max_seq_len(built(name))
     longest_sample = cfg.tokenizer.max_seq_len
     assert longest_sample <= longest_sequence
     assert cfg.max_tokens_per_microbatch == cfg.batch_size * longest_sample
@@ -139,11 +247,11 @@ def test_a_microbatch_holds_the_longest_sample_and_fits_the_model(name):
 
 @every_config
 def test_samples_are_packed_where_the_attention_takes_a_block_mask(name):
-    attentions = {type(layer.attn) for layer in build(name).layers}
+    attentions = {type(layer.attn) for layer in built(name).layers}
     takes_block_mask = attentions == {MultiHeadAttention}
     assert load(name).microbatching == ("packed" if takes_block_mask else "least_padding")
 
 
 @every_config
 def test_activations_are_checkpointed_from_seven_billion_parameters_on(name):
-    assert load(name).enable_activation_checkpointing == (PARAMETERS[name] > 7e9)
+    assert load(name).enable_activation_checkpointing == (PARAMETERS[of_full(name)] > 7e9)

@@ -1,1 +1,1 @@
-"""The embedded default's text, tokenizer and first weights: no download."""
+"""The embedded defaults' texts, tokenizer and first weights: no download."""

@@ -12,3 +12,10 @@ def build_once(path: Path, build: Callable[[], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             build()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes under another name and renames, so that ``path`` is whole or not there."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)

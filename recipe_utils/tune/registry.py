@@ -27,13 +27,27 @@ RECIPES = {
         "mistral/7B_full_update_step",
         "phi4/14B_full_update_step",
     ),
+    "lora_finetune_update_step": (
+        "llama3_2/5M_lora_update_step",
+        "llama3_2/1B_lora_update_step",
+        "llama3_2/1B_qlora_update_step",
+        "llama3_2/3B_lora_update_step",
+        "llama3_2/3B_qlora_update_step",
+        "llama3_1/8B_lora_update_step",
+        "llama3_1/8B_qlora_update_step",
+        "qwen2_5/0.5B_lora_update_step",
+        "qwen2_5/7B_lora_update_step",
+    ),
     "benchmark_tokens_per_second": (
         "llama3_2/5M_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
         "llama3_2/5M_benchmark_saving",
     ),
 }
-"""Recipe name (``recipes/NAME.py``) -> its configs (``configs/NAME.yaml``), the default first."""
+"""Recipe name -> its configs (``configs/NAME.yaml``), the default first."""
+
+SAME_FILE = {"lora_finetune_update_step": "full_finetune_update_step"}
+"""Recipe name -> the one whose file it is another name of. All others are ``recipes/NAME.py``."""
 
 
 def register() -> None:
@@ -89,7 +103,7 @@ def _is_ours(argument: str) -> bool:
 
 def recipe_path(name: str) -> Path:
     """Where the recipe called ``name`` lies."""
-    return ROOT / "recipes" / f"{name}.py"
+    return ROOT / "recipes" / f"{SAME_FILE.get(name, name)}.py"
 
 
 def config_path(name: str) -> Path:

@@ -9,8 +9,8 @@ import tiny
 from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
+    docstring_pairs,
     docstring_tokenizer,
-    question_answer_pairs,
 )
 
 VOCAB_SIZE = 1024  # less than the embedded default's: quicker to train
@@ -19,7 +19,7 @@ VOCAB_SIZE = 1024  # less than the embedded default's: quicker to train
 class Built:
     def __init__(self, folder):
         self.pairs_path = folder / "docstrings.json"
-        self.pairs = question_answer_pairs(str(self.pairs_path))
+        self.pairs = docstring_pairs(str(self.pairs_path))
         self.tokenizer_path = folder / "new" / "tokenizer.model"
         self.tokenizer = self.load_tokenizer()
 
@@ -57,7 +57,7 @@ def test_no_pair_comes_twice(built):
 
 def test_pairs_are_collected_once_and_read_again_equal(built):
     written = built.pairs_path.stat().st_mtime_ns
-    assert question_answer_pairs(str(built.pairs_path)) == built.pairs
+    assert docstring_pairs(str(built.pairs_path)) == built.pairs
     assert built.pairs_path.stat().st_mtime_ns == written
 
 
@@ -96,6 +96,15 @@ def test_the_tokenizer_is_trained_once_and_read_again_equal(built):
         assert again.encode(answer) == built.tokenizer.encode(answer)
     assert again.special_tokens == built.tokenizer.special_tokens
     assert again.max_seq_len == 7
+
+
+def test_where_there_is_no_tokenizer_and_no_text_to_train_one_on_the_error_says_what_makes_one(
+    tmp_path,
+):
+    path = tmp_path / "epoch_0" / "tokenizer.model"
+    with pytest.raises(ValueError, match=r"there is no tokenizer.*5M_full_update_step"):
+        docstring_tokenizer(str(path))
+    assert not path.parent.exists()
 
 
 def splits(built, **options):

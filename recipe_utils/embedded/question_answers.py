@@ -1,0 +1,80 @@
+"""What the embedded texts have in common: pairs in a file, two splits of them, and their tokens."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchtune.data import Message
+from torchtune.datasets import PackedDataset
+from torchtune.datasets._sft import SFTTransform
+
+from recipe_utils.embedded.build_once import build_once, write_whole
+
+Pairs = list[tuple[str, str]]
+"""(question, answer)."""
+
+
+def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
+    """The pairs of a JSON file, in its order; it is written with what ``collect`` returns if it does not exist."""
+    build_once(Path(path), lambda: write_whole(Path(path), json.dumps(collect(), indent=1)))
+    return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
+
+
+def question_answer_dataset(
+    pairs: Pairs,
+    tokenizer: Any,
+    split: str,
+    num_validation_samples: int,
+    train_on_input: bool = False,
+    packed: bool = False,
+) -> Dataset[dict[str, Any]]:
+    """One of the two splits of ``pairs``, as tokens.
+
+    Args:
+        pairs: all of them, always in the same order.
+        tokenizer: turns messages into tokens; its ``max_seq_len`` truncates long answers.
+        split: ``"train"`` or ``"validation"``.
+        num_validation_samples: size of the validation split, drawn with a fixed seed.
+        train_on_input: whether the tokens of the question are targets, too.
+        packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+
+    Raises:
+        ValueError: unknown split.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
+    shuffled = list(pairs)
+    random.Random(0).shuffle(shuffled)
+    chosen = (
+        shuffled[:num_validation_samples]
+        if split == "validation"
+        else shuffled[num_validation_samples:]
+    )
+    dataset = QuestionAnswerDataset(chosen, tokenizer, train_on_input)
+    if packed:
+        return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len)
+    return dataset
+
+
+class QuestionAnswerDataset(Dataset[dict[str, Any]]):
+    """Tokenizes (question, answer) pairs as a user's and an assistant's message."""
+
+    def __init__(self, pairs: Pairs, tokenizer: Any, train_on_input: bool = False) -> None:
+        self._pairs = pairs
+        self._train_on_input = train_on_input
+        self._prepare = SFTTransform(model_transform=tokenizer)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        question, answer = self._pairs[index]
+        messages = [
+            Message(role="user", content=question, masked=not self._train_on_input),
+            Message(role="assistant", content=answer, masked=False),
+        ]
+        sample = self._prepare({"messages": messages})
+        return {"tokens": sample["tokens"], "labels": sample["labels"]}

@@ -1,0 +1,64 @@
+"""The sources of the standard library that runs: real text that every Python carries. Nothing is imported."""
+
+import ast
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIPPED_DIRS = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "turtledemo",
+}
+
+
+def library_dir() -> Path:
+    """The folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def library_sources() -> list[Path]:
+    """Its modules, tests and demos left out, in the order of their paths."""
+    found = []
+    for folder, subfolders, files in os.walk(library_dir()):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_DIRS]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+def definitions(
+    source: Path,
+) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """(dotted name, node) of a module and what it defines at its top and in its classes.
+
+    Nothing of what is private, nor of a file that this Python cannot read.
+    """
+    parts = source.relative_to(library_dir()).with_suffix("").parts
+    module = ".".join(part for part in parts if part != "__init__")
+    if _is_private(module):
+        return
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    nodes: list[tuple[str, ast.AST]] = [(module, tree)]
+    while nodes:
+        name, node = nodes.pop(0)
+        assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        yield name, node
+        if isinstance(node, ast.Module | ast.ClassDef):
+            nodes.extend(
+                (f"{name}.{child.name}", child)
+                for child in node.body
+                if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and not _is_private(child.name)
+            )
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
