@@ -2,11 +2,9 @@
 
 import inspect
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import torchtune
 import yaml
 from omegaconf import OmegaConf
@@ -18,7 +16,7 @@ from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.build import build_on_meta
+from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import vocab_size_and_max_seq_len
 from recipe_utils.settings import read_settings, settings_of
 from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
@@ -65,13 +63,7 @@ def load(name):
 
 
 def build(name):
-    return build_on_meta(lambda: config.instantiate(load(name).model), torch.bfloat16)
-
-
-@cache
-def built(name):
-    """Quantising takes time, also on meta. Not to be changed by a test."""
-    return build(name)
+    return build_on_meta(lambda: config.instantiate(load(name).model), ModelSettings(dtype="bf16"))
 
 
 def of_full(name):
@@ -167,7 +159,7 @@ def test_files_model_data_and_optimizer_are_those_of_the_stock_config(name):
 
 @every_full_config
 def test_the_model_has_the_size_of_its_name(name):
-    size = sum(parameter.numel() for parameter in built(name).parameters())
+    size = sum(parameter.numel() for parameter in build(name).parameters())
     assert size == pytest.approx(PARAMETERS[name], rel=0.01)
     in_name = float(re.search(r"/([\d.]+)B_", name)[1]) * 1e9
     assert size == pytest.approx(in_name, rel=0.35)  # Gemma 2 2B has 2.6e9
@@ -182,12 +174,12 @@ def test_the_model_takes_the_loss(name):
 
 @every_adapter_config
 def test_the_model_is_that_of_its_name_with_adapters(name):
-    sizes = [parameter.numel() for parameter in built(name).parameters()]
-    adapters = sum(p.numel() for p in get_adapter_params(built(name)).values())
+    sizes = [parameter.numel() for parameter in build(name).parameters()]
+    adapters = sum(p.numel() for p in get_adapter_params(build(name)).values())
     assert adapters == pytest.approx(ADAPTERS[name], rel=0.01)
     assert sum(sizes) - adapters == pytest.approx(PARAMETERS[of_full(name)], rel=0.01)
     # Of a quantised model all but the embeddings, the output where it is not tied to them, and norms.
-    quantised = num_quantised(built(name)) / (sum(sizes) - adapters)
+    quantised = num_quantised(build(name)) / (sum(sizes) - adapters)
     assert 0.75 < quantised < 0.9 if "_qlora_" in name else quantised == 0
 
 
@@ -211,7 +203,7 @@ def test_the_header_says_the_memory_of_its_adapters_and_of_what_is_frozen(name):
     ).groups()
     assert float(adapters) == pytest.approx(ADAPTERS[name], rel=0.01)
     assert float(trained) == pytest.approx(8 * ADAPTERS[name] / 1e9, abs=0.01)
-    expected = num_quantised(built(name))
+    expected = num_quantised(build(name))
     assert pytest.approx(4.13, abs=0.005) == NF4_BITS
     assert float(quantised or 0) == pytest.approx(expected, rel=0.01)
     rest = PARAMETERS[of_full(name)] - expected
@@ -237,7 +229,7 @@ def test_the_header_names_dora_where_the_builder_knows_it_and_the_base_is_not_qu
 @every_config
 def test_a_microbatch_holds_the_longest_sample_and_fits_the_model(name):
     cfg = load(name)
-    _, longest_sequence = vocab_size_and_max_seq_len(built(name))
+    _, longest_sequence = vocab_size_and_max_seq_len(build(name))
     longest_sample = cfg.tokenizer.max_seq_len
     assert longest_sample <= longest_sequence
     assert cfg.max_tokens_per_microbatch == cfg.batch_size * longest_sample
@@ -247,7 +239,7 @@ def test_a_microbatch_holds_the_longest_sample_and_fits_the_model(name):
 
 @every_config
 def test_samples_are_packed_where_the_attention_takes_a_block_mask(name):
-    attentions = {type(layer.attn) for layer in built(name).layers}
+    attentions = {type(layer.attn) for layer in build(name).layers}
     takes_block_mask = attentions == {MultiHeadAttention}
     assert load(name).microbatching == ("packed" if takes_block_mask else "least_padding")
 

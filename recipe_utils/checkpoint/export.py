@@ -41,7 +41,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
         if temporary.exists():
             shutil.rmtree(temporary)
         redirected.save_checkpoint(
-            dict(contents),
+            {key: copy.copy(content) for key, content in contents.items()},  # it changes them
             epoch=0,
             intermediate_checkpoint=False,
             # Checkpointers for full models alone do not know the argument.

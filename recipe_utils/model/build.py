@@ -173,7 +173,8 @@ def build_model(
     layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
     for index, of_stage in enumerate(layers):
         parts: Any = [whole.layers[i] for i in of_stage]  # type: ignore[index]
-        parts += [whole.output] if index == num_stages - 1 else []
+        if index == num_stages - 1 and isinstance(whole.output, nn.Module):  # not a tied one
+            parts.append(whole.output)
         if not any(p.requires_grad for part in parts for p in part.parameters()):
             raise ValueError(
                 f"pipeline_parallel_dim: stage {index} of {num_stages} has nothing to train; set a smaller "
