@@ -1,0 +1,154 @@
+"""What is exported of adapters is what PEFT computes with: Hugging Face's names, rows and config."""
+
+import json
+import sys
+
+import pytest
+import tiny
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchtune import config
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.gemma2._convert_weights import gemma2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.modules.peft import get_adapter_params
+from torchtune.training import FullModelHFCheckpointer
+
+from recipe_utils.checkpoint.export import export
+from recipe_utils.model.adapters import (
+    contents_of_export,
+    find_adapters,
+    freeze_base,
+    keep_dora_norms,
+)
+
+QWEN2 = {
+    **{key: value for key, value in tiny.MODEL.items() if key != "scale_factor"},
+    "_component_": "torchtune.models.qwen2.qwen2",
+    "tie_word_embeddings": False,
+}
+GEMMA = {**tiny.GEMMA2_MODEL, "_component_": "torchtune.models.gemma.gemma"}
+MODELS = {  # of torchtune; its converter and name for it, and Hugging Face's
+    "llama": (tiny.MODEL, tune_to_hf, "LLAMA3_2", "llama"),
+    "qwen2": (QWEN2, qwen2_tune_to_hf, "QWEN2", "qwen2"),
+    "gemma": (GEMMA, tune_to_hf, "GEMMA", "gemma"),
+    "gemma2": (tiny.GEMMA2_MODEL, gemma2_tune_to_hf, "GEMMA2", "gemma2"),
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+}
+
+
+def hugging_face_config(sizes, kind):
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": sizes["vocab_size"],
+        "hidden_size": sizes["embed_dim"],
+        "intermediate_size": sizes["intermediate_dim"],
+        "num_hidden_layers": sizes["num_layers"],
+        "num_attention_heads": sizes["num_heads"],
+        "num_key_value_heads": sizes["num_kv_heads"],
+        "head_dim": sizes.get("head_dim", sizes["embed_dim"] // sizes["num_heads"]),
+        "max_position_embeddings": 64,
+        "rope_theta": {"qwen2": 1_000_000.0, "llama": 500_000.0}.get(kind, 10_000.0),
+        "rms_norm_eps": 1e-6 if "gemma" in kind else 1e-5,
+        "tie_word_embeddings": kind != "qwen2",
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "torch_dtype": "float32",
+    }
+
+
+@pytest.fixture(params=[(kind, dora) for kind in MODELS for dora in (False, True)], ids=str)
+def exported(request, tmp_path):
+    """An adapted model of torchtune's, its base in Hugging Face's format and its export."""
+    kind, use_dora = request.param
+    sizes, convert, model_type, _ = MODELS[kind]
+    base = config.instantiate(OmegaConf.create(sizes))
+    model = config.instantiate(OmegaConf.create(tiny.adapted(sizes, use_dora=use_dora)))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in base.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    model.load_state_dict(base.state_dict(), strict=False)
+    for name, parameter in get_adapter_params(model).items():
+        middle = 1.0 if "magnitude" in name else 0.0
+        nn.init.normal_(parameter, middle, 0.2, generator=generator)
+
+    hf_config = hugging_face_config(sizes, kind)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(hf_config))
+    heads = {"num_heads": sizes["num_heads"], "num_kv_heads": sizes["num_kv_heads"]}
+    of_head = {} if kind == "qwen2" else {"head_dim": hf_config["head_dim"]}
+    weights = convert(base.state_dict(), dim=sizes["embed_dim"], **heads, **of_head)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+
+    checkpointer = FullModelHFCheckpointer(
+        str(tmp_path / "base"), ["model.safetensors"], model_type, str(tmp_path / "out")
+    )
+    checkpointer.load_checkpoint()
+    freeze_base(model)
+    keep_dora_norms(model, torch.optim.SGD(model.parameters()))
+    adapters = find_adapters(model)
+    trained = {name: p.detach() for name, p in model.state_dict().items()}
+    contents, lost = contents_of_export(dict(trained), adapters, None)
+    assert lost < 1e-6
+    folder = export(checkpointer, contents, "epoch_0")
+    return model, tmp_path / "base", folder
+
+
+def test_the_base_with_the_files_for_peft_is_the_merged_model(exported):
+    """By PEFT's definition, in plain PyTorch, on each weight of Hugging Face's."""
+    _, base_folder, folder = exported
+    base = load_file(base_folder / "model.safetensors")
+    merged = load_file(folder / "model-00001-of-00001.safetensors")
+    adapters = load_file(folder / "adapter_model.safetensors")
+    peft = json.loads((folder / "adapter_config.json").read_text())
+    assert peft["base_model_name_or_path"] == str(base_folder)
+    assert (peft["r"], peft["lora_alpha"], peft["bias"]) == (4, 6, "none")
+    names = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
+    assert len(names) == 14
+    assert {name.rsplit(".", 1)[-1] for name in names} == set(peft["target_modules"])
+    for name, weight in base.items():
+        module = name.removesuffix(".weight")
+        if module not in names:
+            assert torch.equal(merged[name], weight), name
+            continue
+        a, b = (adapters[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+        expected = weight + 6 / 4 * b @ a
+        magnitude = adapters.get(f"base_model.model.{module}.lora_magnitude_vector")
+        assert (magnitude is not None) == peft["use_dora"]
+        if magnitude is not None:
+            expected *= (magnitude / expected.norm(dim=1)).unsqueeze(1)
+        torch.testing.assert_close(merged[name], expected, rtol=0, atol=1e-6)
+
+
+def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, monkeypatch):
+    pytest.importorskip("peft")
+    import peft.import_utils
+    import peft.tuners.lora.torchao
+    import transformers
+
+    # It refuses torchao below 0.16, which torchtune needs, even where nothing uses it.
+    for module in [m for m in sys.modules.values() if hasattr(m, "is_torchao_available")]:
+        monkeypatch.setattr(module, "is_torchao_available", lambda *_: False)
+    model, base_folder, folder = exported
+    tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        ours = model(tokens)
+        with_peft = peft.PeftModel.from_pretrained(load(base_folder), folder)(tokens).logits
+        # Without the adapters beside it, which transformers would take for a reason to load their base.
+        for path in folder.glob("adapter_*"):
+            path.unlink()
+        plain = load(folder)(tokens).logits
+    assert (with_peft - plain).abs().max() < 1e-5
+    if '"gemma2"' not in (base_folder / "config.json").read_text():
+        # There torchtune's converter swaps two norms of each layer, adapters or not.
+        assert (with_peft - ours).abs().max() < 1e-5
