@@ -1,5 +1,7 @@
 """Packed, concatenated and image data: the gradient is that of the samples by themselves."""
 
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
@@ -82,3 +84,26 @@ def test_a_fusion_model_trains_on_images_with_its_own_collate_fn(loss, tiny_conf
     assert metrics["num_tokens"] == num_targets
     assert metrics["loss"] == pytest.approx(loss_sum.item() / num_targets, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-4)
+
+
+def test_adapters_of_a_fusion_model_are_found_under_its_own_names(tiny_config, fusion_weights):
+    config = tiny_config(
+        model={"_component_": "tiny.adapted_fusion_model"},
+        dataset={"_component_": "tiny.tiny_image_dataset", "num_samples": 8},
+        collate_fn="tiny.collate_images",
+        batch_size=1,
+        gradient_accumulation_steps=2,
+    )
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["fusion.pt"]}
+    for _ in range(2):  # the second time it goes on, with nothing left to do but to export
+        run_distributed(run_recipe, 2, config)
+        exported = Path(config["output_dir"], "epoch_0")
+        adapters = torch.load(exported / "adapter_model.pt", weights_only=True)
+        name = "decoder.layers.1.attn.q_proj"
+        assert adapters.keys() == {f"{name}.lora_a.weight", f"{name}.lora_b.weight"}
+        (merged,) = exported.glob("*.bin")
+        merged = torch.load(merged, weights_only=True)
+        base = fusion_weights.state_dict()
+        assert merged.keys() == base.keys()
+        assert {n for n in base if not torch.equal(base[n], merged[n])} == {f"{name}.weight"}
+        config["resume_from_checkpoint"] = True

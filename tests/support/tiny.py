@@ -17,7 +17,7 @@ from torchtune.datasets import PackedDataset
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
-from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 
 VOCAB_SIZE = 67
 IGNORE = -100
@@ -203,6 +203,14 @@ def tiny_fusion_model() -> DeepFusionModel:
         decoder_trainable=True,
         fusion_trainable=True,
     )
+
+
+def adapted_fusion_model() -> DeepFusionModel:
+    """:func:`tiny_fusion_model` with LoRA in a layer whose names in a state dict are not its modules'."""
+    model = tiny_fusion_model()
+    dim = UNTIED_MODEL["embed_dim"]
+    model.decoder.layers[1].layer.attn.q_proj = LoRALinear(dim, dim, rank=2, alpha=4)
+    return model
 
 
 class RecordingSGD(torch.optim.SGD):
