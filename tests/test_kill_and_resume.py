@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import yaml
 from recipe_runs import tiny_config
 
@@ -32,11 +33,18 @@ def write_config(weights_folder, tmp_path, **changes):
     return path
 
 
-@pytest.mark.parametrize(("nproc_per_node", "asynchronous"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("nproc_per_node", "changes"),
+    [
+        (1, {}),
+        (2, {"enable_async_checkpointing": True, "model": tiny.adapted(tiny.MODEL, use_dora=True)}),
+    ],
+    ids=["all-weights", "dora-asynchronous"],
+)
 def test_losses_after_kills_are_those_of_an_undisturbed_run(
-    nproc_per_node, asynchronous, weights_folder, tmp_path
+    nproc_per_node, changes, weights_folder, tmp_path
 ):
-    path = write_config(weights_folder, tmp_path, enable_async_checkpointing=asynchronous)
+    path = write_config(weights_folder, tmp_path, **changes)
     done = subprocess.run(
         [sys.executable, *SCRIPT, "--config", str(path), "--kills", "3",
          "--nproc_per_node", str(nproc_per_node)],

@@ -16,14 +16,9 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from torchtune.utils import get_logger
 
 from recipe_utils.components import Component
-from recipe_utils.model.adapters import (
-    Adapters,
-    check_nf4,
-    find_adapters,
-    freeze_base,
-    simulate_quantisation,
-    without_quantising,
-)
+from recipe_utils.model.adapters import Adapters, find_adapters, freeze_base
+from recipe_utils.model.nf4 import check_nf4, drop_widening_hooks, without_quantising
+from recipe_utils.model.qat import simulate_quantisation
 from recipe_utils.model.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.stages import (
     Stages,
@@ -136,6 +131,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
         model = make_model()
         if settings.quantizer is not None:
             simulate_quantisation(model, settings.quantizer)
+    drop_widening_hooks(model)
     freeze_base(model)
     return model
 
@@ -249,7 +245,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             "tensor_parallel_dim=1"
         )
     is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
-    check_nf4(model, adapters, ranks.dims.dp_shard if is_sharded else None)
+    check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         training.compile_model(model, verbose=ranks.is_zero)
     if tp_degree > 1:

@@ -25,7 +25,7 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.components import Component, MadeWith
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.prefetch import Prefetched
-from recipe_utils.model.adapters import contents_of_export
+from recipe_utils.model.merge import contents_of_export
 from recipe_utils.model.stages import adapters_of
 from recipe_utils.model.weights import gather_weights
 from recipe_utils.parallel.process_group import gather_objects

@@ -17,12 +17,9 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
 
 from recipe_utils.checkpoint.export import export
-from recipe_utils.model.adapters import (
-    contents_of_export,
-    find_adapters,
-    freeze_base,
-    keep_dora_norms,
-)
+from recipe_utils.model.adapters import find_adapters, freeze_base
+from recipe_utils.model.dora import keep_dora_norms
+from recipe_utils.model.merge import contents_of_export
 
 QWEN2 = {
     **{key: value for key, value in tiny.MODEL.items() if key != "scale_factor"},

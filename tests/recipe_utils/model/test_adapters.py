@@ -8,16 +8,15 @@ from torchtune import config
 from torchtune.modules.low_precision import FrozenNF4Linear
 
 from recipe_utils.model.adapters import (
-    contents_of_export,
     find_adapters,
     fingerprint_of_frozen,
     freeze_base,
     fresh_adapters,
-    keep_dora_norms,
-    merge,
-    without_quantising,
 )
 from recipe_utils.model.build import ModelSettings, build_on_meta
+from recipe_utils.model.dora import keep_dora_norms
+from recipe_utils.model.merge import contents_of_export, merge
+from recipe_utils.model.nf4 import without_quantising
 from recipe_utils.model.weights import load_weights
 
 KINDS = {
