@@ -1,4 +1,6 @@
-"""Full fine-tuning whose loop goes over update steps. One process or many.
+"""Fine-tuning whose loop goes over update steps. One process or many.
+
+Trains all weights; or the adapters alone, if the model's builder gave it some (LoRA, DoRA, QLoRA).
 
 An update step is everything that one optimizer step needs, decided on the CPU before its first
 forward: the samples, their microbatches, and the number of target tokens over all data-parallel
@@ -78,7 +80,7 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style; a list is one dataset after the other. All ranks must see the same."""
     checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
-    """Loads the weights to start from and saves exported models; any of torchtune's for full models."""
+    """Loads the weights to start from and saves exported models; any of torchtune's."""
     loss: Component
     """``recipe_utils.loss.LinearCrossEntropyLoss``: target positions only, in chunks; or a stock one."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
@@ -95,7 +97,7 @@ class Settings:
 
 
 class FullFinetuneRecipe:
-    """Fine-tunes all weights of a model on a map-style dataset."""
+    """Fine-tunes a model, or its adapters, on a map-style dataset."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)

@@ -167,15 +167,7 @@ def build_model(
 
     num_stages = pipeline.num_stages(ranks.dims.pp)
     layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
-    for index, of_stage in enumerate(layers):
-        parts: Any = [whole.layers[i] for i in of_stage]  # type: ignore[index]
-        if index == num_stages - 1 and isinstance(whole.output, nn.Module):  # not a tied one
-            parts.append(whole.output)
-        if not any(p.requires_grad for part in parts for p in part.parameters()):
-            raise ValueError(
-                f"pipeline_parallel_dim: stage {index} of {num_stages} has nothing to train; set a smaller "
-                "pipeline_parallel_dim, or adapters in all layers"
-            )
+    _check_that_all_train(whole, layers)
     embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
     names = list(whole.state_dict())
     stages = Stages(WholeModel(names, num_stages, embed_dim, ties_output(whole), adapters))
@@ -190,6 +182,18 @@ def build_model(
             + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
         )
     return stages
+
+
+def _check_that_all_train(whole: Any, layers: list[range]) -> None:
+    for index, of_stage in enumerate(layers):
+        parts = [whole.layers[i] for i in of_stage]
+        if of_stage.stop == len(whole.layers) and isinstance(whole.output, nn.Module):  # not tied
+            parts.append(whole.output)
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
+            raise ValueError(
+                f"pipeline_parallel_dim: stage {index} of {len(layers)} has nothing to train; set a smaller "
+                "pipeline_parallel_dim, or adapters in all layers"
+            )
 
 
 def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:

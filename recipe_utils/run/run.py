@@ -374,16 +374,16 @@ class Run:
         error = None
         if self._ranks.is_zero:
             dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype)
-            contents, lost = contents_of_export(weights, adapters, dtype)
             try:
+                contents, lost = contents_of_export(weights, adapters, dtype)
                 self.info(f"Exported to {export(checkpointer, contents, name)}")
-            except ExportError as failure:
+                if lost > 0.01:
+                    self.warn(
+                        f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
+                        "weights; export_dtype=fp32 keeps it, and so do the adapters beside them"
+                    )
+            except Exception as failure:  # of any kind: the other ranks wait for it
                 error = str(failure)
-            if lost > 0.01:
-                self.warn(
-                    f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged weights; "
-                    "export_dtype=fp32 keeps it, and so do the adapters beside them"
-                )
         error = gather_objects(error, self._group)[0]
         self.warn(error or "")
         return error
