@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from recipe_runs import (
     keep_warnings,
     recipe_class,
+    run_compiled_recipe,
     run_recipe,
     run_recipe_recording_gradients,
     run_stock_recipe,
@@ -171,6 +172,13 @@ def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
         assert losses(logged) == pytest.approx(losses(stock), abs=tolerance)
         norms = [metrics["grad_norm"].item() for metrics in stock]
         assert [metrics["grad_norm"] for metrics in logged] == pytest.approx(norms, rel=1e-4)
+
+
+def test_compiled_layers_keep_doras_norms_alike(tiny_config):
+    config = curve_config(tiny_config, model=DORA, microbatching="packed")
+    plain = losses(run_distributed(run_recipe, 1, config)[0])
+    compiled = losses(run_distributed(run_compiled_recipe, 1, config)[0])
+    assert compiled == pytest.approx(plain, abs=3e-6)
 
 
 def norm_in_the_graph(layer, x):
@@ -547,6 +555,25 @@ def test_what_a_key_does_not_do_is_said_once(tiny_config):
     ):
         found = run_distributed(warnings_of, 1, {**config, **changes})[0]
         assert sum(words in text for text in found) == 1, found
+
+
+def exported_dtypes(config):
+    (path,) = Path(config["output_dir"], "epoch_0").glob("*.bin")
+    return {weight.dtype for weight in torch.load(path, weights_only=True).values()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_export_says_what_rounding_takes_and_can_keep_it(world_size, tiny_config):
+    """In bf16 over NF4."""
+    config = curve_config(tiny_config, model=KINDS["qlora"], dtype="bf16", max_steps_per_epoch=2)
+    said = run_distributed(warnings_of, world_size, config)[0]
+    (text,) = [text for text in said if "lost by rounding" in text]
+    assert re.search(r"epoch_0: [1-9]\d?% of what the adapters change", text)
+    assert exported_dtypes(config) == {torch.bfloat16}
+    config["export_dtype"] = "fp32"
+    said = run_distributed(warnings_of, world_size, config)[0]
+    assert not any("lost by rounding" in text for text in said)
+    assert exported_dtypes(config) == {torch.float32}
 
 
 def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
