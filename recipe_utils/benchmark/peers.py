@@ -195,9 +195,12 @@ def train_trl(config: DictConfig, take_model: TakeModel) -> None:
     optimizer = torchtune_config.instantiate(config.optimizer, trained)
 
     def gradients() -> dict[str, Tensor]:
-        found = _gradients_of(model)
-        by_file = {n.replace(".default", ""): gradient for n, gradient in found.items()}
-        return from_peft(by_file, adapters.trained, checkpointer)
+        found = {}
+        for name, gradient in _gradients_of(model).items():
+            # PEFT's files leave out what these are called in the model.
+            name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+            found[name.replace(".default", "")] = gradient
+        return from_peft(found, adapters.trained, checkpointer)
 
     class InGivenOrder(SFTTrainer):
         def _get_train_sampler(self, *_: Any) -> Any:
@@ -385,7 +388,7 @@ def why_skipped(kind: str, num_ranks: int, is_packed: bool, adapters: Adapters) 
         return "trains no adapters, which kind=trl does"
     if kind == "trl" and not adapters.modules:
         return "trains adapters only; kind=hf_trainer trains whole models"
-    if kind == "trl" and any(adapters.frozen.values()):
+    if kind in ("trl", "limit") and any(adapters.frozen.values()):
         return "keeps no base in torchao's NF4"
     missing = [package for package in NEEDS.get(kind, ()) if not importlib.util.find_spec(package)]
     if missing:

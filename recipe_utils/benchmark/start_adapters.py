@@ -94,10 +94,10 @@ def load_start(model: nn.Module, config: DictConfig, rounded_to: torch.dtype | N
     """Loads a whole model's weights and adapters, and freezes what is not trained.
 
     Args:
-        model: as its builder made it.
+        model: as its builder made it, without NF4.
         config: of a peer.
-        rounded_to: a precision that the weights go through, and NF4 where the base is kept in it; None
-            takes them as they are.
+        rounded_to: a precision that the weights go through, and NF4 where the builder would have made it;
+            None takes them as they are.
     """
     freeze_base(model)
     quantised = find_adapters(model).frozen
