@@ -33,6 +33,7 @@ DEFAULTS = {
     "batch_size": 1,
     "compile": False,
     "dtype": "fp32",
+    "lr_scheduler": None,
     "optimizer_in_bwd": False,
     "seed": None,
     "shuffle": True,

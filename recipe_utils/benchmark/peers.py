@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchtune
 from omegaconf import DictConfig
@@ -69,7 +70,11 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
     has_adapters = bool(adapters_in(config).modules)
     is_distributed = training.is_distributed()
     if is_distributed:
-        _let_stock_recipe_run_on_cpu(get_device(config.device))
+        device = get_device(config.device)
+        _let_stock_recipe_run_on_cpu(device)
+        if has_adapters:  # the other recipe does so itself, of this one its entry point does
+            backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=True)
+            dist.init_process_group(backend)
     path, name = (STOCK_LORA if has_adapters else STOCK_FULL)[is_distributed]
     recipe = runpy.run_path(str(STOCK_RECIPES / path))[name](config)
     recipe.save_checkpoint = _do_nothing  # what the single-device recipes call

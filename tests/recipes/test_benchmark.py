@@ -14,6 +14,7 @@ import hugging_face_runs
 import pytest
 import tiny
 import yaml
+from omegaconf import OmegaConf
 from torchtune import config as torchtune_config
 
 TUNE = str(Path(sys.executable).with_name("tune"))
@@ -185,7 +186,7 @@ def benchmark_of_adapters(tmp_path_factory):
     """The JSON of a benchmark of DoRA, on one process."""
     folder = tmp_path_factory.mktemp("benchmark_of_adapters")
     fresh = hugging_face_runs.config(folder)["checkpointer"]
-    torchtune_config.instantiate(fresh)  # writes the base
+    torchtune_config.instantiate(OmegaConf.create(fresh))  # writes the base
     checkpointer = {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": fresh["checkpoint_dir"],
