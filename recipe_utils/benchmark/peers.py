@@ -6,6 +6,7 @@ weights, data order, update steps and optimizer. Each hands a function that retu
 """
 
 import importlib.util
+import os
 import runpy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,6 @@ from torchtune.utils import get_device
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters, load_start
 from recipe_utils.checkpoint.peft import from_peft, write_peft
-from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.data.sampler import epoch_permutation
 from recipe_utils.data.samples import Sample, load_dataset
 from recipe_utils.model.adapters import Adapters, contents_of_export
@@ -238,11 +238,13 @@ def train_trl(config: DictConfig, take_model: TakeModel) -> None:
 
 def _write_for_peft(config: DictConfig, checkpointer: Any, adapters: Adapters) -> str:
     """Writes the adapters to start from as PEFT reads them; returns the folder."""
-    folder = Path(config.output_dir) / f"peft_{training.get_world_size_and_rank()[1]}"
+    # Each rank for itself: there is no process group yet to wait for another in.
+    folder = Path(config.output_dir) / f"peft_{os.environ.get('RANK', '0')}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_model.safetensors").touch()  # write_peft replaces
-    given = load_checkpoint(checkpointer, config.checkpointer)[training.ADAPTER_KEY]
-    contents, _ = contents_of_export(dict(given), adapters, dtype=None)
+    # Read by itself: a checkpointer would hold the base a second time, which counts as peak memory.
+    given = torch.load(config.checkpointer.adapter_checkpoint, weights_only=True)
+    contents, _ = contents_of_export(given, adapters, dtype=None)
     write_peft(
         folder, checkpointer, contents[training.ADAPTER_KEY], contents[training.ADAPTER_CONFIG]
     )
