@@ -73,8 +73,8 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
         device = get_device(config.device)
         _let_stock_recipe_run_on_cpu(device)
         if has_adapters:  # the other recipe does so itself, of this one its entry point does
-            backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=True)
-            dist.init_process_group(backend)
+            on_accelerator = device.type != "cpu"
+            dist.init_process_group(training.get_distributed_backend(device.type, on_accelerator))
     path, name = (STOCK_LORA if has_adapters else STOCK_FULL)[is_distributed]
     recipe = runpy.run_path(str(STOCK_RECIPES / path))[name](config)
     recipe.save_checkpoint = _do_nothing  # what the single-device recipes call
