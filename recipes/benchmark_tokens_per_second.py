@@ -1,13 +1,14 @@
 """Compares the tokens per second of several ways to train the same update steps.
 
 Every peer trains the same model from the same weights on the same samples in the same order: torchtune's
-stock recipe, this project's recipe, Hugging Face's Trainer, and a bare loop that shows the limit. All
+stock recipe, this project's recipe, Hugging Face's trainers, and a bare loop that shows the limit. All
 are alive at once, each in a process of its own; one at a time makes one optimizer step, in an order
 that changes with every step. So whatever else the machine does meets all of them, and ratios are taken
 step by step.
 
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
+    tune run benchmark_tokens_per_second --config llama3_2/5M_lora_benchmark
 
 Peers are entries of the config; any key of theirs besides ``kind`` overrides the recipe's config:
 ``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``. Leave the machine alone meanwhile.
@@ -37,6 +38,7 @@ from recipe_utils.benchmark.exactness import crafted_config
 from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.lineup import LineupSettings
 from recipe_utils.benchmark.peer_configs import Peer
+from recipe_utils.benchmark.start_adapters import write_fresh_adapters
 from recipe_utils.benchmark.worker import write_spec
 from recipe_utils.parallel.process_group import ends_at_config_errors
 from recipe_utils.settings import ROOM, Count, Positive, read_settings
@@ -46,7 +48,9 @@ log = utils.get_logger("INFO")
 
 # For the last peer's threads to be stopped before the next one's time starts.
 SETTLE_SECONDS = 0.02
-PACKAGES = ("torch", "torchtune", "torchao", "transformers", "accelerate", "torchtune-update-step")
+PACKAGES = (
+    "torch", "torchtune", "torchao", "transformers", "accelerate", "peft", "trl", "torchtune-update-step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, config=ROOM)
@@ -83,12 +87,25 @@ class BenchmarkTokensPerSecond:
         self.peers = lineup.peers
         self.contents = lineup.contents  # what each update step should hold
         self.missing = dict(lineup.skipped)  # why a peer has no numbers
+        (self.baseline_peer,) = [peer for peer in self.peers if peer.name == self.baseline]
+        self.other_models = [
+            peer.name
+            for peer in self.peers
+            if peer.config["model"] != self.baseline_peer.config["model"]
+        ]
 
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {peer.name: [] for peer in self.peers}
         self.errors: dict[str, Any] = {}
 
     # ---- Turns ----------------------------------------------------------------------------------
+
+    def write_start_adapters(self) -> None:
+        """Draws the adapters that peers start from, once for those of the same model."""
+        drawing = [peer.config for peer in self.peers if peer.draws_adapters]
+        files = {each["checkpointer"]["adapter_checkpoint"]: each for each in drawing}
+        for of_peer in files.values():
+            write_fresh_adapters(OmegaConf.create(of_peer))
 
     def run_round(self, number: int) -> None:
         """Starts all peers anew, lets them take turns and ends them."""
@@ -128,13 +145,18 @@ class BenchmarkTokensPerSecond:
             self.losses[name].append(of_round)
 
     def measure_exactness(self) -> None:
-        """Compares each peer's gradients with those of one big batch; nothing is timed."""
-        jobs = [(self.peers[0], "references")]
-        jobs += [(peer, "gradient_errors") for peer in self._living_peers()]
+        """Compares each peer's gradients with those of one big batch; nothing is timed.
+
+        Those of another model than the baseline's have no reference.
+        """
+        living = self._living_peers()
+        jobs = [(self.baseline_peer, "references")]
+        jobs += [(peer, "gradient_errors") for peer in living if peer.name not in self.other_models]
+        errors: dict[str, Any] = {peer.name: "another model" for peer in living}
         running: list[PeerProcesses] = []
         try:
             for peer, job in jobs:
-                crafted = crafted_config(peer.config, self.num_ranks)
+                crafted = crafted_config(peer.config, self.num_ranks, self._references)
                 num_ranks = 1 if job == "references" else self.num_ranks
                 running.append(self._start(peer, job, crafted, num_ranks=num_ranks))
             for (peer, job), processes in zip(tqdm(jobs, desc="gradients"), running, strict=True):
@@ -147,10 +169,11 @@ class BenchmarkTokensPerSecond:
                     messages = ["failed, see the log"]
                 processes.kill()
                 if job == "gradient_errors":
-                    self.errors[peer.name] = messages[0]
+                    errors[peer.name] = messages[0]
         finally:
             for processes in running:
                 processes.kill()
+        self.errors = errors
         for file in self._references.glob("*.pt"):
             file.unlink()
 
@@ -160,7 +183,7 @@ class BenchmarkTokensPerSecond:
         """Prints the tables; writes benchmark.md, benchmark.json and benchmark.png."""
         folder = self.output_dir
         about = self._about()
-        summaries = report.summarize(self.steps, self.losses, self.baseline)
+        summaries = report.summarize(self.steps, self.losses, self.baseline, self.other_models)
         limit = next((peer.name for peer in self.peers if peer.kind == "limit"), None)
         batch = "{batch_size} x {gradient_accumulation_steps}".format(**self.peers[0].config)
         setting = (
@@ -182,7 +205,7 @@ class BenchmarkTokensPerSecond:
         ]
         if self.num_ranks > 1:
             parts.append(
-                "stock and update_step shard the model (FSDP2), hf_trainer copies it (DDP)."
+                "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
         if self.errors:
             parts += [
@@ -326,6 +349,7 @@ def recipe_main(cfg: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     config.log_config(recipe_name="BenchmarkTokensPerSecond", cfg=cfg)
     benchmark = BenchmarkTokensPerSecond(cfg)
+    benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):
         benchmark.run_round(number)
     if benchmark.settings.exactness:

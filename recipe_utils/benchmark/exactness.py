@@ -20,9 +20,13 @@ from torchtune import training
 from torchtune.utils import get_device
 
 from recipe_utils.benchmark.peers import IGNORE_INDEX, Gradients
+from recipe_utils.benchmark.start_adapters import load_start, write_fresh_adapters
 from recipe_utils.data.samples import Sample
+from recipe_utils.model.nf4 import without_quantising
 
 BATCH_SIZE, GRADIENT_ACCUMULATION_STEPS = 2, 4
+CRAFTED_ADAPTERS = "adapters.pt"
+CHANGE_OF_CRAFTED = 0.05
 
 # (masked prompt, targets) of each sample [tokens]; two make a microbatch as they come.
 CASES: dict[str, list[tuple[int, int]]] = {
@@ -77,16 +81,20 @@ class CraftedDataset(Dataset[Sample]):
         return found
 
 
-def crafted_config(config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+def crafted_config(config: Mapping[str, Any], num_ranks: int, folder: Path) -> dict[str, Any]:
     """A peer's config with one epoch over the crafted update steps and learning rate 0.
 
     Args:
         config: of the peer, resolved.
         num_ranks: processes it runs as.
+        folder: of :func:`write_references`; a model with adapters starts from those there.
     """
-    model = config["model"]
+    model, checkpointer = config["model"], config["checkpointer"]
+    if "adapter_checkpoint" in checkpointer:
+        checkpointer = {**checkpointer, "adapter_checkpoint": str(folder / CRAFTED_ADAPTERS)}
     return {
         **config,
+        "checkpointer": checkpointer,
         "dataset": {
             "_component_": "recipe_utils.benchmark.exactness.CraftedDataset",
             "num_token_ids": min(model.get("vocab_size", 1000), 1000),
@@ -107,22 +115,22 @@ def crafted_config(config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
 def write_references(config: DictConfig, folder: Path) -> None:
     """Writes the gradient of each case's samples as one padded batch, in plain PyTorch and float64.
 
-    (torchtune's norms and rotary embeddings compute in fp32 all the same.)
+    (torchtune's norms and rotary embeddings compute in fp32 all the same.) Of a model with adapters it
+    also writes those that all start from: fresh ones leave half of the gradients zero.
 
     Args:
         config: of :func:`crafted_config`.
-        folder: gets ``CASE.pt`` with a dict of gradients by parameter name.
+        folder: gets ``CASE.pt`` with a dict of gradients by the names of the trained parameters, and
+            :data:`CRAFTED_ADAPTERS`.
     """
     device = get_device(config.device)
-    with training.set_default_dtype(torch.float64), device:
-        model = torchtune_config.instantiate(config.model)
-    checkpointer = torchtune_config.instantiate(config.checkpointer)
-    dtype = training.get_dtype(config.dtype, device=device)
-    # In the peers' precision first, so that their weights are the same.
-    weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
-    dataset = torchtune_config.instantiate(config.dataset, None)
     folder.mkdir(parents=True, exist_ok=True)
+    if "adapter_checkpoint" in config.checkpointer:
+        write_fresh_adapters(config, CHANGE_OF_CRAFTED)
+    with training.set_default_dtype(torch.float64), device, without_quantising():
+        model = torchtune_config.instantiate(config.model)
+    load_start(model, config, rounded_to=training.get_dtype(config.dtype, device=device))
+    dataset = torchtune_config.instantiate(config.dataset, None)
     for case, samples in dataset.cases().items():
         model.zero_grad()
         longest = max(len(sample["tokens"]) for sample in samples)
@@ -134,7 +142,7 @@ def write_references(config: DictConfig, folder: Path) -> None:
         logits = model(tokens.to(device))[:, :-1].double()
         targets = labels[:, 1:].to(device)
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         torch.save(gradients, folder / f"{case}.pt")
 
 

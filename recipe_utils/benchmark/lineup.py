@@ -28,6 +28,7 @@ from recipe_utils.benchmark.peers import (
     samples_in_order,
     why_skipped,
 )
+from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of
 from recipe_utils.run.run import problems_with_output_dir
 from recipe_utils.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
@@ -60,7 +61,7 @@ class LineupSettings:
     update_step_config: str
     """What all peers train: a config of full_finetune_update_step, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
-    """Name -> ``kind`` (stock, update_step, hf_trainer or limit) and changes of the config for this one."""
+    """Name -> ``kind`` (stock, update_step, hf_trainer, trl or limit) and changes of the config for this one."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Changes of the config for all peers."""
     baseline: str | None = None
@@ -132,6 +133,11 @@ def _problems_with_base(base: DictConfig) -> Iterator[str]:
             "overrides.optimizer_in_bwd=True: it steps in every backward, so update steps could not "
             "be told apart; set it to False"
         )
+    if base.get("quantizer") is not None:
+        yield (
+            f"overrides.quantizer={base.quantizer.get('_component_')}: only kind=update_step trains with "
+            "it; set it to null"
+        )
     for key in ("tensor_parallel_dim", "pipeline_parallel_dim"):
         if base.get(key, 1) != 1:
             yield (
@@ -166,9 +172,11 @@ def _add_peer(
 ) -> None:
     """Adds a peer to the lineup, or why it cannot run."""
     try:
-        dataset = merge(base, {k: v for k, v in of_peer.items() if k != "kind"}).get("dataset")
+        merged = merge(base, {k: v for k, v in of_peer.items() if k != "kind"})
+        dataset = merged.get("dataset")
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
-        reason = why_skipped(of_peer["kind"], settings.nproc_per_node, is_packed)
+        adapters = adapters_in(merged)
+        reason = why_skipped(of_peer["kind"], settings.nproc_per_node, is_packed, adapters)
         if reason is not None:
             if name == settings.baseline_name:
                 lineup.problems.append(f"baseline={name}: it {reason}; set it to another peer")

@@ -1,5 +1,7 @@
 """From the benchmark's config to one resolved recipe config per peer."""
 
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.benchmark.peers import OWN_KEYS, STOCK_LOSS, UPDATE_STEP_RECIPE
+from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings import all_keys_of, read_settings, settings_of
@@ -30,6 +33,7 @@ DEFAULTS = {
     "batch_size": 1,
     "compile": False,
     "dtype": "fp32",
+    "lr_scheduler": None,
     "optimizer_in_bwd": False,
     "seed": None,
     "shuffle": True,
@@ -47,6 +51,8 @@ class Peer:
     """Its own, as written in the benchmark's config."""
     config: dict[str, Any]
     """Resolved, with plain containers."""
+    draws_adapters: bool = False
+    """Whether its ``checkpointer.adapter_checkpoint`` is to be written before it starts."""
 
 
 def load_base_config(name_or_path: str) -> DictConfig:
@@ -108,7 +114,9 @@ def peer_of(
     """Makes a peer's config.
 
     What the base config derives from ``output_dir``, such as fresh weights, is shared by all peers;
-    what a peer itself might write goes to a folder of its own.
+    what a peer itself might write goes to a folder of its own. Peers of one model with adapters start
+    from the same ones: those of ``checkpointer.adapter_checkpoint``, or fresh ones in a file that they
+    share.
 
     Args:
         name: of the peer.
@@ -151,6 +159,20 @@ def peer_of(
     if not isinstance(plain.get("checkpointer"), dict):
         raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")
     own_dir = f"{output_dir}/peers/{name}"
+    checkpointer = {**plain["checkpointer"], "output_dir": own_dir}
+    draws_adapters = False
+    if adapters_in(plain).modules:
+        if plain["seed"] is None:
+            plain["seed"] = 0  # adapters are drawn by it, and their dropout
+        given = checkpointer.get("adapter_checkpoint")
+        draws_adapters = given is None
+        if given is None:
+            of_fresh = [plain[key] for key in ("model", "dtype", "seed")] + [plain["checkpointer"]]
+            hashed = zlib.crc32(json.dumps(of_fresh, sort_keys=True).encode())
+            path = Path(output_dir, "start_adapters", f"{hashed:08x}.pt")
+        else:
+            path = Path(str(plain["checkpointer"].get("output_dir")), given)
+        checkpointer["adapter_checkpoint"] = str(path)
     plain["output_dir"] = own_dir
-    plain["checkpointer"] = {**plain["checkpointer"], "output_dir": own_dir}
-    return Peer(name, str(settings["kind"]), overrides, plain)
+    plain["checkpointer"] = checkpointer
+    return Peer(name, str(settings["kind"]), overrides, plain, draws_adapters)

@@ -6,12 +6,15 @@ weights, data order, update steps and optimizer. Each hands a function that retu
 """
 
 import importlib.util
+import os
 import runpy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchtune
 from omegaconf import DictConfig
@@ -26,8 +29,12 @@ from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
 from recipe_utils.benchmark.interleave import LossLogger
+from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters, load_start
+from recipe_utils.checkpoint.peft import from_peft, write_peft
 from recipe_utils.data.sampler import epoch_permutation
 from recipe_utils.data.samples import Sample, load_dataset
+from recipe_utils.model.adapters import Adapters
+from recipe_utils.model.merge import contents_of_export
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.tune.registry import recipe_path
 
@@ -38,11 +45,22 @@ TakeModel = Callable[[Gradients], None]
 IGNORE_INDEX = -100
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
+# Of what is trained: (file, class) on a single device and on several.
+STOCK_FULL = (
+    ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
+    ("full_finetune_distributed.py", "FullFinetuneRecipeDistributed"),
+)
+STOCK_LORA = (
+    ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
+    ("lora_finetune_distributed.py", "LoRAFinetuneRecipeDistributed"),
+)
 UPDATE_STEP_RECIPE = "full_finetune_update_step"
 
 
 def train_stock(config: DictConfig, take_model: TakeModel) -> None:
     """Torchtune's own recipe: single device, or FSDP2 where there is more than one process.
+
+    That for LoRA if the model has adapters.
 
     Args:
         config: its ``loss`` must be one of torchtune's. Keys that the stock recipes do not know are
@@ -50,14 +68,22 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
         take_model: gets this peer's gradients.
     """
     _never_save_checkpoints()
-    if training.is_distributed():
-        _let_stock_recipe_run_on_cpu(get_device(config.device))
-        path, name = "full_finetune_distributed.py", "FullFinetuneRecipeDistributed"
-    else:
-        path, name = "full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"
+    has_adapters = bool(adapters_in(config).modules)
+    is_distributed = training.is_distributed()
+    if is_distributed:
+        device = get_device(config.device)
+        _let_stock_recipe_run_on_cpu(device)
+        if has_adapters:  # the other recipe does so itself, of this one its entry point does
+            on_accelerator = device.type != "cpu"
+            dist.init_process_group(training.get_distributed_backend(device.type, on_accelerator))
+    path, name = (STOCK_LORA if has_adapters else STOCK_FULL)[is_distributed]
     recipe = runpy.run_path(str(STOCK_RECIPES / path))[name](config)
-    recipe.save_checkpoint = _do_nothing  # what the single-device recipe calls
+    recipe.save_checkpoint = _do_nothing  # what the single-device recipes call
     recipe.setup(config)
+    if has_adapters:
+        # It reads adapters only where it resumes, and steps a schedule without asking for one.
+        load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
+        recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
     take_model(lambda: _gradients_of(recipe._model))
     recipe.train()
 
@@ -87,7 +113,6 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
         take_model: gets this peer's gradients.
     """
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-    from transformers.trainer_callback import TrainerCallback
 
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, world_size_from_env())
@@ -108,11 +133,6 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
             sampler.shuffle = False  # batch_rebalance would make update steps of other samples
             return sampler
 
-    class ReportLoss(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if state.is_world_process_zero:
-                LossLogger().log_dict(logs, state.global_step)
-
     def gradients() -> dict[str, Tensor]:
         sizes = model.config
         return hf_to_tune(
@@ -125,22 +145,9 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
 
     take_model(gradients)
     args = TrainingArguments(
-        output_dir=config.output_dir,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        **_trainer_arguments(config, device),
         train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
-        num_train_epochs=1,
-        max_steps=config.max_steps_per_epoch or -1,
-        lr_scheduler_type="constant",
-        max_grad_norm=config.get("clip_grad_norm") or 0.0,
-        logging_strategy="steps",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=device.type == "cpu",
-        ddp_backend="gloo" if training.is_distributed() and device.type == "cpu" else None,
         remove_unused_columns=False,
-        disable_tqdm=True,
     )
     args._n_gpu = min(args.n_gpu, 1)  # or one process would use all GPUs of the machine
     trainer = InGivenOrder(
@@ -148,10 +155,139 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
         args=args,
         train_dataset=[{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples],
         data_collator=collate,
-        callbacks=[ReportLoss()],
+        callbacks=[_report_loss()],
         optimizers=(optimizer, _lr_scheduler(config, optimizer)),
     )
     trainer.train()
+
+
+def train_trl(config: DictConfig, take_model: TakeModel) -> None:
+    """TRL's SFTTrainer with PEFT's adapters on the checkpoint folder, samples and optimizer of the config.
+
+    PEFT reads the adapters that the other peers start from, so they have their rank, alpha, modules and
+    values. With several processes it trains with DDP.
+
+    Args:
+        config: ``checkpointer`` must be torchtune's for a Hugging Face folder. The key ``padding_free``
+            (True) puts the samples of a microbatch into one row; False pads them. The key
+            ``attn_implementation`` is transformers' (sdpa).
+        take_model: gets this peer's gradients.
+    """
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    _keep_peft_from_torchao()
+    from peft import PeftModel
+
+    tokenizer = torchtune_config.instantiate(config.tokenizer)
+    samples = samples_in_order(config, tokenizer, world_size_from_env())
+    device = get_device(config.device)
+    dtype = training.get_dtype(config.dtype, device=device)
+    checkpointer = torchtune_config.instantiate(config.checkpointer)
+    adapters = adapters_in(config)
+    base = AutoModelForCausalLM.from_pretrained(
+        config.checkpointer.checkpoint_dir,
+        dtype=dtype,
+        attn_implementation=config.get("attn_implementation", "sdpa"),
+    )
+    folder = _write_for_peft(config, checkpointer, adapters)
+    model = PeftModel.from_pretrained(
+        base.to(device), folder, is_trainable=True, autocast_adapter_dtype=False
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torchtune_config.instantiate(config.optimizer, trained)
+
+    def gradients() -> dict[str, Tensor]:
+        found = {}
+        for name, gradient in _gradients_of(model).items():
+            # PEFT's files leave out what these are called in the model.
+            name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+            found[name.replace(".default", "")] = gradient
+        return from_peft(found, adapters.trained, checkpointer)
+
+    class InGivenOrder(SFTTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    take_model(gradients)
+    args = SFTConfig(
+        **_trainer_arguments(config, device),
+        gradient_checkpointing=config.get("enable_activation_checkpointing", False),
+        padding_free=config.get("padding_free", True),
+        max_length=None,  # the config's tokenizer has cut them
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,  # no autocast: the model is in the config's precision
+    )
+    args._n_gpu = min(args.n_gpu, 1)
+    # All that is asked of it is the token to pad with.
+    padding = Tokenizer(WordLevel({"<pad>": tokenizer.pad_id}, unk_token="<pad>"))
+    trainer = InGivenOrder(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(
+            [{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples]
+        ),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=padding, pad_token="<pad>"),
+        callbacks=[_report_loss()],
+        optimizers=(optimizer, _lr_scheduler(config, optimizer)),
+    )
+    trainer.train()
+
+
+def _write_for_peft(config: DictConfig, checkpointer: Any, adapters: Adapters) -> str:
+    """Writes the adapters to start from as PEFT reads them; returns the folder."""
+    # Each rank for itself: there is no process group yet to wait for another in.
+    folder = Path(config.output_dir) / f"peft_{os.environ.get('RANK', '0')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_model.safetensors").touch()  # write_peft replaces
+    # Read by itself: a checkpointer would hold the base a second time, which counts as peak memory.
+    given = torch.load(config.checkpointer.adapter_checkpoint, weights_only=True)
+    contents, _ = contents_of_export(given, adapters, dtype=None)
+    write_peft(
+        folder, checkpointer, contents[training.ADAPTER_KEY], contents[training.ADAPTER_CONFIG]
+    )
+    return str(folder)
+
+
+def _keep_peft_from_torchao() -> None:
+    """PEFT raises where it meets a torchao older than it knows, although nothing here is quantised by it."""
+    for name in ("import_utils", "tuners.lora.torchao", "utils.quantization_utils"):
+        importlib.import_module(f"peft.{name}").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+
+
+def _trainer_arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
+    """What both of Hugging Face's trainers are told alike."""
+    return {
+        "output_dir": config.output_dir,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_train_epochs": 1,
+        "max_steps": config.max_steps_per_epoch or -1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": config.get("clip_grad_norm") or 0.0,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": device.type == "cpu",
+        "ddp_backend": "gloo" if training.is_distributed() and device.type == "cpu" else None,
+        "disable_tqdm": True,
+    }
+
+
+def _report_loss() -> Any:
+    """A callback that hands each logged loss to the gate of this process."""
+    from transformers.trainer_callback import TrainerCallback
+
+    class ReportLoss(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero:
+                LossLogger().log_dict(logs, state.global_step)
+
+    return ReportLoss()
 
 
 def train_limit(config: DictConfig, take_model: TakeModel) -> None:
@@ -171,12 +307,11 @@ def train_limit(config: DictConfig, take_model: TakeModel) -> None:
     """
     device = get_device(config.device)
     dtype = training.get_dtype(config.dtype, device=device)
-    checkpointer = torchtune_config.instantiate(config.checkpointer)
     with training.set_default_dtype(dtype), device:
         model = torchtune_config.instantiate(config.model)
     if not isinstance(model, TransformerDecoder):
         raise ValueError(f"model: {type(model).__name__} is no torchtune TransformerDecoder")
-    model.load_state_dict(checkpointer.load_checkpoint()[training.MODEL_KEY])
+    load_start(model, config)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
     lr_scheduler = _lr_scheduler(config, optimizer)
     take_model(lambda: _gradients_of(model))
@@ -226,31 +361,46 @@ KINDS: dict[str, Callable[[DictConfig, TakeModel], None]] = {
     "stock": train_stock,
     "update_step": train_update_step,
     "hf_trainer": train_hf_trainer,
+    "trl": train_trl,
     "limit": train_limit,
 }
 OWN_KEYS: dict[str, set[str]] = {
     "hf_trainer": {"train_sampling_strategy"},
+    "trl": {"padding_free", "attn_implementation"},
     "limit": {"max_tokens_per_row"},
 }
 """Config keys of a kind that no other one has."""
 
 
-def why_skipped(kind: str, num_ranks: int, is_packed: bool) -> str | None:
+NEEDS: dict[str, tuple[str, ...]] = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "trl": ("transformers", "accelerate", "peft", "trl"),
+}
+"""Packages of a kind that no other one needs."""
+
+
+def why_skipped(kind: str, num_ranks: int, is_packed: bool, adapters: Adapters) -> str | None:
     """Why a peer of this kind cannot run here; None if it can.
 
     Args:
         kind: a key of :data:`KINDS`.
         num_ranks: processes that it shall run as.
         is_packed: whether the dataset packs its samples.
+        adapters: of its model.
     """
-    if kind in ("hf_trainer", "limit") and is_packed:
+    if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
     if kind == "limit" and num_ranks > 1:
         return "runs as one process only"
-    if kind == "hf_trainer":
-        missing = [p for p in ("transformers", "accelerate") if not importlib.util.find_spec(p)]
-        if missing:
-            return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
+    if kind == "hf_trainer" and adapters.modules:
+        return "trains no adapters, which kind=trl does"
+    if kind == "trl" and not adapters.modules:
+        return "trains adapters only; kind=hf_trainer trains whole models"
+    if kind in ("trl", "limit") and any(adapters.frozen.values()):
+        return "keeps no base in torchao's NF4"
+    missing = [package for package in NEEDS.get(kind, ()) if not importlib.util.find_spec(package)]
+    if missing:
+        return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
     return None
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,9 +65,10 @@ class PeerSummary:
     """Peak memory over the baseline's."""
     loss_deviation: float | None
     """Largest |loss - baseline's| / |baseline's| over the update steps; None where the samples of the
-    update steps are other ones, or no loss was logged."""
+    update steps or the model are other ones, or no loss was logged."""
     has_samples_of_baseline: bool
     """Whether the same tokens went into its model in every update step as into the baseline's."""
+    has_model_of_baseline: bool = True
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
@@ -81,6 +82,7 @@ def summarize(
     steps: Sequence[TimedStep],
     losses: Mapping[str, Sequence[Sequence[float]]],
     baseline: str,
+    other_models: Collection[str] = (),
 ) -> list[PeerSummary]:
     """Compares each peer with the baseline, step by step.
 
@@ -88,6 +90,7 @@ def summarize(
         steps: of all peers and rounds; those of the baseline among them.
         losses: of each peer and round, per update step from the first [nats per target token].
         baseline: name of the peer that ratios are taken over.
+        other_models: names of peers that train another model than the baseline.
 
     Returns:
         A summary of each peer that made a step, in the order of ``losses``.
@@ -137,10 +140,11 @@ def summarize(
                 memory_ratio=_peak_memory(own) / baseline_memory,
                 loss_deviation=(
                     _loss_deviation(losses[peer], losses[baseline])
-                    if has_samples_of_baseline
+                    if has_samples_of_baseline and peer not in other_models
                     else None
                 ),
                 has_samples_of_baseline=has_samples_of_baseline,
+                has_model_of_baseline=peer not in other_models,
             )
         )
     return summaries
@@ -164,7 +168,7 @@ def throughput_table(
     ]
     for each in summaries:
         rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
-        deviation = "other samples"
+        deviation = "other samples" if each.has_model_of_baseline else "another model"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.peer != baseline else "0"
         lines.append(

@@ -40,6 +40,7 @@ RECIPES = {
     ),
     "benchmark_tokens_per_second": (
         "llama3_2/5M_benchmark",
+        "llama3_2/5M_lora_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
         "llama3_2/5M_benchmark_saving",
     ),

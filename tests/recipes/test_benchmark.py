@@ -12,11 +12,15 @@ from pathlib import Path
 
 import hugging_face_runs
 import pytest
+import tiny
 import yaml
+from omegaconf import OmegaConf
+from torchtune import config as torchtune_config
 
 TUNE = str(Path(sys.executable).with_name("tune"))
 RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+HAS_TRL = HAS_HUGGING_FACE and all(importlib.util.find_spec(name) for name in ("peft", "trl"))
 PEERS = {
     "stock": {"kind": "stock"},
     "in_order": {"kind": "update_step", "microbatching": "in_order"},
@@ -35,10 +39,20 @@ PEERS = {
     },
 }
 
+PEERS_WITH_ADAPTERS = {
+    "stock": {"kind": "stock"},
+    "packed": {"kind": "update_step", "microbatching": "packed"},
+    "trl_padded": {"kind": "trl", "padding_free": False},
+    "trl_padding_free": {"kind": "trl", "padding_free": True},
+    "hf_trainer": {"kind": "hf_trainer"},
+    "full": {"kind": "update_step", "model": tiny.MODEL},
+    "limit": {"kind": "limit"},
+}
 
-def write_configs(folder, **changes):
+
+def write_configs(folder, of_recipe=None, **changes):
     """Paths of the benchmark's config and its output."""
-    recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2}
+    recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2, **(of_recipe or {})}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_config))
     benchmark_config = {
         "output_dir": f"{folder}/benchmark",
@@ -164,6 +178,58 @@ def test_what_ran_is_written_down(benchmark):
     assert all(math.isfinite(step["seconds"]) for step in results["steps"])
 
 
+# ---- A model with adapters ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark_of_adapters(tmp_path_factory):
+    """The JSON of a benchmark of DoRA, on one process."""
+    folder = tmp_path_factory.mktemp("benchmark_of_adapters")
+    fresh = hugging_face_runs.config(folder)["checkpointer"]
+    torchtune_config.instantiate(OmegaConf.create(fresh))  # writes the base
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": fresh["checkpoint_dir"],
+        "checkpoint_files": ["model.safetensors"],
+        "model_type": "LLAMA3_2",
+        "output_dir": f"{folder}/out",
+    }
+    model = tiny.adapted(tiny.MODEL, use_dora=True)
+    config_path, output = write_configs(
+        folder, {"model": model, "checkpointer": checkpointer}, peers=PEERS_WITH_ADAPTERS
+    )
+    process = started(config_path)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    return json.loads((output / "benchmark.json").read_text())
+
+
+def test_all_peers_train_the_same_adapters_with_the_same_losses(benchmark_of_adapters):
+    results = benchmark_of_adapters
+    expected = [name for name in PEERS_WITH_ADAPTERS if name != "hf_trainer"]
+    if not HAS_TRL:
+        expected = [name for name in expected if not name.startswith("trl_")]
+    assert ran(results) == expected
+    for summary in results["summaries"]:
+        assert summary["has_samples_of_baseline"], summary["peer"]
+        if summary["peer"] == "full":
+            assert summary["loss_deviation"] is None
+        else:
+            assert summary["loss_deviation"] < 1e-4, summary["peer"]
+    assert results["missing"]["hf_trainer"].startswith("skipped: ")
+
+
+def test_gradients_of_adapters_are_those_of_one_big_batch(benchmark_of_adapters):
+    errors = benchmark_of_adapters["gradient_errors"]
+    assert errors.pop("full") == "another model"
+    assert errors.pop("stock")["every_token"] > 0.01  # counts labels before the shift
+    for peer, per_case in errors.items():
+        assert max(per_case.values()) < 1e-4, peer
+
+
+# ---- What can go wrong ----------------------------------------------------------------------------
+
+
 def test_interrupting_the_benchmark_leaves_no_process(tmp_path):
     config_path, folder = write_configs(tmp_path, peers={"in_order": PEERS["in_order"]})
     process = started(config_path, "num_update_steps=30")
@@ -191,7 +257,8 @@ def test_all_that_is_wrong_with_a_config_is_said_at_once(tmp_path):
     printed, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert (
-        "peers.stock.kind=stok: set it to one of stock, update_step, hf_trainer, limit" in printed
+        "peers.stock.kind=stok: set it to one of stock, update_step, hf_trainer, trl, limit"
+        in printed
     )
     assert (
         "peers.ours.microbatchng=in_order: kind=update_step has no such key; did you mean microbatching?"

@@ -3,7 +3,12 @@ import math
 import torch
 from torch import nn
 
-from recipe_utils.benchmark.exactness import CASES, CraftedDataset, relative_error
+from recipe_utils.benchmark.exactness import (
+    CASES,
+    CraftedDataset,
+    crafted_config,
+    relative_error,
+)
 
 REFERENCES = {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([2.0])}
 
@@ -42,3 +47,11 @@ def test_token_ids_are_inside_the_vocabulary():
     embedding = nn.Embedding(67, 2)
     for i in range(len(dataset)):
         embedding(torch.tensor(dataset[i]["tokens"]))
+
+
+def test_crafted_update_steps_of_a_model_with_adapters_start_from_crafted_ones(tmp_path):
+    plain = {"model": {}, "optimizer": {"lr": 0.1}, "checkpointer": {"output_dir": "out"}}
+    assert crafted_config(plain, 1, tmp_path)["checkpointer"] == plain["checkpointer"]
+    adapted = {**plain, "checkpointer": {"output_dir": "out", "adapter_checkpoint": "fresh.pt"}}
+    checkpointer = crafted_config(adapted, 1, tmp_path)["checkpointer"]
+    assert checkpointer == {"output_dir": "out", "adapter_checkpoint": f"{tmp_path}/adapters.pt"}

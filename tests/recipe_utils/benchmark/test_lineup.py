@@ -1,4 +1,5 @@
 import pytest
+import tiny
 import yaml
 from omegaconf import OmegaConf
 from recipe_runs import tiny_config
@@ -57,6 +58,14 @@ def test_a_peer_that_cannot_run_is_skipped_unless_it_is_the_baseline(read):
     assert lineup.skipped == {"limit": "skipped: runs as one process only"}
     (problem,) = problems(read, peers=peers, nproc_per_node=2, baseline="limit")
     assert problem == "baseline=limit: it runs as one process only; set it to another peer"
+
+
+def test_a_model_with_adapters_is_left_to_the_trainer_that_knows_them(read):
+    peers = {"ours": {"kind": "update_step"}, "hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl"}}
+    skipped = read(base={"model": tiny.adapted(tiny.MODEL)}, peers=peers).lineup.skipped
+    assert skipped["hf"] == "skipped: trains no adapters, which kind=trl does"
+    skipped = read(peers=peers).lineup.skipped
+    assert skipped["trl"] == ("skipped: trains adapters only; kind=hf_trainer trains whole models")
 
 
 def test_keys_and_components_of_what_all_peers_train_are_checked_before_any_starts(read):

@@ -1,4 +1,5 @@
 import pytest
+import tiny
 from omegaconf import OmegaConf
 from recipe_runs import tiny_config
 
@@ -45,6 +46,25 @@ def test_a_global_batch_is_divided_over_the_ranks(base):
     assert make(base, num_ranks=2, kind="stock")["gradient_accumulation_steps"] == 4
     with pytest.raises(ValueError, match="global_batch_size=16: it is no multiple"):
         make(base, num_ranks=3, kind="stock")
+
+
+def test_peers_of_one_model_start_from_the_same_adapters(base):
+    def start_of(**settings):
+        peer = peer_of("mine", settings, base, "/shared", 1, max_steps=9)
+        return peer.config["checkpointer"].get("adapter_checkpoint"), peer.draws_adapters
+
+    adapted = tiny.adapted(tiny.MODEL)
+    assert start_of(kind="stock") == (None, False)
+    base.model = adapted
+    path, draws = start_of(kind="stock")
+    assert path.startswith("/shared/start_adapters/")
+    assert draws
+    assert start_of(kind="update_step", microbatching="packed") == (path, True)
+    assert start_of(kind="update_step", model={**adapted, "lora_rank": 2})[0] != path
+    assert start_of(kind="update_step", model=tiny.MODEL) == (None, False)
+    base.checkpointer.output_dir = "/given"
+    base.checkpointer.adapter_checkpoint = "epoch_0/adapter_model.pt"
+    assert start_of(kind="stock") == ("/given/epoch_0/adapter_model.pt", False)
 
 
 def test_an_override_that_names_a_component_replaces_it_whole(base):

@@ -51,6 +51,13 @@ def test_seconds_of_an_update_step_are_compared_with_the_baseline_s_of_the_same_
     assert "| -1.500 (-1.750 to -1.250) |" in report.throughput_table([stock, fast], "stock", {})
 
 
+def test_losses_of_another_model_are_not_compared():
+    stock, fast = summarize(STEPS, LOSSES, "stock", ["fast"])
+    assert fast.loss_deviation is None
+    assert fast.ratio.median == 2.5
+    assert "| another model |" in report.throughput_table([stock, fast], "stock", {})
+
+
 def test_a_ratio_per_round_shows_the_spread_of_processes():
     second = [replace(each, round=2, seconds=each.seconds / 2) for each in STEPS[:1]]
     second += [replace(STEPS[1], round=2, seconds=4.0)]

@@ -14,9 +14,10 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.gemma2._convert_weights import gemma2_tune_to_hf
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.modules.peft import get_adapter_params
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.training import FullModelHFCheckpointer, ModelType
 
 from recipe_utils.checkpoint.export import export
+from recipe_utils.checkpoint.peft import from_peft, write_peft
 from recipe_utils.model.adapters import find_adapters, freeze_base
 from recipe_utils.model.dora import keep_dora_norms
 from recipe_utils.model.merge import contents_of_export
@@ -149,3 +150,26 @@ def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, monkeypatch)
     if '"gemma2"' not in (base_folder / "config.json").read_text():
         # There torchtune's converter swaps two norms of each layer, adapters or not.
         assert (with_peft - ours).abs().max() < 1e-5
+
+
+def test_adapters_come_back_from_peft_s_file_as_they_were(tmp_path):
+    shapes = {"lora_a.weight": (2, 16), "lora_b.weight": (16, 2), "magnitude": (16,)}
+    adapters = {
+        f"layers.1.{module}.{part}": torch.randn(shape)
+        for module in ("attn.q_proj", "attn.k_proj", "attn.output_proj", "mlp.w1")
+        for part, shape in shapes.items()
+    }
+    described = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    for model_type in (ModelType.LLAMA3_2, ModelType.QWEN2):
+        checkpointer = FullModelHFCheckpointer.__new__(FullModelHFCheckpointer)
+        vars(checkpointer).update(
+            _model_type=model_type,
+            _config={"num_attention_heads": 4, "num_key_value_heads": 2},
+            repo_id="of/base",
+        )
+        path = tmp_path / "adapter_model.safetensors"
+        path.touch()
+        write_peft(tmp_path, checkpointer, adapters, described)
+        found = from_peft({**load_file(path), "base.weight": torch.ones(1)}, adapters, checkpointer)
+        assert found.keys() == adapters.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in adapters.items())

@@ -1,0 +1,105 @@
+import pytest
+import tiny
+import torch
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import tiny_config
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import to_nf4
+from torchtune import config as torchtune_config
+
+from recipe_utils.benchmark.start_adapters import (
+    adapters_in,
+    load_adapters,
+    load_start,
+    write_fresh_adapters,
+)
+from recipe_utils.model.nf4 import without_quantising
+from recipe_utils.settings import ConfigError
+
+DORA = tiny.adapted(tiny.MODEL, use_dora=True)
+QLORA = tiny.adapted(tiny.WIDE_MODEL, quantize_base=True)
+
+
+@pytest.fixture
+def config_of(tiny_config, tmp_path):
+    """A resolved config of an adapted model, whose adapters lie in a file of its own."""
+
+    def config_of(sizes):
+        base = tiny_config(model=sizes, seed=0, dtype="fp32")
+        checkpointer = {**base["checkpointer"], "adapter_checkpoint": f"{tmp_path}/start/a.pt"}
+        return OmegaConf.create({**base, "checkpointer": checkpointer})
+
+    return config_of
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(1, 9)[None])
+
+
+def test_adapters_are_found_in_the_model_and_not_in_a_name(tmp_path):
+    assert adapters_in(tiny_config(tmp_path, model=DORA)).modules
+    assert not adapters_in(tiny_config(tmp_path)).modules
+    with pytest.raises(ConfigError, match=r"model\.lora_rnk"):
+        adapters_in(tiny_config(tmp_path, model={**DORA, "lora_rnk": 1}))
+
+
+def test_fresh_adapters_leave_the_model_as_it_is_and_changed_ones_do_not(config_of):
+    config = config_of(DORA)
+    outputs = []
+    for change in (0.0, 0.1):
+        write_fresh_adapters(config, change)
+        model = torchtune_config.instantiate(config.model)
+        load_start(model, config)
+        outputs.append(logits(model))
+    base = logits(tiny.tiny_model(tiny.MODEL))
+    torch.testing.assert_close(outputs[0], base)
+    assert (outputs[1] - base).abs().max() > 1e-3
+
+
+def test_a_reference_of_a_quantised_base_has_the_values_of_nf4(config_of):
+    config = config_of(QLORA)
+    write_fresh_adapters(config, 0.1)
+    with without_quantising():
+        model = torchtune_config.instantiate(config.model)
+    load_start(model, config, rounded_to=torch.float32)
+    base = tiny.tiny_model(tiny.WIDE_MODEL).state_dict()
+    for name, weight in model.state_dict().items():
+        if "proj.weight" in name or ("mlp.w" in name and "lora" not in name):
+            expected = to_nf4(base[name]).get_original_weight()
+            assert not torch.equal(weight, base[name])
+        else:
+            expected = base.get(name, weight)
+        assert torch.equal(weight, expected), name
+    assert logits(model).isfinite().all()
+
+
+def load_into_shards(path):
+    model = torchtune_config.instantiate(OmegaConf.create(DORA))
+    fully_shard(model)
+    load_adapters(model, path)
+    return {
+        name: parameter.full_tensor()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+
+
+def test_sharded_models_get_their_parts_of_the_adapters(config_of):
+    config = config_of(DORA)
+    write_fresh_adapters(config, 0.1)
+    path = config.checkpointer.adapter_checkpoint
+    written = torch.load(path)
+    for loaded in run_distributed(load_into_shards, 2, path):
+        for name, tensor in written.items():
+            assert torch.equal(loaded[name], tensor)
+
+
+def test_adapters_of_another_model_are_refused(config_of):
+    config = config_of(DORA)
+    write_fresh_adapters(config)
+    with pytest.raises(ValueError, match=r"the model has no layers\.0"):
+        load_adapters(nn.Linear(2, 2), config.checkpointer.adapter_checkpoint)
