@@ -19,7 +19,7 @@ from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.utils import get_device
 
-from recipe_utils.benchmark.peers import IGNORE_INDEX, Gradients
+from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, Gradients
 from recipe_utils.benchmark.start_adapters import load_start, write_fresh_adapters
 from recipe_utils.data.samples import Sample
 from recipe_utils.model.nf4 import without_quantising

@@ -21,13 +21,8 @@ from recipe_utils.benchmark.peer_configs import (
     update_step_keys,
     update_step_settings,
 )
-from recipe_utils.benchmark.peers import (
-    IGNORE_INDEX,
-    KINDS,
-    OWN_KEYS,
-    samples_in_order,
-    why_skipped,
-)
+from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, why_skipped
+from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_order
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of
 from recipe_utils.run.run import problems_with_output_dir

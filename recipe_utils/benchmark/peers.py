@@ -6,7 +6,6 @@ weights, data order, update steps and optimizer. Each hands a function that retu
 """
 
 import importlib.util
-import os
 import runpy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,30 +18,26 @@ import torch.nn.functional as F
 import torchtune
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 from torchtune import training
-from torchtune.data import padded_collate_sft
-from torchtune.models.convert_weights import hf_to_tune
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
+from recipe_utils.benchmark.hugging_face_peers import train_hf_trainer, train_trl
 from recipe_utils.benchmark.interleave import LossLogger
+from recipe_utils.benchmark.shared_by_peers import (
+    IGNORE_INDEX,
+    TakeModel,
+    gradients_of,
+    make_lr_scheduler,
+    samples_in_order,
+)
 from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters, load_start
-from recipe_utils.checkpoint.peft import from_peft, write_peft
-from recipe_utils.data.sampler import epoch_permutation
-from recipe_utils.data.samples import Sample, load_dataset
+from recipe_utils.data.samples import Sample
 from recipe_utils.model.adapters import Adapters
-from recipe_utils.model.merge import contents_of_export
-from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.tune.registry import recipe_path
 
-Gradients = Callable[[], dict[str, Tensor]]
-"""Returns the full gradient of each parameter, by its name in torchtune's model. On every rank."""
-TakeModel = Callable[[Gradients], None]
-
-IGNORE_INDEX = -100
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 # Of what is trained: (file, class) on a single device and on several.
@@ -84,7 +79,7 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
         # It reads adapters only where it resumes, and steps a schedule without asking for one.
         load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
         recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
-    take_model(lambda: _gradients_of(recipe._model))
+    take_model(lambda: gradients_of(recipe._model))
     recipe.train()
 
 
@@ -96,198 +91,8 @@ def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
         recipe.run.save = _do_nothing
     with recipe.run:
         recipe.setup(config)
-        take_model(lambda: _gradients_of(recipe.model))
+        take_model(lambda: gradients_of(recipe.model))
         recipe.train()
-
-
-def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
-    """Hugging Face's Trainer on the checkpoint folder, the samples and the optimizer of the config.
-
-    As fast as it goes with them: samples are tokenized before the first step, and no attention mask is
-    made, since nothing but padding comes after a sample. With several processes it trains with DDP.
-
-    Args:
-        config: ``checkpointer.checkpoint_dir`` must be a Hugging Face folder. The key
-            ``train_sampling_strategy`` is ``sequential`` (samples in the config's order) or
-            ``batch_rebalance`` (sorts and cuts each update step's samples), here unshuffled.
-        take_model: gets this peer's gradients.
-    """
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-    tokenizer = torchtune_config.instantiate(config.tokenizer)
-    samples = samples_in_order(config, tokenizer, world_size_from_env())
-    device = get_device(config.device)
-    dtype = training.get_dtype(config.dtype, device=device)
-    model = AutoModelForCausalLM.from_pretrained(config.checkpointer.checkpoint_dir, dtype=dtype)
-    model.to(device)
-    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
-
-    def collate(batch: Sequence[Sample]) -> dict[str, Tensor]:
-        renamed = [{"tokens": each["input_ids"], "labels": each["labels"]} for each in batch]
-        collated = padded_collate_sft(renamed, tokenizer.pad_id, IGNORE_INDEX)
-        return {"input_ids": collated["tokens"], "labels": collated["labels"]}
-
-    class InGivenOrder(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            sampler: Any = super()._get_train_sampler(*args)
-            sampler.shuffle = False  # batch_rebalance would make update steps of other samples
-            return sampler
-
-    def gradients() -> dict[str, Tensor]:
-        sizes = model.config
-        return hf_to_tune(
-            _gradients_of(model),
-            num_heads=sizes.num_attention_heads,
-            num_kv_heads=sizes.num_key_value_heads,
-            dim=sizes.hidden_size,
-            head_dim=getattr(sizes, "head_dim", None),
-        )
-
-    take_model(gradients)
-    args = TrainingArguments(
-        **_trainer_arguments(config, device),
-        train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
-        remove_unused_columns=False,
-    )
-    args._n_gpu = min(args.n_gpu, 1)  # or one process would use all GPUs of the machine
-    trainer = InGivenOrder(
-        model=model,
-        args=args,
-        train_dataset=[{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples],
-        data_collator=collate,
-        callbacks=[_report_loss()],
-        optimizers=(optimizer, _lr_scheduler(config, optimizer)),
-    )
-    trainer.train()
-
-
-def train_trl(config: DictConfig, take_model: TakeModel) -> None:
-    """TRL's SFTTrainer with PEFT's adapters on the checkpoint folder, samples and optimizer of the config.
-
-    PEFT reads the adapters that the other peers start from, so they have their rank, alpha, modules and
-    values. With several processes it trains with DDP.
-
-    Args:
-        config: ``checkpointer`` must be torchtune's for a Hugging Face folder. The key ``padding_free``
-            (True) puts the samples of a microbatch into one row; False pads them. The key
-            ``attn_implementation`` is transformers' (sdpa).
-        take_model: gets this peer's gradients.
-    """
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    _keep_peft_from_torchao()
-    from peft import PeftModel
-
-    tokenizer = torchtune_config.instantiate(config.tokenizer)
-    samples = samples_in_order(config, tokenizer, world_size_from_env())
-    device = get_device(config.device)
-    dtype = training.get_dtype(config.dtype, device=device)
-    checkpointer = torchtune_config.instantiate(config.checkpointer)
-    adapters = adapters_in(config)
-    base = AutoModelForCausalLM.from_pretrained(
-        config.checkpointer.checkpoint_dir,
-        dtype=dtype,
-        attn_implementation=config.get("attn_implementation", "sdpa"),
-    )
-    folder = _write_for_peft(config, checkpointer, adapters)
-    model = PeftModel.from_pretrained(
-        base.to(device), folder, is_trainable=True, autocast_adapter_dtype=False
-    )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torchtune_config.instantiate(config.optimizer, trained)
-
-    def gradients() -> dict[str, Tensor]:
-        found = {}
-        for name, gradient in _gradients_of(model).items():
-            # PEFT's files leave out what these are called in the model.
-            name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
-            found[name.replace(".default", "")] = gradient
-        return from_peft(found, adapters.trained, checkpointer)
-
-    class InGivenOrder(SFTTrainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    take_model(gradients)
-    args = SFTConfig(
-        **_trainer_arguments(config, device),
-        gradient_checkpointing=config.get("enable_activation_checkpointing", False),
-        padding_free=config.get("padding_free", True),
-        max_length=None,  # the config's tokenizer has cut them
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,  # no autocast: the model is in the config's precision
-    )
-    args._n_gpu = min(args.n_gpu, 1)
-    # All that is asked of it is the token to pad with.
-    padding = Tokenizer(WordLevel({"<pad>": tokenizer.pad_id}, unk_token="<pad>"))
-    trainer = InGivenOrder(
-        model=model,
-        args=args,
-        train_dataset=Dataset.from_list(
-            [{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples]
-        ),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=padding, pad_token="<pad>"),
-        callbacks=[_report_loss()],
-        optimizers=(optimizer, _lr_scheduler(config, optimizer)),
-    )
-    trainer.train()
-
-
-def _write_for_peft(config: DictConfig, checkpointer: Any, adapters: Adapters) -> str:
-    """Writes the adapters to start from as PEFT reads them; returns the folder."""
-    # Each rank for itself: there is no process group yet to wait for another in.
-    folder = Path(config.output_dir) / f"peft_{os.environ.get('RANK', '0')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_model.safetensors").touch()  # write_peft replaces
-    # Read by itself: a checkpointer would hold the base a second time, which counts as peak memory.
-    given = torch.load(config.checkpointer.adapter_checkpoint, weights_only=True)
-    contents, _ = contents_of_export(given, adapters, dtype=None)
-    write_peft(
-        folder, checkpointer, contents[training.ADAPTER_KEY], contents[training.ADAPTER_CONFIG]
-    )
-    return str(folder)
-
-
-def _keep_peft_from_torchao() -> None:
-    """PEFT raises where it meets a torchao older than it knows, although nothing here is quantised by it."""
-    for name in ("import_utils", "tuners.lora.torchao", "utils.quantization_utils"):
-        importlib.import_module(f"peft.{name}").is_torchao_available = lambda: False  # type: ignore[attr-defined]
-
-
-def _trainer_arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
-    """What both of Hugging Face's trainers are told alike."""
-    return {
-        "output_dir": config.output_dir,
-        "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "num_train_epochs": 1,
-        "max_steps": config.max_steps_per_epoch or -1,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": config.get("clip_grad_norm") or 0.0,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": device.type == "cpu",
-        "ddp_backend": "gloo" if training.is_distributed() and device.type == "cpu" else None,
-        "disable_tqdm": True,
-    }
-
-
-def _report_loss() -> Any:
-    """A callback that hands each logged loss to the gate of this process."""
-    from transformers.trainer_callback import TrainerCallback
-
-    class ReportLoss(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if state.is_world_process_zero:
-                LossLogger().log_dict(logs, state.global_step)
-
-    return ReportLoss()
 
 
 def train_limit(config: DictConfig, take_model: TakeModel) -> None:
@@ -313,8 +118,8 @@ def train_limit(config: DictConfig, take_model: TakeModel) -> None:
         raise ValueError(f"model: {type(model).__name__} is no torchtune TransformerDecoder")
     load_start(model, config)
     optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
-    lr_scheduler = _lr_scheduler(config, optimizer)
-    take_model(lambda: _gradients_of(model))
+    lr_scheduler = make_lr_scheduler(config, optimizer)
+    take_model(lambda: gradients_of(model))
 
     lengths: list[int] = []
 
@@ -402,44 +207,6 @@ def why_skipped(kind: str, num_ranks: int, is_packed: bool, adapters: Adapters) 
     if missing:
         return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
     return None
-
-
-def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
-    """The samples of the first epoch in the order in which the recipes visit them.
-
-    Args:
-        config: of a peer; the samples of ``max_steps_per_epoch`` update steps on all ranks are taken,
-            those of the whole epoch if that is None.
-        tokenizer: the config's.
-        num_ranks: processes of the peer.
-    """
-    dataset = load_dataset(config.dataset, tokenizer)
-    order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
-    if config.max_steps_per_epoch is not None:
-        per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
-        order = order[: config.max_steps_per_epoch * per_step]
-    return [dataset[i] for i in order.tolist()]
-
-
-def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
-            name = name.replace(wrapper, "")
-        if grad is not None:
-            gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return gradients
-
-
-def _lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule that the recipes follow over ``max_steps_per_epoch`` update steps, or None."""
-    return torchtune_config.instantiate(
-        config.get("lr_scheduler"),
-        optimizer,
-        num_training_steps=config.max_steps_per_epoch,
-        last_epoch=-1,
-    )
 
 
 def _rows(samples: Sequence[Sample], max_tokens_per_row: int | None) -> Iterator[list[Sample]]:
