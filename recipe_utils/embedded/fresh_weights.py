@@ -22,6 +22,7 @@ def fresh_llama_checkpointer(
     checkpoint_dir: str,
     output_dir: str,
     seed: int = 0,
+    adapter_checkpoint: str | None = None,
     recipe_checkpoint: str | None = None,
     should_load_recipe_state: bool = False,
 ) -> FullModelHFCheckpointer:
@@ -36,6 +37,7 @@ def fresh_llama_checkpointer(
         checkpoint_dir: folder of the fresh checkpoint.
         output_dir: where checkpoints are saved.
         seed: of the weights.
+        adapter_checkpoint: passed on.
         recipe_checkpoint: passed on.
         should_load_recipe_state: passed on.
 
@@ -68,6 +70,7 @@ def fresh_llama_checkpointer(
         checkpoint_files=[weights.name],
         model_type="LLAMA3_2",
         output_dir=output_dir,
+        adapter_checkpoint=adapter_checkpoint,
         recipe_checkpoint=recipe_checkpoint,
         should_load_recipe_state=should_load_recipe_state,
     )
