@@ -448,7 +448,7 @@ def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
 WIDE = KINDS["qlora"]
 QUANTIZER = {
     "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
-    "groupsize": 32,
+    "groupsize": 16,
 }
 TP = {
     "tensor_parallel_dim": 2,
