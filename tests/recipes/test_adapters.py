@@ -578,12 +578,18 @@ def test_an_export_says_what_rounding_takes_and_can_keep_it(world_size, tiny_con
 
 def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
     """The quantizer makes the base coarse, so the loss is another; its adapters learn all the same."""
-    config = curve_config(tiny_config, model=TIED, clip_grad_norm=None)
-    config["optimizer"]["lr"] = 0.02
+    config = curve_config(
+        tiny_config,
+        model=TIED,
+        dataset={"_component_": "tiny.tiny_dataset", "num_samples": 8},
+        epochs=8,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": 0.02},
+        clip_grad_norm=None,
+    )
     plain = losses(run_distributed(run_recipe, 1, config)[0])
     config["quantizer"] = QUANTIZER
     coarse = losses(run_distributed(run_recipe, 1, config)[0])
     on_two = losses(run_distributed(run_recipe, 2, config)[0])
     assert abs(coarse[0] - plain[0]) > 1e-4
     assert coarse[-1] < coarse[0] - 0.2
-    assert on_two == pytest.approx(coarse, abs=1e-4)
+    assert on_two == pytest.approx(coarse, abs=1e-3)
