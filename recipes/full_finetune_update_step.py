@@ -36,9 +36,9 @@ from recipe_utils.data.samples import load_dataset
 from recipe_utils.data.text import TextSamples
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.head import attach_head
+from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.dora import keep_dora_norms
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
 from recipe_utils.model.sizes import limits_of
@@ -164,7 +164,7 @@ class FullFinetuneRecipe:
 
         # ---- Optimizer, and back to where the training was
         self.optimizer = build_optimizer(make_optimizer, self.model, updates)
-        keep_dora_norms(self.model, self.optimizer)  # until it steps
+        speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(
             self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
         )

@@ -4,7 +4,7 @@
     python -m recipe_utils.benchmark.dora_norm --sizes 2048x2 --device cuda --dtype bf16
 
 The embedded default's model with DoRA on all linear layers of its blocks, as wide and deep as asked for. Both ways
-train the same model in turn, on packed rows of random documents: recipe_utils.model.adapters.keep_dora_norms, and
+train the same model in turn, on packed rows of random documents: recipe_utils.model.adapted_linear.speed_up_adapters, and
 torchtune's own DoRALinear.forward, which forms the norm of W + (alpha / r) B A in each forward, and with activation
 checkpointing once more in the backward.
 """
@@ -26,9 +26,9 @@ from recipe_utils.benchmark.report import quartiles
 from recipe_utils.data.microbatch import Microbatch, Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
+from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters import freeze_base
 from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.dora import keep_dora_norms
 from recipe_utils.tune.registry import config_path
 
 DOCUMENT_LENGTH = 128
@@ -85,7 +85,7 @@ class Contest:
             )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-        keep_dora_norms(self.model, self.optimizer)
+        speed_up_adapters(self.model, self.optimizer)
         self.keeping = [layer.forward for layer in self.layers]
 
     def seconds_of(self, microbatches: Sequence[Microbatch], keeps: bool) -> float:

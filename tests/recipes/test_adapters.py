@@ -193,7 +193,7 @@ def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters
 MUTANTS = {
     "dora's norm not detached": (
         1,
-        "recipe_utils.model.dora._forward_with_kept_norm",
+        "recipe_utils.model.adapted_linear._forward_dora",
         norm_in_the_graph,
     ),
     "dora's norm kept over steps": (

@@ -18,8 +18,8 @@ from torchtune.training import FullModelHFCheckpointer, ModelType
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.checkpoint.peft import from_peft, write_peft
+from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters import find_adapters, freeze_base
-from recipe_utils.model.dora import keep_dora_norms
 from recipe_utils.model.merge import contents_of_export
 
 QWEN2 = {
@@ -92,7 +92,7 @@ def exported(request, tmp_path):
     )
     checkpointer.load_checkpoint()
     freeze_base(model)
-    keep_dora_norms(model, torch.optim.SGD(model.parameters()))
+    speed_up_adapters(model, torch.optim.SGD(model.parameters()))
     adapters = find_adapters(model)
     trained = {name: p.detach() for name, p in model.state_dict().items()}
     contents, lost = contents_of_export(dict(trained), adapters, None)

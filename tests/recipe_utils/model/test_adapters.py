@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.modules.low_precision import FrozenNF4Linear
 
+from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters import (
     find_adapters,
     fingerprint_of_frozen,
@@ -14,7 +15,6 @@ from recipe_utils.model.adapters import (
     fresh_adapters,
 )
 from recipe_utils.model.build import ModelSettings, build_on_meta
-from recipe_utils.model.dora import keep_dora_norms
 from recipe_utils.model.merge import contents_of_export, merge
 from recipe_utils.model.nf4 import without_quantising
 from recipe_utils.model.weights import load_weights
@@ -37,7 +37,7 @@ def loaded(sizes, dtype="fp32"):
     model = build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), settings)
     base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
     load_weights(model, {"model": base, "adapter": given}, settings, torch.device("cpu"))
-    keep_dora_norms(model, torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
+    speed_up_adapters(model, torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
     return model
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_quantised_on_the_meta_device_and_what_is_not_default_is_refu
 def test_dora_norms_are_formed_once_until_the_optimizer_steps():
     model = loaded(KINDS["dora"])
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    keep_dora_norms(model, optimizer)
+    speed_up_adapters(model, optimizer)
     layer = model.layers[0].attn.q_proj
     model(TOKENS).sum().backward()
     first = layer._norm
