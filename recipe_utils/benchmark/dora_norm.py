@@ -3,10 +3,10 @@
     python -m recipe_utils.benchmark.dora_norm
     python -m recipe_utils.benchmark.dora_norm --sizes 2048x2 --device cuda --dtype bf16
 
-The embedded default's model with DoRA on all linear layers of its blocks, as wide and deep as asked for. Both ways
-train the same model in turn, on packed rows of random documents, through recipe_utils.model.adapted_linear; the one
-forms the norm of W + (alpha / r) B A in each forward, as torchtune does, and with activation checkpointing once more in
-the backward.
+The embedded default's model with DoRA on all linear layers of its blocks, as wide and deep as asked for. The same model
+is trained three ways in turn, on packed rows of random documents: with torchtune's own layers; with those of
+recipe_utils.model.adapted_linear, forming the norm of W + (alpha / r) B A in each forward, and with activation
+checkpointing once more in the backward; and with them as the recipe does, which keeps the norm until the optimizer steps.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from recipe_utils.model.document_mask import attend_within_documents
 from recipe_utils.tune.registry import config_path
 
 DOCUMENT_LENGTH = 128
+WAYS = ("torchtune", "each_forward", "kept")
 
 
 def _forward_with_new_norm(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -94,15 +95,19 @@ class Contest:
         speed_up_adapters(self.model, self.optimizer)
         self.keeping = [layer.forward for layer in self.layers]
 
-    def seconds_of(self, microbatches: Sequence[Microbatch], keeps: bool) -> float:
+    def seconds_of(self, microbatches: Sequence[Microbatch], way: str) -> float:
         """Of one update step.
 
         Args:
             microbatches: on the model's device.
-            keeps: the norms, until the optimizer steps.
+            way: one of :data:`WAYS`.
         """
         for layer, keeping in zip(self.layers, self.keeping, strict=True):
-            layer.forward = keeping if keeps else partial(_forward_with_new_norm, layer, keeping)
+            layer.forward = {
+                "torchtune": partial(DoRALinear.forward, layer),
+                "each_forward": partial(_forward_with_new_norm, layer, keeping),
+                "kept": keeping,
+            }[way]
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         wait()
         started = time.perf_counter()
@@ -150,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = training.get_dtype(args.dtype, device)
     print(
         "| embed_dim x layers | tokens per microbatch | activation checkpointing "
-        "| seconds per update step: each forward | kept | each forward / kept |"
+        "| seconds per update step | torchtune's / ours | norm in each forward / ours |"
     )
     print("| --- " * 6 + "|")
     for size in args.sizes:
@@ -161,26 +166,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     contest.make_microbatch(num_tokens, seed)
                     for seed in range(args.num_microbatches)
                 ]
-                formed, kept = _times(contest, microbatches, args.num_update_steps)
-                ratios = [a / b for a, b in zip(formed, kept, strict=True)]
-                low, middle, high = quartiles(ratios)
+                seconds = _times(contest, microbatches, args.num_update_steps)
+                over_kept = [_ratio(seconds[way], seconds["kept"]) for way in WAYS[:2]]
                 print(
                     f"| {size} | {num_tokens} | {'yes' if checkpoints else 'no'} "
-                    f"| {statistics.median(formed):.4f} | {statistics.median(kept):.4f} "
-                    f"| {low:.2f} **{middle:.2f}** {high:.2f} |",
+                    f"| {statistics.median(seconds['kept']):.4f} | {' | '.join(over_kept)} |",
                     flush=True,
                 )
 
 
+def _ratio(seconds: list[float], over: list[float]) -> str:
+    low, middle, high = quartiles([a / b for a, b in zip(seconds, over, strict=True)])
+    return f"{low:.2f} **{middle:.2f}** {high:.2f}"
+
+
 def _times(
     contest: Contest, microbatches: Sequence[Microbatch], num_update_steps: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of each update step, without and with kept norms; which comes first changes every time."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+) -> dict[str, list[float]]:
+    """Seconds of each update step, each way; which comes first changes every time."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for step in range(1 + num_update_steps):
-        for keeps in (step % 2 == 0, step % 2 == 1):
-            seconds[keeps].append(contest.seconds_of(microbatches, keeps))
-    return seconds[False][1:], seconds[True][1:]  # the first warms up
+        for turn in range(len(WAYS)):
+            way = WAYS[(step + turn) % len(WAYS)]
+            seconds[way].append(contest.seconds_of(microbatches, way))
+    return {way: of_way[1:] for way, of_way in seconds.items()}  # the first warms up
 
 
 if __name__ == "__main__":
