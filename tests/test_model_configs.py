@@ -120,7 +120,7 @@ def test_the_configs_have_the_same_keys_in_the_same_order(name):
 @every_adapter_config
 def test_beside_what_adapters_need_it_is_the_full_config_of_the_same_model(name):
     ours, full = unresolved(name), unresolved(of_full(name))
-    own = {"save_adapter_weights_only", "lr_scheduler"}
+    own = {"save_adapter_weights_only", "export_dtype", "lr_scheduler"}
     assert ours.keys() == full.keys() | own
     may_differ = {
         "output_dir", "model", "dataset", "optimizer", "batch_size", "max_tokens_per_microbatch",

@@ -75,15 +75,22 @@ def test_all_configs_are_here():
     assert (len(FULL), len(LORA), len(QAT_LORA)) == (44, 77, 4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stock_configs_train(world_size, tiny_config):
+# What two ranks do not do otherwise than one does.
+ALIKE_ON_RANKS = (
+    "optimizer", "lr_scheduler", "clip_grad_norm", "profiler", "log_peak_memory_stats", "batch_size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "alike"), [(1, ()), (2, ALIKE_ON_RANKS)])
+def test_stock_configs_train(world_size, alike, tiny_config):
     """Many are the same but for the model that is replaced here; each kind is trained once."""
     different = {}
     for stock in STOCK:
         cfg = on_this_machine(stock, tiny_config)
-        different.setdefault(json.dumps(cfg, sort_keys=True), (stock, cfg))
+        kind = {key: value for key, value in cfg.items() if key not in alike}
+        different.setdefault(json.dumps(kind, sort_keys=True), (stock, cfg))
     names, configs = zip(*different.values(), strict=True)
-    assert len(names) > 70
+    assert len(names) > (70 if world_size == 1 else 20)
     found = run_distributed(run_all, world_size, configs, timeout_seconds=400)[0]
     for stock, logged in zip(names, found, strict=True):
         losses = [metrics["loss"] for metrics in logged]
