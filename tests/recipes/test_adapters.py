@@ -118,6 +118,17 @@ def test_a_zero_bubble_schedule_has_the_same_gradients(tiny_config, tmp_path):
         assert_exact(gradients, reference, has_stages=True)
 
 
+def test_an_adapted_output_layer_may_be_sharded_as_a_unit_of_its_own(tiny_config, tmp_path):
+    config = tiny_config(
+        model=UNTIED, batch_size=2, custom_sharded_layers=["tok_embeddings", "output"], **STEP_OF_16
+    )
+    reference = big_batch.reference_gradients(UNTIED)
+    for gradients in run_distributed(
+        run_recipe_recording_gradients, 2, with_adapters(config, tmp_path)
+    ):
+        assert_exact(gradients, reference, has_stages=False)
+
+
 # ---- Loss curves --------------------------------------------------------------------------------
 
 SCHEDULE = {
