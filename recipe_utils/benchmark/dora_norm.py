@@ -30,6 +30,7 @@ from recipe_utils.loss.head import attach_head
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters import freeze_base
 from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.tune.registry import config_path
 
 DOCUMENT_LENGTH = 128
@@ -90,7 +91,7 @@ class Contest:
             training.set_activation_checkpointing(
                 self.model, auto_wrap_policy={TransformerSelfAttentionLayer}
             )
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = trained_parameters(self.model).values()
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         speed_up_adapters(self.model, self.optimizer)
         self.keeping = [layer.forward for layer in self.layers]
