@@ -149,7 +149,7 @@ class FullFinetuneRecipe:
                 attach_head(decoder, loss_fn, settings.pipeline.splits_backward)
 
         with naming():
-            self.model = build_model(make_model, prepare, modules, settings.pipeline, ranks)
+            self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
         with naming("checkpointer"):
             checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)

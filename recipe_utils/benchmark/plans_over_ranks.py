@@ -27,8 +27,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torchtune import config
 
-from recipe_utils.data.balance import Plan
-from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches
+from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches, Plan
 from recipe_utils.data.samples import Sample
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import equal_attention_length

@@ -144,9 +144,10 @@ def load(
 
         others = fingerprint_differences(state.frozen, frozen or {}) if state.frozen else []
         if others:
+            key = "ref_checkpointer" if "ref_checkpointer" in others[0] else "checkpointer"
             raise CheckpointError(
-                f"checkpointer: {path} was trained beside other frozen weights: {others[0]} (and "
-                f"{len(others) - 1} more); set model and checkpointer as then"
+                f"{key}: {path} was trained beside other frozen weights: {others[0]} (and "
+                f"{len(others) - 1} more); set model and {key} as then"
             )
 
         metadata = read_index(read_json(path / "tensors.json"), marker["files"])

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 from recipe_utils.data.count import check_all_ready, gather_rows, wait_unless_closed
+from recipe_utils.data.plan import Plan
 from recipe_utils.data.samples import Sample
-
-Plan = Callable[[Sequence[int], int], list[list[list[int]]]]
-"""Lengths of samples [tokens], number of ranks -> for each rank its microbatches of positions."""
 
 LengthOf = Callable[[Sample], int]
 """A sample's length [tokens]."""

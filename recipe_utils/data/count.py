@@ -28,6 +28,8 @@ class RankCounts(NamedTuple):
     """Whether it was asked to stop, say by a signal."""
     clock_ms: int = 0
     """Its monotonic clock [ms]; differences mean something, the value itself does not."""
+    num_left_out: int = 0
+    """Samples that are in none of its microbatches."""
 
 
 class StepCounts(NamedTuple):
@@ -41,6 +43,8 @@ class StepCounts(NamedTuple):
     """Whether some rank was asked to stop; all do so after the same update step."""
     clock_seconds: float = 0.0
     """Rank 0's clock; what ranks decide by it, they decide alike."""
+    num_left_out: int = 0
+    """Samples over the data-parallel ranks."""
 
 
 class OtherRankFailedError(RuntimeError):
@@ -78,11 +82,12 @@ def count_over_ranks(
     """
     row: tuple[int, ...] = ()
     if local is not None:
-        counts = [local.counts[name] if counts_its_data else 0 for name in names]
-        row = (1, local.num_microbatches, local.stop_requested, local.clock_ms, *counts)
-    table = gather_rows(row, 4 + len(names), group, closed)
+        counts = [local.num_left_out, *(local.counts[name] for name in names)]
+        row = (1, local.num_microbatches, local.stop_requested, local.clock_ms)
+        row += tuple(count if counts_its_data else 0 for count in counts)
+    table = gather_rows(row, 5 + len(names), group, closed)
 
-    ready, num_microbatches, stop, clock_ms, *columns = table.unbind(1)
+    ready, num_microbatches, stop, clock_ms, left_out, *columns = table.unbind(1)
     if local is not None:
         check_all_ready(ready)
     return StepCounts(
@@ -90,6 +95,7 @@ def count_over_ranks(
         int(num_microbatches.max()),
         bool(stop.any()),
         int(clock_ms[0]) / 1000,
+        int(left_out.sum()),
     )
 
 

@@ -149,8 +149,12 @@ class SampleKind(Protocol):
     def plan(self, lengths: Sequence[int], num_ranks: int, /) -> list[Microbatches]:
         """Which samples are in which microbatch of which rank; see :mod:`recipe_utils.data.plan`."""
 
-    def check(self, sample: Sample, name: str) -> None:
-        """Raises a SampleError, which says the name, where a sample cannot be trained on."""
+    def prepare(self, sample: Sample, name: str) -> Sample:
+        """Makes of what the dataset returned what the methods below take; where samples are loaded.
+
+        Raises:
+            SampleError: says the name, where a sample cannot be trained on.
+        """
 
     def length(self, sample: Sample) -> int:
         """What the plan knows of a sample."""
@@ -190,6 +194,8 @@ class UpdateStep:
     """Whether some rank was asked to stop; alike on all ranks."""
     clock_seconds: float = 0.0
     """Rank 0's clock when it was counted: as many update steps ago as were prefetched."""
+    num_left_out: int = 0
+    """Samples of it that are in no microbatch, over all DP ranks."""
 
     def scale(self, count: str) -> float:
         """What a microbatch's summed loss is multiplied by, to weigh all that is counted alike.
@@ -236,7 +242,7 @@ class UpdateStepLoader:
             else settings.balance_over_ranks
         )
         self.dataset = CheckedDataset(
-            dataset, name, kind.check, skips_bad=settings.on_bad_sample == "skip"
+            dataset, name, kind.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
         with naming(name):
             if agree_on_length(len(self.dataset), self._group) == 0:
@@ -335,7 +341,7 @@ class UpdateStepLoader:
     ) -> Iterator[UpdateStep]:
         samples_per_step = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         stand_in = None
-        for index in range(first, first + len(indices_per_step)):
+        for index, indices in enumerate(indices_per_step, start=first):
             try:
                 samples = next(samples_per_step)
                 if stand_in is None and self._may_need_stand_ins():
@@ -354,7 +360,8 @@ class UpdateStepLoader:
                 if moved is None:
                     moved = group_samples(samples, self._kind.length, self._kind.plan)
                 microbatches = [self._kind.collate(part) for part in moved]
-                counts = self._counts_of(microbatches, stop.is_set())
+                num_left_out = len(indices) - len(samples)
+                counts = self._counts_of(microbatches, num_left_out, stop.is_set())
             except Exception:
                 self._count(None, closed)
                 raise
@@ -375,6 +382,7 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 stop_requested=agreed.stop_requested,
                 clock_seconds=agreed.clock_seconds,
+                num_left_out=agreed.num_left_out,
             )
 
     def _may_need_stand_ins(self) -> bool:
@@ -398,7 +406,9 @@ class UpdateStepLoader:
             counts, self._kind.counts, self._ranks.is_dp_leader, self._group, closed
         )
 
-    def _counts_of(self, microbatches: Sequence[Microbatch], stops: bool) -> RankCounts:
+    def _counts_of(
+        self, microbatches: Sequence[Microbatch], num_left_out: int, stops: bool
+    ) -> RankCounts:
         return RankCounts(
             {
                 name: sum(microbatch.counts[name] for microbatch in microbatches)
@@ -407,4 +417,5 @@ class UpdateStepLoader:
             len(microbatches),
             stops,
             time.monotonic_ns() // 1_000_000,
+            num_left_out,
         )

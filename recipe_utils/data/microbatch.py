@@ -12,8 +12,21 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 
 T = TypeVar("T")
 
-DocumentLengths = Sequence[Sequence[int]]
-"""Tokens of each document, for each row."""
+DocumentLengths = Sequence[Sequence[int | tuple[int, int, int]]]
+"""Tokens of each document, for each row. Three numbers are a document with two ends: what they share, the
+first one and the second one, neither of which sees the other."""
+
+
+class Pairs(NamedTuple):
+    """Which targets belong to which answer, where samples are pairs of answers; p pairs."""
+
+    segment_lengths: Tensor
+    """[3 * p]: targets that both answers of a pair share, the chosen one's others, the rejected one's
+    others. In this order they are the targets of the microbatch."""
+    names: tuple[str, ...]
+    """Of the pairs, for errors."""
+    keys: tuple[bytes, ...]
+    """What tells each pair from all others."""
 
 
 class Targets(NamedTuple):
@@ -26,6 +39,7 @@ class Targets(NamedTuple):
     so that no device has to be waited for to learn n."""
     teacher: Any = None
     """What another model, a teacher or a reference, says of these targets: tensors in any nesting."""
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True)

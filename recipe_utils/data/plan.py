@@ -12,8 +12,9 @@ computes least so far.
 
 import heapq
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 Microbatches = list[list[int]]
 """Of one rank: for each microbatch the positions of its samples."""
@@ -156,12 +157,25 @@ def plan_packed(
     return ranks
 
 
+Plan = Callable[[Sequence[int], int], list[Microbatches]]
+"""Lengths of samples [tokens], number of ranks -> for each rank its microbatches of positions."""
+
 PLANS = {
     "in_order": plan_in_order,
     "least_padding": plan_least_padding,
     "packed": plan_packed,
 }
 """Value of ``microbatching`` -> plan."""
+
+
+def make_plan(
+    microbatching: str, batch_size: int, max_tokens: int | None, cost: MicrobatchCost
+) -> Plan:
+    """The plan of a value of ``microbatching``, with all but lengths and ranks given; see the plans."""
+    arguments: dict[str, Any] = {"batch_size": batch_size}
+    if microbatching != "in_order":
+        arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+    return partial(PLANS[microbatching], **arguments)
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

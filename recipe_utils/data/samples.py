@@ -25,24 +25,37 @@ class SampleError(ValueError):
     """A sample that cannot be trained on; the message names it and says what is wrong."""
 
 
+class LeftOutError(SampleError):
+    """A sample with nothing wrong, from which nothing can be learned; it is left out, whatever bad ones are."""
+
+
+_NUM_NAMED = 20
+"""Samples that are left out may be a tenth of the data; those after so many are only counted."""
+
+
 class CheckedDataset(Dataset[Sample]):
     """A map-style dataset whose samples are checked as they are loaded.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         name: how errors call the dataset; the config key it comes from.
-        check: takes a sample and its name, such as ``"sample 17 of dataset"``, and raises a
-            :class:`SampleError` where it cannot be trained on.
+        prepare: takes a sample and its name, such as ``"sample 17 of dataset"``; returns what is made of
+            it, and raises a :class:`SampleError` where it cannot be trained on.
         skips_bad: :func:`load_samples` leaves bad samples out instead of raising.
     """
 
     def __init__(
-        self, dataset: Any, name: str, check: Callable[[Sample, str], None], skips_bad: bool = False
+        self,
+        dataset: Any,
+        name: str,
+        prepare: Callable[[Sample, str], Sample],
+        skips_bad: bool = False,
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.check = check
+        self.prepare = prepare
         self.skips_bad = skips_bad
+        self._named: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,8 +71,7 @@ class CheckedDataset(Dataset[Sample]):
             sample = self.dataset[index]
         except Exception as error:
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
-        self.check(sample, name)
-        return sample
+        return self.prepare(sample, name)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
         """What a DataLoader calls: the samples, with the error in place of a bad one that is skipped."""
@@ -68,10 +80,25 @@ class CheckedDataset(Dataset[Sample]):
             try:
                 samples.append(self[index])
             except SampleError as error:
-                if not self.skips_bad:
+                if not self._leaves_out(error):
                     raise
                 samples.append(error)
         return samples
+
+    def _leaves_out(self, error: SampleError) -> bool:
+        return self.skips_bad or isinstance(error, LeftOutError)
+
+    def name_left_out(self, error: SampleError) -> None:
+        """Logs a sample that is left out, each once however many epochs there are."""
+        if str(error) in self._named or len(self._named) > _NUM_NAMED:
+            return
+        self._named.add(str(error))
+        if len(self._named) > _NUM_NAMED:
+            _log.warning(f"{self.name}: further samples that are left out are not named")
+        elif isinstance(error, LeftOutError):
+            _log.warning(f"{error} (left out)")
+        else:
+            _log.warning(f"{error} (left out, on_bad_sample=skip)")
 
     def any_sample(self) -> Sample:
         """A sample that is not bad, if there is one.
@@ -82,8 +109,8 @@ class CheckedDataset(Dataset[Sample]):
         for index in range(len(self) - 1):
             try:
                 return self[index]
-            except SampleError:
-                if not self.skips_bad:
+            except SampleError as error:
+                if not self._leaves_out(error):
                     raise
         return self[len(self) - 1]
 
@@ -116,20 +143,19 @@ def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
 
 
 def load_samples(
-    dataset: Dataset[Sample], indices_per_step: Sequence[list[int]], num_workers: int = 0
+    dataset: CheckedDataset, indices_per_step: Sequence[list[int]], num_workers: int = 0
 ) -> Iterator[list[Sample]]:
     """Loads the samples of one update step after the other.
 
     With workers, each loads whole update steps of its own, a few of them ahead.
 
     Args:
-        dataset: map-style dataset.
+        dataset: names what is left out.
         indices_per_step: dataset indices of each update step of this rank.
         num_workers: worker processes; 0 loads in the calling thread.
 
     Yields:
-        The samples of the next update step, in the order of its indices; bad ones are left out with a
-        warning if the dataset skips them.
+        The samples of the next update step, in the order of its indices, without those that are left out.
     """
     for samples in DataLoader(
         dataset,
@@ -141,7 +167,7 @@ def load_samples(
     ):
         for sample in samples:
             if isinstance(sample, SampleError):
-                _log.warning(f"{sample} (left out, on_bad_sample=skip)")
+                dataset.name_left_out(sample)
         yield [sample for sample in samples if not isinstance(sample, SampleError)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipe_utils.components import component_at
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.microbatch import DocumentLengths, Microbatch, Targets
-from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches
+from recipe_utils.data.plan import MicrobatchCost, make_plan
 from recipe_utils.data.samples import Sample, SampleError
 from recipe_utils.settings import ConfigError
 
@@ -69,18 +69,11 @@ class TextSamples:
         """Bound on a row, padding included, in validation, too [slots]."""
         if max_tokens is None and self.max_seq_len is not None:
             max_tokens = settings.batch_size * self.max_seq_len
-        arguments: dict[str, Any] = {"batch_size": settings.batch_size}
-        if settings.microbatching != "in_order":
-            arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": limits.cost}
-        self.plan: Callable[[Sequence[int], int], list[Microbatches]]
-        self.plan = partial(PLANS[settings.microbatching], **arguments)
+        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, limits.cost)
 
         self._collate: Collate
         if settings.microbatching == "packed":
-            self._check_packing(max_tokens)
-            row_multiple = None
-            if limits.num_row_lengths is not None and max_tokens is not None:
-                row_multiple = math.ceil(max_tokens / limits.num_row_lengths)
+            row_multiple = row_multiple_of_packed(limits, max_tokens)
             self._collate = partial(
                 collate_packed_microbatch,
                 ignore_index=ignore_index,
@@ -98,21 +91,6 @@ class TextSamples:
                 merge_packed_rows=limits.other_attention is None and limits.num_row_lengths is None,
             )
 
-    def _check_packing(self, row_length: int | None) -> None:
-        problems = []
-        if self.limits.other_attention is not None:
-            problems.append(
-                f"microbatching=packed: the model's {self.limits.other_attention} cannot keep documents "
-                "of a row apart; set microbatching=least_padding"
-            )
-        if self.limits.num_row_lengths is not None and row_length is None:
-            problems.append(
-                "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
-                "have no fixed length, which compile=True and CUDA need; set one of the two"
-            )
-        if problems:
-            raise ConfigError(*problems)
-
     def warnings(self) -> Iterator[str]:
         """Whether samples may be longer than a microbatch."""
         bound = self._max_tokens_per_microbatch
@@ -122,11 +100,12 @@ class TextSamples:
                 f"(tokenizer.max_seq_len={self.max_seq_len}) gets a microbatch of its own"
             )
 
-    def check(self, sample: Sample, name: str) -> None:
-        """Refuses a sample that cannot be trained on; see :func:`check_sample`."""
+    def prepare(self, sample: Sample, name: str) -> Sample:
+        """The sample as it is; refuses one that cannot be trained on, see :func:`check_sample`."""
         check_sample(
             sample, name, self.ignore_index, self.limits.vocab_size, self.limits.max_seq_len
         )
+        return sample
 
     def length(self, sample: Sample) -> int:
         """Tokens of a sample, by which it is planned."""
@@ -139,6 +118,34 @@ class TextSamples:
     def stand_in(self, sample: Sample) -> Microbatch:
         """See :func:`collate_empty_microbatch`."""
         return collate_empty_microbatch(sample, self._collate, self.ignore_index)
+
+
+def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int | None:
+    """What the lengths of packed rows are to be multiples of [tokens]; None if they may have any.
+
+    Args:
+        limits: of the model.
+        row_length: the longest row, unless a single sample is longer [tokens]; None if there is no bound.
+
+    Raises:
+        recipe_utils.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+    """
+    problems = []
+    if limits.other_attention is not None:
+        problems.append(
+            f"microbatching=packed: the model's {limits.other_attention} cannot keep documents of a row "
+            "apart; set microbatching=least_padding"
+        )
+    if limits.num_row_lengths is not None and row_length is None:
+        problems.append(
+            "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
+            "have no fixed length, which compile=True and CUDA need; set one of the two"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    if limits.num_row_lengths is None or row_length is None:
+        return None
+    return math.ceil(row_length / limits.num_row_lengths)
 
 
 def check_sample(

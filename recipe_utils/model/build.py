@@ -140,8 +140,8 @@ def build_model(
     make_model: Callable[[], nn.Module],
     prepare: Callable[[nn.Module, bool], None],
     settings: ModelSettings,
-    pipeline: PipelineSettings,
     ranks: Ranks,
+    pipeline: PipelineSettings | None = None,
 ) -> nn.Module:
     """This rank's modules, without weights: the whole model, or its pipeline stages.
 
@@ -150,8 +150,8 @@ def build_model(
         prepare: changes a model or a stage before it is wrapped: called with it, and whether it has
             the output layer.
         settings: how to wrap it.
-        pipeline: how to cut it, with more than one ``pp`` rank.
         ranks: of the job.
+        pipeline: how to cut it, with more than one ``pp`` rank.
 
     Raises:
         ValueError: a model that cannot be cut, split or sharded as asked for.
@@ -165,6 +165,7 @@ def build_model(
         prepare(whole, True)
         return parallelize_model(whole, settings, ranks)
 
+    assert pipeline is not None
     num_stages = pipeline.num_stages(ranks.dims.pp)
     layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
     _check_that_all_train(whole, layers)

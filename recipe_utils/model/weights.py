@@ -1,5 +1,6 @@
 """A model's weights: from a checkpoint to its shards, and from all ranks together again."""
 
+import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -74,6 +75,35 @@ def _load(
             if hasattr(module, "rope_init"):  # its cache is no part of the state dict
                 module.rope_init()  # type: ignore[operator]
 
+    check_weights(model, state_dict, names_of_other_stages)
+    expected = model.state_dict()
+    weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
+    model.load_state_dict(
+        {
+            name: _shard_like(
+                parameter, name, state_dict[name], weights_device, dtype, frozen.get(name, False)
+            )
+            for name, parameter in expected.items()
+        },
+        strict=True,
+        assign=True,  # a meta tensor cannot be copied to
+    )
+    training.validate_no_params_on_meta_device(model)
+
+
+def check_weights(
+    model: nn.Module, state_dict: Mapping[str, Tensor], names_of_other_stages: Collection[str] = ()
+) -> None:
+    """Checks that full weights are those of a model, or of a stage.
+
+    Args:
+        model: may be on the meta device, and sharded.
+        state_dict: by torchtune's keys.
+        names_of_other_stages: weights that it need not have.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape.
+    """
     expected = model.state_dict()
     missing = expected.keys() - state_dict.keys()
     unexpected = state_dict.keys() - expected.keys() - set(names_of_other_stages)
@@ -89,22 +119,27 @@ def _load(
     ):
         if names:
             raise ValueError(
-                f"checkpointer: the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and "
-                "checkpointer must be of one kind and size"
+                f"the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and checkpointer must "
+                "be of one kind and size"
             )
 
-    weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
-    model.load_state_dict(
-        {
-            name: _shard_like(
-                parameter, name, state_dict[name], weights_device, dtype, frozen.get(name, False)
-            )
-            for name, parameter in expected.items()
-        },
-        strict=True,
-        assign=True,  # a meta tensor cannot be copied to
-    )
-    training.validate_no_params_on_meta_device(model)
+
+def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) -> str:
+    """What tells full weights, on every rank the same, from others: of every byte. All ranks together.
+
+    Args:
+        weights: by name, on the CPU.
+        group: a CPU (gloo) group of all ranks, each of which reads its share.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    share = {}
+    for name in sorted(weights)[rank::world_size]:
+        weight = weights[name].detach().contiguous()
+        data: Any = weight.reshape(-1).view(torch.uint8).numpy()
+        crc32 = zlib.crc32(data)
+        share[name] = f"{tuple(weight.shape)} {weight.dtype} {crc32:08x}"
+    of_all = {name: text for each in gather_objects(share, group) for name, text in each.items()}
+    return f"{zlib.crc32(repr(sorted(of_all.items())).encode()):08x}"
 
 
 def gather_weights(

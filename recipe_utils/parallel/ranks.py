@@ -74,6 +74,14 @@ class RankSettings:
         except ValueError as error:
             yield str(error)
 
+    def problems_without_stages(self) -> Iterator[str]:
+        """Of a recipe that cuts no model into pipeline stages."""
+        if self.pipeline_parallel_dim > 1:
+            yield (
+                f"pipeline_parallel_dim={self.pipeline_parallel_dim}: this recipe has no pipeline stages; set "
+                "it to 1, and data_parallel_shard_dim to more ranks"
+            )
+
     @property
     def dims_or_none(self) -> ParallelDims | None:
         """The same, for who looks for further problems."""

@@ -40,6 +40,7 @@ class Throughput:
             ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
             ``real_tokens_per_second_per_gpu``: the same of all tokens but padding.
             ``padding_fraction``: padding slots / slots.
+            ``shared_fraction``: tokens that are computed once instead of twice / all tokens but padding.
             ``data_wait_seconds``: mean per update step, on this rank.
         """
         rank_seconds = max(time.perf_counter() - self._started, 1e-9) * self._world_size
@@ -50,8 +51,11 @@ class Throughput:
         ):
             if name in self._totals:
                 figures[figure] = self._totals[name] / rank_seconds
+        num_real, num_shared = self._totals["real_tokens"], self._totals["shared_tokens"]
         if "slots" in self._totals:
-            padding = 1 - self._totals["real_tokens"] / max(self._totals["slots"], 1)
+            padding = 1 - (num_real - num_shared) / max(self._totals["slots"], 1)
             figures["padding_fraction"] = padding
+        if "shared_tokens" in self._totals:
+            figures["shared_fraction"] = num_shared / max(num_real, 1)
         self.restart()
         return figures

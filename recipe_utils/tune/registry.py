@@ -38,16 +38,29 @@ RECIPES = {
         "qwen2_5/0.5B_lora_update_step",
         "qwen2_5/7B_lora_update_step",
     ),
+    "full_dpo_update_step": (
+        "llama3_2/5M_full_dpo_update_step",
+        "llama3_2/1B_full_dpo_update_step",
+        "llama3_2/3B_full_dpo_update_step",
+        "llama3_1/8B_full_dpo_update_step",
+        "qwen2_5/0.5B_full_dpo_update_step",
+        "qwen2_5/7B_full_dpo_update_step",
+    ),
+    "lora_dpo_update_step": ("llama3_1/8B_lora_dpo_update_step",),
     "benchmark_tokens_per_second": (
         "llama3_2/5M_benchmark",
         "llama3_2/5M_lora_benchmark",
+        "llama3_2/5M_dpo_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
         "llama3_2/5M_benchmark_saving",
     ),
 }
 """Recipe name -> its configs (``configs/NAME.yaml``), the default first."""
 
-SAME_FILE = {"lora_finetune_update_step": "full_finetune_update_step"}
+SAME_FILE = {
+    "lora_finetune_update_step": "full_finetune_update_step",
+    "lora_dpo_update_step": "full_dpo_update_step",
+}
 """Recipe name -> the one whose file it is another name of. All others are ``recipes/NAME.py``."""
 
 

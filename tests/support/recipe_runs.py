@@ -28,7 +28,11 @@ WEIGHTS = {
     "deep_untied.pt": tiny.DEEP_UNTIED_MODEL,
     "wide.pt": tiny.WIDE_MODEL,
 }
-RECIPE = ROOT / "recipes" / "full_finetune_update_step.py"
+CLASSES = {
+    "full_finetune_update_step": "FullFinetuneRecipe",
+    "full_dpo_update_step": "FullDPORecipe",
+}
+SFT, DPO = CLASSES
 
 
 # The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
@@ -55,16 +59,17 @@ class ListLogger(MetricLoggerInterface):
 
 
 @cache
-def recipe_class(*mutation: str) -> Any:
+def recipe_class(*mutation: str, recipe: str = SFT) -> Any:
     """The recipe as it is, or with one piece of its text replaced by another."""
+    path = ROOT / "recipes" / f"{recipe}.py"
     if not mutation:
-        return runpy.run_path(str(RECIPE))["FullFinetuneRecipe"]
-    text, (old, new) = RECIPE.read_text(), mutation
+        return runpy.run_path(str(path))[CLASSES[recipe]]
+    text, (old, new) = path.read_text(), mutation
     assert text.count(old) == 1, f"the recipe has {text.count(old)} times: {old}"
     with tempfile.TemporaryDirectory() as folder:
         mutant = Path(folder, "mutant.py")
         mutant.write_text(text.replace(old, new))
-        return runpy.run_path(str(mutant))["FullFinetuneRecipe"]
+        return runpy.run_path(str(mutant))[CLASSES[recipe]]
 
 
 def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
@@ -99,14 +104,27 @@ def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
-def run_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
+def tiny_dpo_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+    """:func:`tiny_config` for pairs; the reference has weights of its own, so that rewards are not zero."""
+    own = {
+        "dataset": {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19},
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
+    }
+    config = tiny_config(folder, **{**own, **changes})
+    if "ref_checkpointer" not in changes and "lora_rank" not in config["model"]:
+        (file,) = config["checkpointer"]["checkpoint_files"]
+        config["ref_checkpointer"] = {**config["checkpointer"], "checkpoint_files": [f"ref_{file}"]}
+    return config
+
+
+def run_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]]:
     """Trains with ``config``; the metrics that rank 0 logged, empty on the others."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    with recipe.run:
-        recipe.setup(cfg)
-        recipe.train()
+    training = recipe_class(recipe=recipe)(cfg)
+    with training.run:
+        training.setup(cfg)
+        training.train()
     return list(ListLogger.logged)
 
 
@@ -151,17 +169,17 @@ def keep_warnings() -> list[str]:
 
 
 def run_recipe_recording_gradients(
-    config: dict[str, Any], mutation: tuple[str, ...] = ()
+    config: dict[str, Any], mutation: tuple[str, ...] = (), recipe: str = SFT
 ) -> list[dict[str, Tensor]]:
     """The full float64 gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
     cfg = OmegaConf.create({**config, "dtype": "fp64", "optimizer": RECORDING_SGD})
     with tiny.float64_throughout():
-        recipe = recipe_class(*mutation)(cfg)
-        with recipe.run:
-            recipe.setup(cfg)
-            names = list(parameters_by_name(recipe.model))
-            recipe.train()
+        training = recipe_class(*mutation, recipe=recipe)(cfg)
+        with training.run:
+            training.setup(cfg)
+            names = list(parameters_by_name(training.model))
+            training.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 
 
@@ -179,3 +197,6 @@ def save_weights(folder: Path) -> None:
     (folder / "weights").mkdir(parents=True)
     for file_name, sizes in WEIGHTS.items():
         torch.save(tiny.tiny_model(sizes).state_dict(), folder / "weights" / file_name)
+        # Those of a reference, which is another model than the policy at its start.
+        other = tiny.tiny_model(sizes, seed=1)
+        torch.save(other.state_dict(), folder / "weights" / f"ref_{file_name}")

@@ -160,6 +160,46 @@ def tiny_dataset(
     return PackedDataset(dataset, max_seq_len=64) if packed else dataset
 
 
+PAIR_KINDS = ("masked", "multi_turn", "train_on_input", "nothing_common", "alike_beginnings")
+
+
+def make_pairs(num_pairs: int, kind: str = "masked", seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of very uneven length, by torchtune's keys.
+
+    What both sides share: a prompt without targets (``masked``); with targets in it (``multi_turn``); all of
+    it targets (``train_on_input``); nothing; or a masked prompt and the answers' beginnings.
+    """
+    rng = random.Random(seed)
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+    pairs = []
+    for _ in range(num_pairs):
+        prompt = draw(rng.choice([1, 2, 5, 11, 20]))
+        labels = [IGNORE] * len(prompt)
+        if kind == "train_on_input":
+            labels = list(prompt)
+        elif kind == "multi_turn":
+            labels = [t if rng.random() < 0.5 else IGNORE for t in prompt]
+        alike = draw(rng.choice([1, 3, 8])) if kind == "alike_beginnings" else []
+        pair = {}
+        for first, side in enumerate(("chosen", "rejected"), start=1):
+            answer = [*alike, first, *draw(rng.choice([1, 2, 6, 17, 30]))]
+            own = prompt if kind != "nothing_common" else [first, *draw(len(prompt))]
+            of_own = labels if kind != "nothing_common" else [IGNORE] * len(own)
+            pair[f"{side}_input_ids"] = own + answer
+            pair[f"{side}_labels"] = of_own + answer
+        pairs.append(pair)
+    return pairs
+
+
+def tiny_pair_dataset(
+    tokenizer: Any, num_pairs: int, kind: str = "masked", seed: int = 0
+) -> Dataset[Any]:
+    return Samples(make_pairs(num_pairs, kind, seed))
+
+
 def tiny_image_dataset(tokenizer: Any, num_samples: int) -> Dataset[Any]:
     """Samples with one made-up image of 3 features in 4 patches each."""
     generator = torch.Generator().manual_seed(0)

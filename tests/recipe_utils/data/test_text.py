@@ -347,7 +347,7 @@ def test_samples_at_the_limits_are_accepted(make):
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_the_kind_of_sample_checks_by_the_limits_of_its_model(make):
     text = text_samples("in_order", vocab_size=9, max_seq_len=3)
-    text.check({"tokens": make([1, 8, 2]), "labels": make([1, 8, tiny.IGNORE])}, "sample")
+    text.prepare({"tokens": make([1, 8, 2]), "labels": make([1, 8, tiny.IGNORE])}, "sample")
     for tokens in ([1, 9], [1, 1, 1, 1]):
         with pytest.raises(SampleError, match=r"^sample 3: "):
-            text.check({"tokens": make(tokens), "labels": make(tokens)}, "sample 3")
+            text.prepare({"tokens": make(tokens), "labels": make(tokens)}, "sample 3")

@@ -69,7 +69,7 @@ def test_a_model_in_one_piece_is_prepared_once_with_its_output_before_it_is_wrap
         prepared.append((model, has_output, wrapped, on_meta))
 
     settings = ModelSettings(enable_activation_checkpointing=True, dtype="bf16")
-    model = build_model(make, prepare, settings, PipelineSettings(), ranks)
+    model = build_model(make, prepare, settings, ranks, PipelineSettings())
     assert [facts for _, *facts in prepared] == [[True, False, True]]
     assert prepared[0][0] is model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -95,8 +95,8 @@ def build_on_two_ranks(layouts):
             lambda: make(tiny.DEEP_UNTIED_MODEL),
             prepare,
             ModelSettings(),
-            PipelineSettings(pipeline_parallel_schedule=schedule),
             ranks,
+            PipelineSettings(pipeline_parallel_schedule=schedule),
         )
         stages = sorted(model.by_index()) if isinstance(model, Stages) else None
         whole = model.whole._replace(names_of_weights=[]) if stages is not None else None

@@ -94,8 +94,8 @@ def load_and_gather(layouts):
             lambda: config.instantiate(OmegaConf.create(tiny.DEEP_MODEL)),
             lambda model, has_output: None,
             FP32,
-            PipelineSettings(),
             ranks,
+            PipelineSettings(),
         )
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0

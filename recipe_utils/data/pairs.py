@@ -1,0 +1,369 @@
+"""Pairs of answers as a kind of sample: checked, measured, and made into microbatches, padded or packed.
+
+A sample is a pair, and its two answers are never apart: they are in one microbatch on one rank. Packed, what
+both sides begin with (the prompt, and more where answers begin alike) is computed once.
+
+Shapes: p pairs, b rows, s slots (positions) per row, n target tokens of all p pairs.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, ListConfig
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from recipe_utils.data.loader import DataSettings
+from recipe_utils.data.microbatch import Microbatch, Pairs, Targets
+from recipe_utils.data.plan import make_plan
+from recipe_utils.data.samples import LeftOutError, Sample, SampleError, load_dataset
+from recipe_utils.data.text import ModelLimits, check_sample, row_multiple_of_packed
+from recipe_utils.settings import ROOM
+
+IGNORE_INDEX = -100
+"""The label of positions that are no targets, in torchtune's preference datasets."""
+
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, config=ROOM)
+class PairSettings:
+    """How pairs become microbatches, besides what is said of samples of any kind."""
+
+    prefix_sharing: bool | None = None
+    """Computes what both sides of a pair begin with once; null is True where ``microbatching: packed``."""
+
+    def shares_prefixes(self, data: DataSettings) -> bool:
+        """Whether what both sides begin with is computed once."""
+        return data.microbatching == "packed" and self.prefix_sharing is not False
+
+    def problems_with(self, data: DataSettings) -> Iterator[str]:
+        """What of the data's keys pairs cannot have."""
+        if self.prefix_sharing and data.microbatching != "packed":
+            yield (
+                f"prefix_sharing=True: microbatching={data.microbatching} gives each side a row of its own; "
+                "set microbatching=packed"
+            )
+        if data.collate_fn != DataSettings.collate_fn:
+            yield f"collate_fn={data.collate_fn}: pairs are collated in one way only; leave the key out"
+
+
+class KnownLogProbs(Protocol):
+    """What is known of a reference's log-probabilities."""
+
+    def key_of(self, pair: Mapping[str, Any], /) -> bytes:
+        """What they are known by."""
+
+    def find(self, keys: Sequence[bytes], /) -> Tensor | None:
+        """Those of each chosen and each rejected answer, [2, p]; None unless all are known."""
+
+
+def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
+    """A preference dataset of its component, or of a list of components one after the other.
+
+    Raises:
+        ValueError: its samples are no pairs.
+    """
+    dataset = load_dataset(cfg, tokenizer)
+    try:
+        keys = sorted(dataset[0])
+    except (
+        Exception
+    ):  # of no dataset, an empty one, or a bad sample, which is named when it is needed
+        return dataset
+    if "chosen_input_ids" not in keys:
+        raise ValueError(
+            f"its samples have {', '.join(map(str, keys))} instead of chosen_input_ids, chosen_labels, "
+            "rejected_input_ids and rejected_labels; set it to a preference dataset, such as "
+            "torchtune.datasets.preference_dataset"
+        )
+    return dataset
+
+
+class PairSamples:
+    """Pairs of a chosen and a rejected answer, as torchtune's preference datasets return them.
+
+    Args:
+        settings: of the data; the plan, and what limits a microbatch. ``batch_size`` counts pairs.
+        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
+        limits: of the model.
+        pair_settings: of the pairs.
+        known: log-probabilities of a reference that need not be computed any more; None if all must be.
+
+    Raises:
+        recipe_utils.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+    """
+
+    counts = (
+        "pairs", "unknown_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "slots",
+    )  # fmt: skip
+    """What a microbatch counts: pairs; of them, those whose reference must be computed; targets of the
+    chosen answers; targets, and tokens, of both; of these, those that are computed once instead of twice;
+    positions that are computed."""
+    fingerprint_keys = (
+        "chosen_input_ids",
+        "chosen_labels",
+        "rejected_input_ids",
+        "rejected_labels",
+    )
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        limits: ModelLimits,
+        pair_settings: PairSettings,
+        known: KnownLogProbs | None = None,
+    ) -> None:
+        self._limits = limits
+        self._known = known
+        self._is_packed = settings.microbatching == "packed"
+        self._shares_prefixes = pair_settings.shares_prefixes(settings)
+        self.layout = "packed" if self._is_packed else "padded"
+        """Of rows, as far as a log-probability's last digits depend on it."""
+        if self._shares_prefixes:
+            self.layout += ", prefixes shared"
+        self._pad_id: int = tokenizer.pad_id
+        max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self._max_seq_len = max_seq_len
+        self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
+        most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
+        self.longest_row = (max_tokens or 0) + 2 * most_pairs * limits.max_seq_len
+        """Bound on a row, padding included, in validation, too [slots]."""
+        if max_tokens is None and max_seq_len is not None:
+            max_tokens = 2 * settings.batch_size * max_seq_len
+        cost = limits.cost
+        if self._is_packed:
+            self._row_multiple = row_multiple_of_packed(limits, max_tokens)
+        else:
+            # A pair is two rows of the longer side's length, and the plan is told of one.
+            max_tokens = max(max_tokens // 2, 1) if max_tokens else None
+            cost = cost._replace(overhead_slots=cost.overhead_slots / 2)
+        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
+
+    def warnings(self) -> Iterator[str]:
+        """Whether pairs may be longer than a microbatch."""
+        bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
+        if bound is not None and (longest is None or bound < 2 * longest):
+            yield (
+                f"max_tokens_per_microbatch={bound}: a pair with more tokens (twice "
+                f"tokenizer.max_seq_len={longest}) gets a microbatch of its own"
+            )
+
+    def prepare(self, sample: Sample, name: str) -> Sample:
+        """The pair as arrays, with what it is known by and how many tokens both sides share.
+
+        Raises:
+            SampleError: a key is missing, or see :func:`recipe_utils.data.text.check_sample`.
+            LeftOutError: a side without a target, or sides that are equal: its gradient says nothing of
+                which answer is better.
+        """
+        pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
+        for side in _SIDES:
+            keys = (f"{side}_input_ids", f"{side}_labels")
+            for key in keys:
+                if key not in sample:
+                    raise SampleError(f"{name}: it has no '{key}', only {sorted(sample)}")
+            tokens, labels = (_whole_numbers(sample[key], key, name) for key in keys)
+            check_sample(
+                {"tokens": tokens, "labels": labels},
+                f"{name}, {side}",
+                IGNORE_INDEX,
+                self._limits.vocab_size,
+                self._limits.max_seq_len,
+            )
+            # The first token has none before it that it could be predicted from.
+            if (labels[1:] == IGNORE_INDEX).all():
+                raise LeftOutError(f"{name}: its {side} side has no target")
+            pair |= dict(zip(keys, (tokens, labels), strict=True))
+        num_shared = num_shared_tokens(pair)
+        if num_shared is None:
+            raise LeftOutError(f"{name}: its sides are equal")
+        pair["num_shared"] = num_shared if self._shares_prefixes else 0
+        pair["key"] = self._known.key_of(pair) if self._known is not None else b""
+        return pair
+
+    def length(self, sample: Sample) -> int:
+        """Slots that a pair takes in a row; padded, those of its longer side."""
+        lengths = [len(sample[f"{side}_input_ids"]) for side in _SIDES]
+        return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
+
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """One microbatch of pairs, at least one; with their reference's log-probabilities if all are known."""
+        microbatch = self._collate(samples)
+        assert microbatch.targets.pairs is not None
+        known = self._known.find(microbatch.targets.pairs.keys) if self._known is not None else None
+        if known is not None:
+            return replace(
+                microbatch.with_teacher(known), counts={**microbatch.counts, "unknown_pairs": 0}
+            )
+        return microbatch
+
+    def stand_in(self, sample: Sample) -> Microbatch:
+        """A microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
+        tokens = torch.as_tensor(sample["chosen_input_ids"][:1])
+        nothing = torch.full_like(tokens, IGNORE_INDEX)
+        if self._is_packed:
+            rows = _Row()
+            rows.add(tokens, nothing, torch.zeros_like(tokens))
+            rows.lengths.append(1)
+            microbatch = rows.microbatch([], self._pad_id, self._row_multiple)
+        else:
+            microbatch = _padded_microbatch([], tokens.unsqueeze(0), nothing.unsqueeze(0))
+        return replace(microbatch.with_teacher(torch.zeros(2, 0, dtype=torch.float64)), counts={})
+
+    def _collate(self, samples: Sequence[Sample]) -> Microbatch:
+        if self._is_packed:
+            return collate_packed_pairs(samples, self._pad_id, self._row_multiple)
+        return collate_padded_pairs(samples, self._pad_id)
+
+
+def _whole_numbers(values: Any, key: str, name: str) -> np.ndarray:
+    numbers = np.asarray(values)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise SampleError(f"{name}: its '{key}' is no list of whole numbers")
+    return numbers.astype(np.int64)
+
+
+def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
+    """Tokens that both sides of a pair may share: the longest common prefix, of tokens and labels, less one.
+
+    The last common token has another next token on each side, so it is in both. None of equal sides.
+
+    Args:
+        pair: arrays by torchtune's keys.
+    """
+    chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in _SIDES)
+    shorter = min(chosen.shape[1], rejected.shape[1])
+    differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
+    if not differ.any():
+        if chosen.shape == rejected.shape:
+            return None
+        return shorter - 1
+    return max(int(differ.argmax()) - 1, 0)
+
+
+def digest_of(pair: Mapping[str, Any], context: bytes) -> bytes:
+    """16 bytes that tell a pair's tokens and labels, and what its log-probabilities depend on, from others."""
+    digest = hashlib.blake2b(context, digest_size=16)
+    for side in _SIDES:
+        tokens, labels = pair[f"{side}_input_ids"], pair[f"{side}_labels"]
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.tobytes())
+        digest.update(labels.tobytes())
+    return digest.digest()
+
+
+def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
+    """Makes a microbatch of two rows per pair, chosen over rejected, padded to the longest of all.
+
+    Args:
+        samples: at least one, of :meth:`PairSamples.prepare`.
+        padding_idx: the token to pad with.
+    """
+    longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in _SIDES)
+    tokens = torch.full((2 * len(samples), longest), padding_idx)
+    labels = torch.full((2 * len(samples), longest), IGNORE_INDEX)
+    for index, sample in enumerate(samples):
+        for row, side in enumerate(_SIDES, start=2 * index):
+            ids = sample[f"{side}_input_ids"]
+            tokens[row, : len(ids)] = torch.from_numpy(ids)
+            labels[row, : len(ids) - 1] = torch.from_numpy(sample[f"{side}_labels"][1:])
+    return _padded_microbatch(samples, tokens, labels)
+
+
+def _padded_microbatch(samples: Sequence[Sample], tokens: Tensor, labels: Tensor) -> Microbatch:
+    of_rows = (labels != IGNORE_INDEX).sum(1)
+    shared = torch.zeros(len(samples), 1, dtype=torch.long)
+    of_pairs = torch.cat([shared, of_rows[: 2 * len(samples)].view(-1, 2)], dim=1)
+    return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
+
+
+def collate_packed_pairs(
+    samples: Sequence[Sample], padding_idx: int = 0, row_multiple: int | None = None
+) -> Microbatch:
+    """Makes a microbatch of one row, in which pair follows pair: what both share, chosen's rest, rejected's rest.
+
+    Neither rest sees the other; positions of both go on from the shared part's. Each slot has one label, that
+    of its next token.
+
+    Args:
+        samples: at least one, of :meth:`PairSamples.prepare`.
+        padding_idx: the token to pad with.
+        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
+            padding.
+    """
+    row = _Row()
+    for sample in samples:
+        num_shared = sample["num_shared"]
+        ends = []
+        for side in _SIDES:
+            tokens = torch.from_numpy(sample[f"{side}_input_ids"])
+            labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
+            labels[-1] = IGNORE_INDEX
+            positions = torch.arange(len(tokens))
+            if side == "chosen" and num_shared:
+                row.add(tokens[:num_shared], labels[:num_shared], positions[:num_shared])
+            row.add(tokens[num_shared:], labels[num_shared:], positions[num_shared:])
+            ends.append(len(tokens) - num_shared)
+        row.lengths.append((num_shared, *ends) if num_shared else ends[0])
+        if not num_shared:
+            row.lengths.append(ends[1])
+    return row.microbatch(samples, padding_idx, row_multiple)
+
+
+class _Row:
+    """A packed row while it is filled."""
+
+    def __init__(self) -> None:
+        self.lengths: list[Any] = []
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> None:
+        self._parts.append((tokens, labels, positions))
+
+    def microbatch(
+        self, samples: Sequence[Sample], padding_idx: int, row_multiple: int | None
+    ) -> Microbatch:
+        num_real = sum(len(tokens) for tokens, _, _ in self._parts)
+        of_parts = [int((labels != IGNORE_INDEX).sum()) for _, labels, _ in self._parts]
+        if row_multiple is not None and num_real % row_multiple:
+            padding = torch.full((-num_real % row_multiple,), padding_idx)
+            self.lengths.append(len(padding))
+            self.add(padding, torch.full_like(padding, IGNORE_INDEX), torch.zeros_like(padding))
+        of_pairs, parts = [], iter(of_parts)
+        for sample in samples:
+            of_pairs.append([next(parts) if sample["num_shared"] else 0, next(parts), next(parts)])
+        tokens, labels, positions = (
+            torch.cat(each).unsqueeze(0) for each in zip(*self._parts, strict=True)
+        )
+        inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": [self.lengths]}
+        return _microbatch(inputs, labels, samples, torch.tensor(of_pairs).view(-1, 3))
+
+
+def _microbatch(
+    inputs: dict[str, Any], labels: Tensor, samples: Sequence[Sample], of_pairs: Tensor
+) -> Microbatch:
+    """A microbatch of labels [b, s] for next positions; targets of its segments [p, 3]."""
+    of_pairs = of_pairs.long()
+    shared, chosen, rejected = of_pairs.sum(0).tolist()
+    counts = {
+        "pairs": len(samples),
+        "unknown_pairs": len(samples),
+        "chosen_tokens": shared + chosen,
+        "target_tokens": 2 * shared + chosen + rejected,
+        "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in _SIDES),
+        "shared_tokens": sum(sample["num_shared"] for sample in samples),
+        "slots": inputs["tokens"].numel(),
+    }
+    pairs = Pairs(
+        of_pairs.flatten(),
+        tuple(sample["name"] for sample in samples),
+        tuple(sample["key"] for sample in samples),
+    )
+    positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    return Microbatch(inputs, Targets(labels, positions, pairs=pairs), counts)

@@ -1,0 +1,153 @@
+"""Log-probabilities of target tokens, and of whole answers, without a tensor of all logits.
+
+Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target tokens, p pairs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.data.microbatch import Pairs, Targets
+from recipe_utils.loss.linear_cross_entropy import plain_weight, sum_dtype
+
+
+class LinearLogProbs(nn.Module):
+    """The log-probability of each target token, for ``attach_head``: projected a chunk of targets at a time.
+
+    A chunk of logits is recomputed in the backward, since what each token's gradient is multiplied with
+    is known only then: four matrix products, where a summed loss takes three. Where the output weight cannot
+    be read as one plain tensor, each chunk goes through the output layer itself; see
+    :class:`recipe_utils.loss.LinearCrossEntropyLoss`.
+
+    Args:
+        tokens_per_chunk: target tokens projected at once; the logits take ``tokens_per_chunk * v``
+            fp32 numbers.
+        num_output_chunks: chunks where the output layer is called as a module. A fixed number,
+            because all FSDP ranks must call it equally often.
+    """
+
+    takes_hidden_states = True
+    """See :class:`recipe_utils.loss.head.LinearLoss`."""
+
+    def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
+        super().__init__()
+        self.tokens_per_chunk = tokens_per_chunk
+        self.num_output_chunks = num_output_chunks
+
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns the targets' log-probabilities [n] in nats, at least fp32.
+
+        Args:
+            output: the model's output layer, [..., d] -> [..., v].
+            hidden: last hidden states after the final norm, [b, s, d].
+            targets: of the microbatch. Without any the result is empty, with a graph through ``hidden``
+                and the output weight.
+            backward_in_parts: not supported.
+
+        Raises:
+            ValueError: ``backward_in_parts``.
+        """
+        if backward_in_parts:
+            raise ValueError(
+                "pipeline_parallel_schedule: log-probabilities have no backward in parts"
+            )
+        hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
+        labels = targets.labels.flatten().index_select(0, targets.positions)
+        weight = plain_weight(output)
+        if weight is not None:
+            log_probs: Tensor = _ChunkedLinearLogProbs.apply(
+                hidden, weight, labels, self.tokens_per_chunk
+            )
+            return log_probs
+        chunks = zip(
+            hidden.tensor_split(self.num_output_chunks),
+            labels.tensor_split(self.num_output_chunks),
+            strict=True,
+        )
+        return torch.cat(
+            [checkpoint(_log_probs, output, *chunk, use_reentrant=False) for chunk in chunks]
+        )
+
+
+class _ChunkedLinearLogProbs(torch.autograd.Function):
+    """log_softmax(hidden @ weight.T)[labels], with the logits of a chunk recomputed in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens_per_chunk: int
+    ) -> Tensor:
+        """Takes hidden [n, d], weight [v, d], labels [n] -> log-probabilities [n]."""
+        picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
+        normalisers = torch.empty_like(picked)
+        for chunk in _chunks(len(hidden), tokens_per_chunk):
+            logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
+            torch.logsumexp(logits, dim=-1, out=normalisers[chunk])
+            torch.gather(logits, 1, labels[chunk].unsqueeze(1), out=picked[chunk].unsqueeze(1))
+        ctx.save_for_backward(hidden, weight, labels, normalisers)
+        ctx.tokens_per_chunk = tokens_per_chunk
+        return picked - normalisers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Takes the gradient of each log-probability [n]."""
+        hidden, weight, labels, normalisers = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        for chunk in _chunks(len(hidden), ctx.tokens_per_chunk):
+            of_token = grad[chunk].unsqueeze(1)
+            # d log_prob / d logits = one_hot(label) - softmax(logits)
+            grad_logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
+            grad_logits.sub_(normalisers[chunk].unsqueeze(1)).exp_().mul_(-of_token)
+            grad_logits.scatter_add_(1, labels[chunk].unsqueeze(1), of_token)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[chunk])
+        return grad_hidden, grad_weight, None, None
+
+
+def _chunks(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
+    starts = range(0, num_tokens, tokens_per_chunk)
+    return [slice(start, start + tokens_per_chunk) for start in starts]
+
+
+def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = output(hidden)
+    log_probs = F.log_softmax(logits.to(sum_dtype(logits)), dim=-1)
+    return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
+    """Sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
+
+    Targets of what both share count for both. In fp64 because a loss sees differences of large sums; in a
+    fixed order, so that equal models give equal sums.
+
+    Args:
+        of_tokens: log-probability of each target, [n].
+        pairs: of the microbatch.
+    """
+    lengths = pairs.segment_lengths
+    # unsafe: its check would wait for the device, and has no answer for no pair.
+    sums = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, unsafe=True, initial=0)
+    shared, chosen, rejected = sums.view(-1, 3).unbind(1)
+    return torch.stack([shared + chosen, shared + rejected])
+
+
+def num_targets_of_answers(pairs: Pairs) -> Tensor:
+    """Targets of each chosen and each rejected answer, [2, p]."""
+    shared, chosen, rejected = pairs.segment_lengths.view(-1, 3).unbind(1)
+    return torch.stack([shared + chosen, shared + rejected])

@@ -1,0 +1,191 @@
+"""Losses of pairs of answers, beside torchtune's ``DPOLoss`` and ``RSOLoss`` and with their signature.
+
+Each takes log-probabilities [p] of the policy's chosen and rejected answers and of the reference's, and
+returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes say what a loss
+is given: with ``normalizes_length`` means over an answer's targets instead of sums, with ``needs_reference =
+False`` zeros for the reference's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
+class IPOLoss(nn.Module):
+    """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036, equation 17).
+
+    A squared distance of the log-ratio to 1 / (2 tau), so that sure pairs are not driven apart for ever.
+
+    Args:
+        tau: strength of the reference, the paper's regularisation; TRL's ``beta``.
+        normalizes_length: of mean log-probabilities per target, as TRL has it (and, it says, the paper's
+            results); False sums, as in the equation.
+    """
+
+    def __init__(self, tau: float = 0.1, normalizes_length: bool = True) -> None:
+        super().__init__()
+        _check_positive("tau", tau)
+        self.tau = tau
+        self.normalizes_length = normalizes_length
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+    ) -> Losses:
+        """See the module."""
+        chosen = policy_chosen_logps - reference_chosen_logps
+        rejected = policy_rejected_logps - reference_rejected_logps
+        losses = (chosen - rejected - 1 / (2 * self.tau)).square()
+        return losses, self.tau * chosen.detach(), self.tau * rejected.detach()
+
+
+class RobustDPOLoss(nn.Module):
+    """DPO with labels of which a known part is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
+
+    Unbiased: its expectation over the wrong labels is the loss of the right ones. ``DPOLoss``'s
+    ``label_smoothing`` is the conservative variant, which is not.
+
+    Args:
+        beta: strength of the reference.
+        label_smoothing: the part of pairs whose sides are exchanged, below 0.5.
+    """
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
+        super().__init__()
+        _check_positive("beta", beta)
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
+                "say nothing"
+            )
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+    ) -> Losses:
+        """See the module."""
+        chosen = self.beta * (policy_chosen_logps - reference_chosen_logps)
+        rejected = self.beta * (policy_rejected_logps - reference_rejected_logps)
+        as_labelled, exchanged = -F.logsigmoid(chosen - rejected), -F.logsigmoid(rejected - chosen)
+        noise = self.label_smoothing
+        losses = ((1 - noise) * as_labelled - noise * exchanged) / (1 - 2 * noise)
+        return losses, chosen.detach(), rejected.detach()
+
+
+class NormalizedDPOLoss(nn.Module):
+    """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
+
+    Long answers, whose sums are large, then weigh no more than short ones.
+
+    Args:
+        beta: strength of the reference; means need a larger one than sums.
+        label_smoothing: as in ``DPOLoss``.
+    """
+
+    normalizes_length = True
+
+    def __init__(self, beta: float = 5.0, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        _check_positive("beta", beta)
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+    ) -> Losses:
+        """See the module."""
+        chosen = self.beta * (policy_chosen_logps - reference_chosen_logps)
+        rejected = self.beta * (policy_rejected_logps - reference_rejected_logps)
+        losses = -(1 - self.label_smoothing) * F.logsigmoid(chosen - rejected)
+        losses = losses - self.label_smoothing * F.logsigmoid(rejected - chosen)
+        return losses, chosen.detach(), rejected.detach()
+
+
+class SimPOLoss(nn.Module):
+    """Simple preference optimisation, without a reference (Meng et al. 2024, arXiv:2405.14734, equation 6).
+
+    Args:
+        beta: scale of the rewards, which are mean log-probabilities per target.
+        gamma: by how much the chosen answer's reward is to be larger.
+    """
+
+    normalizes_length = True
+    needs_reference = False
+
+    def __init__(self, beta: float = 2.0, gamma: float = 1.0) -> None:
+        super().__init__()
+        _check_positive("beta", beta)
+        self.beta = beta
+        self.gamma = gamma
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+    ) -> Losses:
+        """See the module; the reference's are not used."""
+        chosen, rejected = self.beta * policy_chosen_logps, self.beta * policy_rejected_logps
+        losses = -F.logsigmoid(chosen - rejected - self.gamma)
+        return losses, chosen.detach(), rejected.detach()
+
+
+def _check_positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ValueError(f"loss.{name}={value}: it must be above 0")
+
+
+def make_preference_loss(make: Callable[[], Any]) -> Any:
+    """Makes a loss and tries it out on a few pairs, together and one by one.
+
+    The recipe sums losses over the pairs of an update step, however they are split over microbatches. That
+    is exact for a loss of each pair by itself, and for no other.
+
+    Raises:
+        ValueError: it does not take log-probabilities of pairs, returns something else than a loss and two
+            rewards for each, or has the pairs of a batch depend on each other.
+    """
+    loss_fn = make()
+    name = type(loss_fn).__name__
+    generator = torch.Generator().manual_seed(0)
+    pairs = -20 * torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    try:
+        found = loss_fn(*pairs)
+        shapes = [tuple(each.shape) for each in found]
+    except Exception as error:
+        raise ValueError(
+            f"loss: {name} does not take log-probabilities of pairs ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); set it to "
+            "torchtune.rlhf.loss.DPOLoss, or one of recipe_utils.loss.preference"
+        ) from error
+    if shapes != [(5,)] * 3:
+        raise ValueError(
+            f"loss: {name} returns shapes {shapes} for 5 pairs instead of {[(5,)] * 3}, a loss and two rewards "
+            "for each; a mean over the pairs must be left to the recipe"
+        )
+    alone = [loss_fn(*pairs[:, i : i + 1]) for i in range(5)]
+    for together, each in zip(found, zip(*alone, strict=True), strict=True):
+        if not torch.allclose(together, torch.cat(each), rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise ValueError(
+                f"loss: what {name} says of a pair depends on the other pairs of its batch, so it would "
+                "depend on batch_size and the number of ranks; set it to a loss of each pair by itself"
+            )
+    return loss_fn

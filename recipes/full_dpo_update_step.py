@@ -1,0 +1,365 @@
+"""Preference tuning (DPO and its relatives) whose loop goes over update steps. One process or many.
+
+Trains all weights against a frozen reference; or the adapters alone, if the model's builder gave it some
+(LoRA, DoRA, QLoRA), against the model without them.
+
+A sample is a pair of answers, and both are in one microbatch. Each pair weighs the same, however the pairs
+of an update step are split over microbatches and ranks: a microbatch's summed losses are multiplied by one
+scale, and gradients are those of one big batch. Packed, what both answers begin with is computed once.
+
+    tune run full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
+    tune run --nproc_per_node 2 full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
+
+Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
+on what. To change any of it: ``tune cp full_dpo_update_step my_recipe.py``. Every object that
+``setup`` makes can be replaced by your own; nothing in ``recipe_utils`` calls back into this file but
+``prepare``. All keys: ``python -m recipe_utils.settings full_dpo_update_step``.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from omegaconf import DictConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torchtune import config, training
+from tqdm import tqdm
+
+import recipe_utils
+from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.components import Component, MadeWith
+from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.microbatch import Microbatch, mark_last
+from recipe_utils.data.pairs import PairSamples, PairSettings, load_pairs
+from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
+from recipe_utils.loss.preference import make_preference_loss
+from recipe_utils.model.adapted_linear import speed_up_adapters
+from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.reference import Reference, ReferenceSettings
+from recipe_utils.model.sizes import limits_of
+from recipe_utils.model.weights import load_weights
+from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.optim.optimizer import (
+    OptimizerSettings,
+    build_lr_scheduler,
+    build_optimizer,
+    try_out,
+)
+from recipe_utils.parallel.fsdp import gradient_sync
+from recipe_utils.parallel.process_group import ends_at_config_errors, mean_over_ranks
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.run import Run, RunSettings
+from recipe_utils.settings import ROOM, Count, make_all, naming, read_settings
+
+RECIPE_NAME = "full_dpo_update_step"
+recipe_utils.check_version("0.3", RECIPE_NAME)  # that this file was written for
+OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
+METRICS = (
+    "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+    "log_probs/chosen", "log_probs/rejected", "sft_loss",
+)  # fmt: skip
+"""Means over pairs, but the last: over the targets of chosen answers."""
+
+
+@dataclass(frozen=True, config=ROOM)
+class Settings:
+    """The config's keys. The YAML is flat; each room documents, defaults and checks its own."""
+
+    data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
+    pairs: PairSettings  # prefix_sharing
+    ranks: RankSettings  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
+    modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
+    reference: ReferenceSettings  # reference, reference_cache_dir, precompute_reference
+    updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+
+    model: Component
+    """A torchtune decoder; with adapters it is its own reference, without them."""
+    tokenizer: Component
+    """That of the model; its ``max_seq_len`` truncates each side."""
+    dataset: OfTokenizer | list[OfTokenizer]
+    """Of pairs, as torchtune.datasets.preference_dataset; a list is one after the other."""
+    checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
+    """Loads the weights to start from and saves exported models; any of torchtune's."""
+    loss: Component
+    """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or your own."""
+    ref_checkpointer: (
+        Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))] | None
+    ) = None
+    """Loads the reference's weights; null takes those of ``checkpointer``, also after resuming."""
+    dataset_val: OfTokenizer | list[OfTokenizer] | None = None
+    """For ``run_val_every_n_steps``; its metrics are exact over all ranks."""
+    sft_loss_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Adds so many times the mean negative log-likelihood per target of the chosen answers."""
+    tokens_per_chunk: Count = 2048
+    """Target tokens whose logits exist at a time."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between keys of different rooms."""
+        yield from self.data.problems_with(self.ranks)
+        yield from self.pairs.problems_with(self.data)
+        yield from self.ranks.problems_without_stages()
+        yield from self.modules.problems_with(self.ranks)
+        yield from self.updates.problems_with(self.data, self.ranks)
+        if self.run.run_val_every_n_steps is not None and self.dataset_val is None:
+            yield f"run_val_every_n_steps={self.run.run_val_every_n_steps}: set dataset_val, too"
+
+
+class FullDPORecipe:
+    """Tunes a model, or its adapters, to prefer the chosen answers of a map-style dataset of pairs."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.settings = read_settings(cfg, Settings)
+        self.ranks = join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
+        self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything; the weights are read once all the rest has been checked."""
+        settings, ranks, run = self.settings, self.ranks, self.run
+        modules, updates = settings.modules, settings.updates
+        make_model = partial(config.instantiate, cfg.model)
+        make_optimizer = partial(config.instantiate, cfg.optimizer)
+        make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
+        make_ref_checkpointer = partial(config.instantiate, cfg.get("ref_checkpointer"))
+        from_stock = {"should_load_recipe_state": run.resumes_from_stock}
+        tokenizer, self.loss_fn, self.checkpointer, whole, _ = make_all(
+            tokenizer=partial(config.instantiate, cfg.tokenizer),
+            loss=partial(make_preference_loss, partial(config.instantiate, cfg.loss)),
+            checkpointer=partial(config.instantiate, cfg.checkpointer, **from_stock),
+            model=partial(build_on_meta, make_model, modules),
+            optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
+        )
+
+        # ---- Data: what a sample is, and how update steps are made of them
+        validates = settings.run.run_val_every_n_steps is not None
+        if not validates and settings.dataset_val is not None:
+            run.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        self.reference = Reference(settings.reference, self.loss_fn, settings.run.output_dir, ranks)
+        dataset, dataset_val, ref_checkpointer, _ = make_all(
+            dataset=partial(load_pairs, cfg.dataset, tokenizer),
+            dataset_val=partial(load_pairs, cfg.dataset_val if validates else None, tokenizer),
+            ref_checkpointer=partial(
+                self.reference.check, make_ref_checkpointer, whole, run.resumes_from_stock
+            ),
+            loraplus_lr_ratio=partial(updates.check_model, whole),
+        )
+        limits = limits_of(whole, ranks.device, modules.compile)
+        pairs = PairSamples(settings.data, tokenizer, limits, settings.pairs, self.reference)
+        self.loader = UpdateStepLoader(dataset, pairs, settings.data, ranks, "dataset")
+        self.loader.say_what_an_epoch_is()
+        in_order = settings.data.of_validation()
+        self.val_loader = None
+        if validates:
+            self.val_loader = UpdateStepLoader(dataset_val, pairs, in_order, ranks, "dataset_val")
+
+        # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
+        def prepare(decoder: nn.Module, has_output: bool) -> None:
+            attend_within_documents(decoder, ranks.device, pairs.longest_row)
+            attach_head(decoder, LinearLogProbs(settings.tokens_per_chunk))
+
+        with naming():
+            self.model = build_model(make_model, prepare, modules, ranks)
+        run.open_log(cfg)
+        with naming("checkpointer"):
+            checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
+            frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
+        self.offloading = training.get_act_offloading_ctx_manager(
+            self.model, modules.enable_activation_offloading
+        )
+        frozen |= self.reference.set_up(
+            self.model,
+            make=partial(build_model, make_model, prepare),
+            load=(ref_checkpointer or self.checkpointer).load_checkpoint,
+            settings=modules,
+            depends_on={"model": settings.model, "layout": pairs.layout},
+        )
+
+        # ---- Optimizer, and back to where the training was
+        self.optimizer = build_optimizer(make_optimizer, self.model, updates)
+        speed_up_adapters(self.model, self.optimizer)
+        self.nonfinite = NonfiniteGuard(
+            self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
+        )
+        run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
+        self.lr_scheduler = build_lr_scheduler(
+            make_lr_scheduler,
+            self.optimizer,
+            num_training_steps=settings.run.epochs * self.loader.steps_per_epoch,
+            last_epoch=run.global_step - 1,
+        )
+        if settings.reference.precompute_reference:
+            self.precompute_reference(UpdateStepLoader(dataset, pairs, in_order, ranks, "dataset"))
+
+    # ---- The mathematics ------------------------------------------------------------------------
+
+    def log_probs(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
+        """Log-probabilities of the chosen and the rejected answers [nats], each summed over its targets: [2, p].
+
+        Those of tokens are the model's head (``attach_head`` above): there FSDP2 holds the output weight
+        gathered.
+        """
+        of_tokens = model(**microbatch.inputs, targets=microbatch.targets)
+        return sums_of_answers(of_tokens, microbatch.targets.pairs)
+
+    def with_reference(self, step: UpdateStep) -> UpdateStep:
+        """The update step with the reference's log-probabilities [2, p] in each microbatch.
+
+        Computed before any gradient exists. What is known already is not: then no rank runs the reference.
+        """
+        found = None
+        if step.totals["unknown_pairs"] > 0:
+            with torch.no_grad(), self.reference.on_device() as reference:
+                microbatches = to_device_ahead(step.microbatches, self.ranks.device)
+                found = [self.log_probs(reference, each) for each in microbatches]
+        return self.reference.keep(step, found)
+
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """Sums of METRICS over the microbatch's pairs, and over its chosen targets the last, [8] in fp64."""
+        with self.offloading:
+            policy = self.log_probs(self.model, microbatch)
+        given = torch.cat([policy, microbatch.targets.teacher])
+        if getattr(self.loss_fn, "normalizes_length", False):
+            # Inside the pair: the number of pairs stays what losses are divided by.
+            given = given / num_targets_of_answers(microbatch.targets.pairs).repeat(2, 1)
+        losses, chosen, rejected = self.loss_fn(*given)
+        margins = chosen - rejected
+        of_pairs = [losses, chosen, rejected, margins, (margins > 0).double(), *policy, -policy[0]]
+        return torch.stack(of_pairs).sum(1)
+
+    def objective(self, metrics: Tensor) -> Tensor:
+        """What is trained on, of METRICS that are divided by what they are sums over."""
+        return metrics[0] + self.settings.sft_loss_weight * metrics[-1]
+
+    def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
+
+        N pairs and T targets of chosen answers, of all microbatches on all ranks.
+
+        Returns:
+            This rank's part of METRICS, shape [8]; their means over all ranks are ratios of sums over all
+            pairs. And the gradient norm before clipping; None where the backward steps.
+        """
+        step = self.with_reference(step)
+        # dp_degree / pairs of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
+        # pair weighs the same and the accumulated gradient is final.
+        per_pair, per_token = step.scale("pairs"), step.scale("chosen_tokens")
+        metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
+        microbatches = mark_last(step.microbatches)
+        for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
+            with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                sums = self.sums(microbatch)
+                scaled = torch.cat([sums[:-1] * per_pair, sums[-1:] * per_token])
+                self.objective(scaled).backward()
+            metrics += scaled.detach()
+
+        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, pipeline=None)
+        # With a fused optimizer the host does not wait for the device here.
+        if self.nonfinite.admits(grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics, grad_norm
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """METRICS of ``dataset_val``, ratios of sums over all ranks."""
+        self.model.eval()
+        sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
+        num_pairs = num_tokens = 0
+        with self.val_loader.epoch(0) as steps:
+            for step in map(self.with_reference, steps):
+                for microbatch in to_device_ahead(step.microbatches, self.ranks.device):
+                    sums += self.sums(microbatch)
+                num_pairs += step.totals["pairs"]
+                num_tokens += step.totals["chosen_tokens"]
+        self.model.train()
+        dp_degree = self.ranks.dp_degree
+        sums[:-1] *= dp_degree / max(num_pairs, 1)
+        sums[-1] *= dp_degree / max(num_tokens, 1)
+        return self.named(sums, "val_")
+
+    def named(self, metrics: Tensor, prefix: str = "") -> dict[str, float]:
+        """METRICS of all ranks from this rank's part, in one reduction; and the loss that they make up."""
+        metrics = torch.cat([self.objective(metrics).view(1), metrics])
+        found = dict(zip(("loss", *METRICS), mean_over_ranks(metrics), strict=True))
+        if self.settings.sft_loss_weight == 0:
+            del found["preference_loss"], found["sft_loss"]
+        return {f"{prefix}{name}": value for name, value in found.items()}
+
+    def precompute_reference(self, loader: UpdateStepLoader) -> None:
+        """Fills the reference's cache with all pairs of a loader that it does not hold."""
+        with loader.epoch(0) as steps:
+            bar = {"total": loader.steps_per_epoch, "disable": not self.ranks.is_zero}
+            for step in tqdm(steps, desc="reference", **bar):
+                self.with_reference(step)
+
+    # ---- The order of things --------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Runs all epochs, or until it is asked to stop; exports the model after each."""
+        run = self.run
+        self.model.train()
+        for epoch in run.epochs():
+            with self.loader.epoch(epoch, run.samples_consumed, run.stop) as steps:
+                for step in run.progress(steps):
+                    if step.totals["pairs"] == 0:
+                        run.skip(step, "all of its pairs were left out")
+                        continue
+                    lr = self.optimizer.param_groups[0]["lr"]
+                    metrics, grad_norm = self.update(step)
+                    if self.lr_scheduler is not None:
+                        self.lr_scheduler.step()
+                    run.advance(step)
+
+                    if run.should_log():
+                        # With a fused optimizer the host waits for the device here only.
+                        run.log(
+                            **self.named(metrics),
+                            lr=lr,
+                            grad_norm=grad_norm,
+                            num_pairs=step.totals["pairs"],
+                            num_left_out=step.num_left_out,
+                            num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
+                            **run.throughput(),
+                        )
+                        if self.nonfinite.should_stop:
+                            run.save(self.model, self.optimizer)
+                            raise NonfiniteError(self.nonfinite.description)
+                        run.warn(self.nonfinite.description)
+                    run.profiler.step()
+                    if run.should_validate():
+                        run.log_validation(**self.validate())
+                    if step.stop_requested:  # on all ranks alike
+                        run.save_and_stop(self.model, self.optimizer)
+                        return
+                    # Neither at an epoch's last step: it is done below. Exported first, so that a run
+                    # that is killed meanwhile does it again.
+                    if run.should_export(step):
+                        run.export(self.checkpointer, self.model, f"export_step_{run.global_step}")
+                    if run.should_save(step):
+                        run.save(self.model, self.optimizer)
+            # Raises if it is the last and cannot be exported.
+            problem = run.export(self.checkpointer, self.model, f"epoch_{epoch}")
+            run.finish_epoch(self.model, self.optimizer, problem)
+
+
+@config.parse
+@ends_at_config_errors
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    config.log_config(recipe_name="FullDPORecipe", cfg=cfg)
+    recipe = FullDPORecipe(cfg)
+    with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
+        recipe.setup(cfg)
+        recipe.train()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
