@@ -13,7 +13,7 @@ from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.sampler import epoch_permutation
 
-NUM_PAIRS = 19  # no multiple of 16: the last update step holds 3 pairs
+NUM_PAIRS, PAIRS_PER_STEP = 17, 8  # the last update step holds a single pair
 SIDES = ("chosen", "rejected")
 
 
@@ -57,14 +57,15 @@ def metrics_and_gradients(
         losses, chosen, rejected = loss_fn(*(value.view(1) for value in given))
         total = total + losses.sum() / len(pairs)
         chosen_sum, num_chosen = chosen_sum + sums[0], num_chosen + numbers[0]
-        found.append([chosen, rejected, chosen - rejected, chosen > rejected, *sums])
+        of_pair = [chosen, rejected, chosen - rejected, (chosen > rejected).double(), *sums]
+        found.append(torch.stack([value.detach().squeeze() for value in of_pair]))
     total = total - sft_loss_weight * chosen_sum / num_chosen
     total.backward()
     names = (
         "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "log_probs/chosen",
         "log_probs/rejected",
     )  # fmt: skip
-    means = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
+    means = torch.stack(found).mean(0).tolist()
     metrics = {"loss": total.item(), **dict(zip(names, means, strict=True))}
     return metrics, {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
 
@@ -84,7 +85,6 @@ def reference_of_steps(
     kind: str,
     loss: dict[str, Any],
     sft_loss_weight: float = 0.0,
-    pairs_per_step: int = 16,
 ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
     """Metrics and gradients of each update step of an epoch."""
     policy, reference = models_of(sizes)
@@ -95,9 +95,9 @@ def reference_of_steps(
             metrics_and_gradients(
                 policy,
                 reference,
-                [pairs[i] for i in order[start : start + pairs_per_step]],
+                [pairs[i] for i in order[start : start + PAIRS_PER_STEP]],
                 loss,
                 sft_loss_weight,
             )
-            for start in range(0, NUM_PAIRS, pairs_per_step)
+            for start in range(0, NUM_PAIRS, PAIRS_PER_STEP)
         ]
