@@ -212,12 +212,12 @@ class FullDPORecipe:
     def with_reference(self, step: UpdateStep) -> UpdateStep:
         """The update step with the reference's log-probabilities [2, p] in each microbatch.
 
-        Computed before any gradient exists. What is known already is not: then no rank runs the reference.
+        Computed before any gradient exists, unless they are known: what is, is agreed on by all ranks.
         """
-        found = None
-        if step.totals["unknown_pairs"] > 0:
+        found = []
+        if unknown := self.reference.unknown(step):
             with torch.no_grad(), self.reference.on_device() as reference:
-                microbatches = to_device_ahead(step.microbatches, self.ranks.device)
+                microbatches = to_device_ahead(unknown, self.ranks.device)
                 found = [self.log_probs(reference, each) for each in microbatches]
         return self.reference.keep(step, found)
 
@@ -344,6 +344,7 @@ class FullDPORecipe:
                     if run.should_export(step):
                         run.export(self.checkpointer, self.model, f"export_step_{run.global_step}")
                     if run.should_save(step):
+                        self.reference.share()  # a resumed training meets the same digits
                         run.save(self.model, self.optimizer)
             # Raises if it is the last and cannot be exported.
             problem = run.export(self.checkpointer, self.model, f"epoch_{epoch}")

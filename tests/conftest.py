@@ -96,11 +96,11 @@ def weights_folder(tmp_path_factory):
     return folder
 
 
-def config_maker(weights_folder, folder):
+def config_maker(weights_folder, folder, kind="tiny_config"):
     import recipe_runs
 
     def make(**changes):
-        config = recipe_runs.tiny_config(weights_folder, **changes)
+        config = getattr(recipe_runs, kind)(weights_folder, **changes)
         config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder / "out")
         return config
 
@@ -111,6 +111,12 @@ def config_maker(weights_folder, folder):
 def tiny_config(weights_folder, tmp_path):
     """Makes tiny configs whose output goes to this test's own folder."""
     return config_maker(weights_folder, tmp_path)
+
+
+@pytest.fixture
+def tiny_dpo_config(weights_folder, tmp_path):
+    """The same for preference tuning."""
+    return config_maker(weights_folder, tmp_path, "tiny_dpo_config")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ class Pairs(NamedTuple):
     """Of the pairs, for errors."""
     keys: tuple[bytes, ...]
     """What tells each pair from all others."""
+    unknown: Any = None
+    """A microbatch of those pairs of which a reference must say something yet; None if it is all or none."""
 
 
 class Targets(NamedTuple):

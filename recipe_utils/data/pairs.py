@@ -58,8 +58,8 @@ class KnownLogProbs(Protocol):
     def key_of(self, pair: Mapping[str, Any], /) -> bytes:
         """What they are known by."""
 
-    def find(self, keys: Sequence[bytes], /) -> Tensor | None:
-        """Those of each chosen and each rejected answer, [2, p]; None unless all are known."""
+    def find(self, keys: Sequence[bytes], /) -> Tensor:
+        """Those of each chosen and each rejected answer, [2, p]; NaN where they are not known."""
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
@@ -193,15 +193,24 @@ class PairSamples:
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One microbatch of pairs, at least one; with their reference's log-probabilities if all are known."""
+        """One microbatch of pairs, at least one; with what is known of their reference's log-probabilities."""
         microbatch = self._collate(samples)
-        assert microbatch.targets.pairs is not None
-        known = self._known.find(microbatch.targets.pairs.keys) if self._known is not None else None
-        if known is not None:
-            return replace(
-                microbatch.with_teacher(known), counts={**microbatch.counts, "unknown_pairs": 0}
-            )
-        return microbatch
+        if self._known is None:
+            return microbatch
+        known = self._known.find([sample["key"] for sample in samples])
+        unknown = [
+            s for s, is_nan in zip(samples, known[0].isnan().tolist(), strict=True) if is_nan
+        ]
+        if len(unknown) == len(samples):
+            return microbatch
+        targets = microbatch.targets._replace(teacher=known)
+        if unknown:
+            assert targets.pairs is not None
+            of_unknown = self._collate(unknown)
+            targets = targets._replace(pairs=targets.pairs._replace(unknown=of_unknown))
+        return replace(
+            microbatch, targets=targets, counts={**microbatch.counts, "unknown_pairs": len(unknown)}
+        )
 
     def stand_in(self, sample: Sample) -> Microbatch:
         """A microbatch of no pair and one token, whose log-probabilities [0] have a graph."""

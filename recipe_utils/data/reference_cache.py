@@ -69,14 +69,16 @@ class ReferenceCache:
         """What a pair's log-probabilities are known by, 16 bytes."""
         return digest_of(pair, self._context)
 
-    def find(self, keys: Sequence[bytes]) -> Tensor | None:
-        """Log-probabilities of each chosen and each rejected answer, [2, p] in fp64; None unless all are known."""
+    def find(self, keys: Sequence[bytes]) -> Tensor:
+        """Log-probabilities of each chosen and each rejected answer, [2, p] in fp64; NaN where not known."""
         known_keys, log_probs = self._known
-        wanted = np.array(keys, dtype=_KEY)
-        places = np.searchsorted(known_keys, wanted)
-        if (places == len(known_keys)).any() or (known_keys[places] != wanted).any():
-            return None
-        return torch.from_numpy(log_probs[places].T.copy())
+        found = np.full((len(keys), 2), np.nan)
+        if len(known_keys):
+            wanted = np.array(keys, dtype=_KEY)
+            places = np.searchsorted(known_keys, wanted).clip(max=len(known_keys) - 1)
+            is_known = known_keys[places] == wanted
+            found[is_known] = log_probs[places[is_known]]
+        return torch.from_numpy(found.T.copy())
 
     def add(self, keys: Sequence[bytes], log_probs: Tensor) -> None:
         """Takes what this rank has computed, [2, p]."""

@@ -23,6 +23,7 @@ from recipe_utils.data.reference_cache import ReferenceCache
 from recipe_utils.model.adapters import find_adapters
 from recipe_utils.model.build import ModelSettings
 from recipe_utils.model.weights import check_weights, crc32_of_weights, load_weights
+from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings import ROOM, naming
 
@@ -90,8 +91,8 @@ class Reference:
         self._policy: nn.Module | None = None  # if it is the reference, without its adapters
         self._build: Callable[[], nn.Module] | None = None  # where it may never be needed
         self._model: nn.Module | None = None
-        self._has_new = False  # on any rank; and since when, by rank 0's clock
-        self._shared_seconds: float | None = None
+        self._has_new = False  # on any rank
+        self._shared_seconds: float | None = None  # by rank 0's clock
         if not self._is_needed and settings.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={settings.reference}: not used, because the loss needs none")
 
@@ -191,11 +192,12 @@ class Reference:
         """What a pair's log-probabilities are known by."""
         return self._cache.key_of(pair) if self._cache is not None else b""
 
-    def find(self, keys: Sequence[bytes]) -> Tensor | None:
-        """Log-probabilities [2, p] that need not be computed; None unless that is so of all pairs."""
-        if not self._is_needed:
-            return torch.zeros(2, len(keys), dtype=torch.float64)
-        return self._cache.find(keys) if self._cache is not None else None
+    def find(self, keys: Sequence[bytes]) -> Tensor:
+        """Log-probabilities [2, p] that need not be computed; NaN where they must be."""
+        if self._cache is not None:
+            return self._cache.find(keys)
+        value = float("nan") if self._is_needed else 0.0
+        return torch.full((2, len(keys)), value, dtype=torch.float64)
 
     # ---- What is computed ---------------------------------------------------------------------------
 
@@ -220,47 +222,85 @@ class Reference:
             if self._settings.reference != "live":
                 self._model.cpu()
 
-    def keep(self, step: UpdateStep, found: Sequence[Tensor] | None) -> UpdateStep:
+    def unknown(self, step: UpdateStep) -> list[Microbatch]:
+        """What the reference must compute of an update step; as many microbatches on every rank."""
+        if step.totals["unknown_pairs"] == 0:
+            return []
+        if self._cache is None:
+            return list(step.microbatches)
+        unknown = [part for part in map(_unknown_of, step.microbatches) if part is not None]
+        most = max(gather_objects(len(unknown), self._group))
+        # Every rank must run the same forwards; what a rank runs besides is dropped.
+        return unknown + [step.microbatches[0]] * (most - len(unknown))
+
+    def keep(self, step: UpdateStep, found: Sequence[Tensor]) -> UpdateStep:
         """The update step with what the reference says of its pairs, which is cached if it is to be.
 
         Args:
             step: on all ranks.
-            found: log-probabilities [2, p] of each microbatch; None where all were known.
+            found: log-probabilities [2, p] of what :meth:`unknown` returns.
 
         Raises:
             ValueError: a log-probability is NaN or infinite; names the pair.
         """
-        if found is not None:
-            # On other devices the host would have to wait; the gradient is not finite then, either.
-            if self._cache is not None or self._ranks.device.type == "cpu":
-                for microbatch, log_probs in zip(step.microbatches, found, strict=True):
-                    self._add(microbatch, log_probs.cpu())
-            self._has_new |= self._cache is not None
-            microbatches = map(Microbatch.with_teacher, step.microbatches, found)
-            step = replace(step, microbatches=tuple(microbatches))
-        if self._has_new:
-            self._share_if_due(step)
+        self._has_new |= self._cache is not None and bool(found)
+        of_unknown = iter(found)
+        step = replace(
+            step,
+            microbatches=tuple(
+                self._with_log_probs(microbatch, of_unknown) if found else microbatch
+                for microbatch in step.microbatches
+            ),
+        )
+        # By what all ranks know alike: the step's place in the epoch, a stop that was asked for, rank 0's clock.
+        if self._shared_seconds is None:
+            self._shared_seconds = step.clock_seconds
+        is_due = step.clock_seconds - self._shared_seconds >= _SHARE_SECONDS
+        if is_due or step.is_last_of_epoch or step.stop_requested:
+            self.share()
+            self._shared_seconds = step.clock_seconds
         return step
 
-    def _add(self, microbatch: Microbatch, log_probs: Tensor) -> None:
-        pairs = microbatch.targets.pairs
+    def share(self) -> None:
+        """Tells all ranks what each has computed, and writes it to the disk. All ranks together.
+
+        Before each checkpoint, too: a training that goes on from there then meets the same digits, which
+        the other pairs of a microbatch have a part in.
+        """
+        if self._has_new and self._cache is not None:
+            self._cache.share()
+        self._has_new = False
+
+    def _with_log_probs(self, microbatch: Microbatch, of_unknown: Iterator[Tensor]) -> Microbatch:
+        unknown = _unknown_of(microbatch) if self._cache is not None else microbatch
+        if unknown is None:
+            return microbatch
+        found = next(of_unknown)
+        if self._cache is None and self._ranks.device.type != "cpu":
+            # A look at the numbers would be a wait for them. The gradient is not finite then, either.
+            return microbatch.with_teacher(found)
+        found = found.cpu()
+        pairs = unknown.targets.pairs
         assert pairs is not None
-        for name, of_pair in zip(pairs.names, log_probs.T, strict=True):
+        for name, of_pair in zip(pairs.names, found.T, strict=True):
             if not of_pair.isfinite().all():
                 raise ValueError(
                     f"{name}: the reference's log-probabilities of its answers are {of_pair.tolist()}; look at "
                     "ref_checkpointer's weights, or set dtype=fp32"
                 )
         if self._cache is not None:
-            self._cache.add(pairs.keys, log_probs)
+            self._cache.add(pairs.keys, found)
+        if unknown is not microbatch:
+            known = microbatch.targets.teacher
+            found = known.masked_scatter(known.isnan(), found)
+        return microbatch.with_teacher(found)
 
-    def _share_if_due(self, step: UpdateStep) -> None:
-        """By what all ranks know alike: the step's place in the epoch, a stop that was asked for, rank 0's clock."""
-        assert self._cache is not None
-        if self._shared_seconds is None:
-            self._shared_seconds = step.clock_seconds
-        is_due = step.clock_seconds - self._shared_seconds >= _SHARE_SECONDS
-        if is_due or step.is_last_of_epoch or step.stop_requested:
-            self._cache.share()
-            self._has_new = False
-            self._shared_seconds = step.clock_seconds
+
+def _unknown_of(microbatch: Microbatch) -> Microbatch | None:
+    """The pairs of a microbatch that the reference must compute: all, some or none."""
+    if microbatch.targets.teacher is None:
+        return microbatch
+    pairs = microbatch.targets.pairs
+    assert pairs is not None
+    unknown: Microbatch | None = pairs.unknown
+    return unknown

@@ -153,10 +153,12 @@ def run_stock_recipe(
     return list(ListLogger.logged)
 
 
-def run_recipe_keeping_warnings(config: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+def run_recipe_keeping_warnings(
+    config: dict[str, Any], recipe: str = SFT
+) -> tuple[list[dict[str, Any]], list[str]]:
     """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
     warnings = keep_warnings()
-    return run_recipe(config), warnings
+    return run_recipe(config, recipe), warnings
 
 
 def keep_warnings() -> list[str]:

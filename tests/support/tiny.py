@@ -195,9 +195,20 @@ def make_pairs(num_pairs: int, kind: str = "masked", seed: int = 0) -> list[dict
 
 
 def tiny_pair_dataset(
-    tokenizer: Any, num_pairs: int, kind: str = "masked", seed: int = 0
+    tokenizer: Any, num_pairs: int, kind: str = "masked", seed: int = 0, swaps_sides: bool = False
 ) -> Dataset[Any]:
-    return Samples(make_pairs(num_pairs, kind, seed))
+    pairs = make_pairs(num_pairs, kind, seed)
+    if swaps_sides:
+        other = {"chosen": "rejected", "rejected": "chosen"}
+        pairs = [
+            {
+                f"{other[side]}_{what}": ids
+                for key, ids in pair.items()
+                for side, what in [key.split("_", 1)]
+            }
+            for pair in pairs
+        ]
+    return Samples(pairs)
 
 
 def tiny_image_dataset(tokenizer: Any, num_samples: int) -> Dataset[Any]:
