@@ -3,9 +3,9 @@
 Trains all weights against a frozen reference; or the adapters alone, if the model's builder gave it some
 (LoRA, DoRA, QLoRA), against the model without them.
 
-A sample is a pair of answers, and both are in one microbatch. Each pair weighs the same, however the pairs
-of an update step are split over microbatches and ranks: a microbatch's summed losses are multiplied by one
-scale, and gradients are those of one big batch. Packed, what both answers begin with is computed once.
+A sample is a pair of answers. Each pair weighs the same, however those of an update step are split over
+microbatches and ranks: a microbatch's summed losses are multiplied by one scale. Packed, what both answers
+begin with is computed once.
 
     tune run full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
     tune run --nproc_per_node 2 full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import torch
 from omegaconf import DictConfig
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config, training
@@ -38,7 +37,7 @@ from recipe_utils.data.pairs import PairSamples, PairSettings, load_pairs
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.head import attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
-from recipe_utils.loss.preference import make_preference_loss
+from recipe_utils.loss.preference import PreferenceSettings, make_preference_loss
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
@@ -57,11 +56,12 @@ from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ends_at_config_errors, mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.run import Run, RunSettings
-from recipe_utils.settings import ROOM, Count, make_all, naming, read_settings
+from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.3", RECIPE_NAME)  # that this file was written for
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
+Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 METRICS = (
     "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
     "log_probs/chosen", "log_probs/rejected", "sft_loss",
@@ -75,6 +75,7 @@ class Settings:
 
     data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
     pairs: PairSettings  # prefix_sharing
+    preference: PreferenceSettings  # sft_loss_weight, tokens_per_chunk
     ranks: RankSettings  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
     modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     reference: ReferenceSettings  # reference, reference_cache_dir, precompute_reference
@@ -87,20 +88,14 @@ class Settings:
     """That of the model; its ``max_seq_len`` truncates each side."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Of pairs, as torchtune.datasets.preference_dataset; a list is one after the other."""
-    checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
+    checkpointer: Checkpointer
     """Loads the weights to start from and saves exported models; any of torchtune's."""
     loss: Component
     """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or your own."""
-    ref_checkpointer: (
-        Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))] | None
-    ) = None
+    ref_checkpointer: Checkpointer | None = None
     """Loads the reference's weights; null takes those of ``checkpointer``, also after resuming."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """For ``run_val_every_n_steps``; its metrics are exact over all ranks."""
-    sft_loss_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Adds so many times the mean negative log-likelihood per target of the chosen answers."""
-    tokens_per_chunk: Count = 2048
-    """Target tokens whose logits exist at a time."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong between keys of different rooms."""
@@ -155,15 +150,13 @@ class FullDPORecipe:
         pairs = PairSamples(settings.data, tokenizer, limits, settings.pairs, self.reference)
         self.loader = UpdateStepLoader(dataset, pairs, settings.data, ranks, "dataset")
         self.loader.say_what_an_epoch_is()
-        in_order = settings.data.of_validation()
-        self.val_loader = None
-        if validates:
-            self.val_loader = UpdateStepLoader(dataset_val, pairs, in_order, ranks, "dataset_val")
+        once = partial(UpdateStepLoader, kind=pairs, settings=settings.data.of_validation())
+        self.val_loader = once(dataset_val, ranks=ranks, name="dataset_val") if validates else None
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, pairs.longest_row)
-            attach_head(decoder, LinearLogProbs(settings.tokens_per_chunk))
+            attach_head(decoder, LinearLogProbs(settings.preference.tokens_per_chunk))
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks)
@@ -196,16 +189,14 @@ class FullDPORecipe:
             last_epoch=run.global_step - 1,
         )
         if settings.reference.precompute_reference:
-            self.precompute_reference(UpdateStepLoader(dataset, pairs, in_order, ranks, "dataset"))
+            with once(dataset, ranks=ranks).epoch(0) as steps:
+                for step in tqdm(steps, "reference", disable=not ranks.is_zero):
+                    self.with_reference(step)
 
     # ---- The mathematics ------------------------------------------------------------------------
 
     def log_probs(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
-        """Log-probabilities of the chosen and the rejected answers [nats], each summed over its targets: [2, p].
-
-        Those of tokens are the model's head (``attach_head`` above): there FSDP2 holds the output weight
-        gathered.
-        """
+        """Of chosen and rejected answers [nats], each summed over its targets: [2, p]."""
         of_tokens = model(**microbatch.inputs, targets=microbatch.targets)
         return sums_of_answers(of_tokens, microbatch.targets.pairs)
 
@@ -231,12 +222,13 @@ class FullDPORecipe:
             given = given / num_targets_of_answers(microbatch.targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*given)
         margins = chosen - rejected
-        of_pairs = [losses, chosen, rejected, margins, (margins > 0).double(), *policy, -policy[0]]
+        wins = (margins > 0).double()
+        of_pairs = [losses, chosen, rejected, margins, wins, *policy, -policy[0]]
         return torch.stack(of_pairs).sum(1)
 
     def objective(self, metrics: Tensor) -> Tensor:
         """What is trained on, of METRICS that are divided by what they are sums over."""
-        return metrics[0] + self.settings.sft_loss_weight * metrics[-1]
+        return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
 
     def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
         """One optimizer step along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
@@ -280,25 +272,17 @@ class FullDPORecipe:
                 num_pairs += step.totals["pairs"]
                 num_tokens += step.totals["chosen_tokens"]
         self.model.train()
-        dp_degree = self.ranks.dp_degree
-        sums[:-1] *= dp_degree / max(num_pairs, 1)
-        sums[-1] *= dp_degree / max(num_tokens, 1)
+        sums[:-1] *= self.ranks.dp_degree / max(num_pairs, 1)
+        sums[-1] *= self.ranks.dp_degree / max(num_tokens, 1)
         return self.named(sums, "val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, float]:
         """METRICS of all ranks from this rank's part, in one reduction; and the loss that they make up."""
         metrics = torch.cat([self.objective(metrics).view(1), metrics])
         found = dict(zip(("loss", *METRICS), mean_over_ranks(metrics), strict=True))
-        if self.settings.sft_loss_weight == 0:
+        if self.settings.preference.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
-
-    def precompute_reference(self, loader: UpdateStepLoader) -> None:
-        """Fills the reference's cache with all pairs of a loader that it does not hold."""
-        with loader.epoch(0) as steps:
-            bar = {"total": loader.steps_per_epoch, "disable": not self.ranks.is_zero}
-            for step in tqdm(steps, desc="reference", **bar):
-                self.with_reference(step)
 
     # ---- The order of things --------------------------------------------------------------------
 

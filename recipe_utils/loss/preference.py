@@ -7,13 +7,27 @@ False`` zeros for the reference's.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from recipe_utils.settings import ROOM, Count
+
 Losses = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, config=ROOM)
+class PreferenceSettings:
+    """What a loss of pairs is computed with, besides the loss itself."""
+
+    sft_loss_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Adds so many times the mean negative log-likelihood per target of the chosen answers."""
+    tokens_per_chunk: Count = 2048
+    """Target tokens whose logits exist at a time."""
 
 
 class IPOLoss(nn.Module):
