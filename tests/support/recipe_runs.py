@@ -14,6 +14,7 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 from torch import Tensor
+from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
@@ -121,10 +122,10 @@ def run_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]
     """Trains with ``config``; the metrics that rank 0 logged, empty on the others."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
-    training = recipe_class(recipe=recipe)(cfg)
-    with training.run:
-        training.setup(cfg)
-        training.train()
+    made = recipe_class(recipe=recipe)(cfg)
+    with made.run:
+        made.setup(cfg)
+        made.train()
     return list(ListLogger.logged)
 
 
@@ -139,13 +140,19 @@ def run_stock_recipe(
     kind: str = "full_finetune",
     adapters: dict[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
-    """The metrics that torchtune's own single-device recipe logs; ``adapters`` are what it starts from."""
+    """The metrics that torchtune's own recipe logs; ``adapters`` are what it starts from."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
-    path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_single_device.py"
-    name = "".join(word.capitalize() for word in kind.split("_"))
-    name = name.replace("Lora", "LoRA")
-    recipe = runpy.run_path(str(path))[f"{name}RecipeSingleDevice"](cfg)
+    on = "distributed" if kind == "full_dpo" else "single_device"  # it has no other
+    path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_{on}.py"
+    if "dpo" in kind:  # they ask for them on a CPU, too, where there are none
+        training.get_memory_stats = lambda **_: {}
+        training.log_memory_stats = training.cleanup_before_training = lambda *_, **__: None
+    classes = runpy.run_path(str(path))
+    (name,) = [
+        each for each in classes if each.lower().startswith(kind.replace("_", "") + "recipe")
+    ]
+    recipe = classes[name](cfg)
     recipe.setup(cfg)
     if adapters is not None:
         recipe._model.load_state_dict(adapters, strict=False)
@@ -177,11 +184,11 @@ def run_recipe_recording_gradients(
     tiny.RecordingSGD.recorded.clear()
     cfg = OmegaConf.create({**config, "dtype": "fp64", "optimizer": RECORDING_SGD})
     with tiny.float64_throughout():
-        training = recipe_class(*mutation, recipe=recipe)(cfg)
-        with training.run:
-            training.setup(cfg)
-            names = list(parameters_by_name(training.model))
-            training.train()
+        made = recipe_class(*mutation, recipe=recipe)(cfg)
+        with made.run:
+            made.setup(cfg)
+            names = list(parameters_by_name(made.model))
+            made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 
 

@@ -211,6 +211,32 @@ def tiny_pair_dataset(
     return Samples(pairs)
 
 
+def pairs_some_of_which_teach_nothing(
+    tokenizer: Any,
+    num_pairs: int,
+    only_live: bool = False,
+    dead_first: bool = False,
+    num_bad: int = 0,
+) -> Dataset[Any]:
+    """Every third pair has equal sides or no target on one; the last ``num_bad`` a token of no vocabulary."""
+    pairs = make_pairs(num_pairs, "alike_beginnings")
+    dead = []
+    for i in range(1, num_pairs, 3):
+        pair = pairs[i]
+        if i % 2:
+            pair = {**pair, "rejected_labels": [IGNORE] * len(pair["rejected_labels"])}
+        else:
+            pair = {key: pair[key.replace("rejected", "chosen")] for key in pair}
+        dead.append(i)
+        pairs[i] = pair
+    for pair in pairs[num_pairs - num_bad :]:
+        pair["chosen_input_ids"] = [VOCAB_SIZE] * len(pair["chosen_input_ids"])
+    live = [pair for i, pair in enumerate(pairs) if i not in dead]
+    if only_live:
+        return Samples(live)
+    return Samples([*(pairs[i] for i in dead), *live] if dead_first else pairs)
+
+
 def tiny_image_dataset(tokenizer: Any, num_samples: int) -> Dataset[Any]:
     """Samples with one made-up image of 3 features in 4 patches each."""
     generator = torch.Generator().manual_seed(0)

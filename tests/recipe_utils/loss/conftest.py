@@ -1,6 +1,7 @@
 import pytest
 import tiny
 import torch
+from output_layers import D, V, make_targets
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +11,11 @@ def in_float64():
     with tiny.float64_throughout():
         yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def hidden_and_targets():
+    """[3, 11] slots of which 21 have a target."""
+    labels = torch.randint(V, (3, 11))
+    labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
+    return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)

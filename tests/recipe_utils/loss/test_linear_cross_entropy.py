@@ -1,41 +1,17 @@
 """The plain sum of cross-entropies over the targets and its gradients, one chunk of logits at a time."""
 
 import math
-import weakref
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.microbatch import Targets
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
-
-D, V = 8, 53
-
-
-def make_targets(labels):
-    return Targets(labels, (labels.flatten() != tiny.IGNORE).nonzero().squeeze(1))
-
-
-def make_output(kind):
-    linear = nn.Linear(D, V, bias=kind == "bias")
-    return TiedLinear(nn.Embedding(V, D)) if kind == "tied" else linear
-
-
-def parameters_of(output):
-    return list((output.tied_module if isinstance(output, TiedLinear) else output).parameters())
-
-
-@pytest.fixture
-def hidden_and_targets():
-    """[3, 11] slots of which 21 have a target."""
-    labels = torch.randint(V, (3, 11))
-    labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
-    return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)
 
 
 def plain_sum(logits, targets, **options):
@@ -113,33 +89,6 @@ def test_a_backward_in_two_parts_gives_each_part_its_gradient(kind, hidden_and_t
             torch.autograd.grad(0.3 * loss, inputs, retain_graph=True),
             torch.autograd.grad(0.3 * expected, inputs, retain_graph=True),
         )
-
-
-class LogitsWatch(TorchDispatchMode):
-    """Sees every tensor that an operation makes and that is as wide as the vocabulary."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most_rows, self.most_alive = [], 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (V,):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor):
-        if tensor.shape == (D, V):  # the weight transposed, or its gradient
-            return
-        self.most_rows = max(self.most_rows, tensor.numel() // V)
-        self.alive.append(weakref.ref(tensor))
-        alive = {
-            t.untyped_storage().data_ptr(): t.numel() // V
-            for r in self.alive
-            if (t := r()) is not None
-        }
-        self.most_alive = max(self.most_alive, sum(alive.values()))
 
 
 @pytest.mark.parametrize("kind", ["linear", "tied", "bias"])

@@ -4,9 +4,16 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torchtune.modules import TransformerDecoder
 
-from recipe_utils.model.document_mask import attend_within_documents, other_attention
+from recipe_utils.model.document_mask import (
+    DocumentMask,
+    _attend,
+    attend_within_documents,
+    ends_mask,
+    other_attention,
+)
 
 CPU = torch.device("cpu")
 MODELS = {"llama": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2_MODEL}
@@ -102,3 +109,68 @@ def test_models_that_cannot_keep_documents_apart_are_told_by_their_attention():
     assert other_attention(tiny.tiny_model(tiny.GEMMA2_MODEL)) == "Gemma2Attention"
     assert other_attention(nn.Linear(1, 1)) == "Linear"
     assert isinstance(tiny.tiny_model(), TransformerDecoder)
+
+
+PAIRS = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
+"""Documents of one end and of two."""
+
+
+def ends_alone(row):
+    """Each end behind what it shares, or a document, as a sample of its own; in the row its slots."""
+    start = 0
+    for document in row:
+        shared, *ends = document if isinstance(document, tuple) else (0, document)
+        at = start + shared
+        for length in ends:
+            yield [*range(start, start + shared), *range(at, at + length)]
+            at += length
+        start = at
+
+
+def row_of(lengths):
+    num_tokens = sum(sum(d) if isinstance(d, tuple) else d for d in lengths)
+    (tokens,) = documents([num_tokens], seed=3)
+    positions = torch.zeros(num_tokens, dtype=torch.long)
+    for slots in ends_alone(lengths):
+        positions[slots] = torch.arange(len(slots))
+    return {"tokens": tokens[None], "input_pos": positions[None], "document_lengths": [lengths]}
+
+
+def test_an_end_sees_what_both_share_and_nothing_of_the_other():
+    row = row_of(PAIRS)
+    with tiny.float64_throughout():
+        alone, model = make(tiny.UNTIED_MODEL).double(), make(tiny.UNTIED_MODEL).double()
+        logits = model(**row)[0]
+        for slots in ends_alone(PAIRS):
+            expected = alone(row["tokens"][:, slots])[0]
+            assert torch.allclose(logits[slots], expected, rtol=1e-12, atol=1e-12)
+        flat = [sum(d) if isinstance(d, tuple) else d for d in PAIRS]
+        seen_by_each_other = model(**{**row, "document_lengths": [flat]})[0]
+    assert not torch.allclose(seen_by_each_other, logits, rtol=1e-2)
+
+
+def attended_by_flex(q, k, v, lengths):
+    mask_mod = ends_mask(lengths, CPU)
+    size = q.size(2)
+    mask = create_block_mask(mask_mod, len(lengths), None, size, size, CPU)
+    return flex_attention(q, k, v, block_mask=mask)
+
+
+def test_flex_attention_s_mask_is_the_same_as_attention_piece_by_piece():
+    lengths = [PAIRS, [(3, 20, 17)]]
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 4, 40, 8)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    ours = [t.clone().requires_grad_() for t in tensors]
+    by_pieces = _attend(*ours, DocumentMask(lengths), 0.0)
+    by_mask = attended_by_flex(*tensors, lengths)  # which has no backward on a CPU
+    torch.testing.assert_close(by_pieces, by_mask, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+    (by_pieces * weights).sum().backward()
+    dense = create_mask(ends_mask(lengths, CPU), 2, 1, 40, 40, CPU)
+    plain = [t.clone().requires_grad_() for t in tensors]
+    attended = nn.functional.scaled_dot_product_attention(*plain, attn_mask=dense)
+    torch.testing.assert_close(by_pieces, attended, rtol=1e-12, atol=1e-12)
+    (attended * weights).sum().backward()
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)

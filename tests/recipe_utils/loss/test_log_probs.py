@@ -1,0 +1,106 @@
+"""Log-probabilities of targets and of answers, and their gradients, one chunk of logits at a time."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
+
+from recipe_utils.data.microbatch import Pairs
+from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
+
+KINDS = ["linear", "tied", "bias"]
+
+
+def plain_log_probs(logits, targets):
+    picked = logits.flatten(0, 1)[targets.positions]
+    labels = targets.labels.flatten()[targets.positions]
+    return F.log_softmax(picked, dim=-1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 4, 7, 21, 1000])
+def test_values_and_gradients_are_those_of_all_logits(kind, chunk, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output(kind)
+    inputs = [hidden, *parameters_of(output)]
+    head = LinearLogProbs(tokens_per_chunk=chunk, num_output_chunks=chunk)
+    ours, expected = head(output, hidden, targets), plain_log_probs(output(hidden), targets)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    # Of one's own for each token: a pair's loss weighs its tokens as it sees fit.
+    weights = torch.randn(len(ours))
+    for mine, other in zip(
+        torch.autograd.grad(ours @ weights, inputs),
+        torch.autograd.grad(expected @ weights, inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_never_more_than_one_chunk_of_logits_exists(kind):
+    num_chunks, rows = 8, 5
+    labels = torch.randint(V, (2, num_chunks * rows))
+    labels[1] = tiny.IGNORE
+    hidden, output = torch.randn(2, num_chunks * rows, D, requires_grad=True), make_output(kind)
+    head = LinearLogProbs(tokens_per_chunk=rows, num_output_chunks=num_chunks)
+    with LogitsWatch() as watch:
+        head(output, hidden, make_targets(labels)).sum().backward()
+    assert watch.most_rows == rows
+    assert watch.most_alive < 4 * rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_targets_every_gradient_is_zero(kind):
+    hidden, output = torch.randn(1, 3, D, requires_grad=True), make_output(kind)
+    log_probs = LinearLogProbs()(output, hidden, make_targets(torch.full((1, 3), tiny.IGNORE)))
+    assert log_probs.shape == (0,)
+    log_probs.sum().backward()
+    for parameter in (hidden, *parameters_of(output)):
+        assert parameter.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "bias"])
+def test_low_precision_gives_fp32(kind, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    output = make_output(kind).bfloat16()
+    log_probs = LinearLogProbs()(output, hidden.bfloat16(), targets)
+    assert log_probs.dtype == torch.float32
+    expected = plain_log_probs(output(hidden.bfloat16()).float(), targets)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-2, atol=2e-2)
+
+
+def test_a_backward_in_two_parts_is_refused(hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    with pytest.raises(ValueError, match="no backward in parts"):
+        LinearLogProbs()(make_output("linear"), hidden, targets, backward_in_parts=True)
+
+
+def test_targets_that_both_answers_share_count_for_both():
+    lengths = [[2, 1, 3], [0, 2, 1], [4, 0, 1]]
+    pairs = Pairs(torch.tensor(lengths).flatten(), ("a", "b", "c"), (b"", b"", b""))
+    of_tokens = torch.randn(14, requires_grad=True)
+    chosen, rejected = sums_of_answers(of_tokens, pairs)
+    parts = iter(of_tokens.split([n for of_pair in lengths for n in of_pair]))
+    for i in range(3):
+        shared, first, second = next(parts), next(parts), next(parts)
+        for answer, own in ((chosen, first), (rejected, second)):
+            assert answer[i].item() == pytest.approx((shared.sum() + own.sum()).item(), abs=1e-12)
+    assert num_targets_of_answers(pairs).tolist() == [[3, 2, 4], [5, 1, 5]]
+    chosen.sum().backward(retain_graph=True)
+    rejected.sum().backward()
+    assert of_tokens.grad.tolist() == [2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1]
+
+
+def test_sums_of_many_small_numbers_lose_nothing():
+    pairs = Pairs(torch.tensor([0, 100_000, 1]), ("a",), (b"",))
+    sums = sums_of_answers(torch.full((100_001,), -0.1, dtype=torch.float32), pairs)
+    assert sums[0, 0].item() == pytest.approx(-0.1 * 100_000, rel=1e-7)
+
+
+def test_no_pair_has_no_sum_and_a_graph():
+    nothing = torch.zeros(0, requires_grad=True)
+    pairs = Pairs(torch.zeros(0, dtype=torch.long), (), ())
+    sums = sums_of_answers(nothing, pairs)
+    assert sums.shape == (2, 0)
+    assert sums.sum().requires_grad

@@ -1,0 +1,160 @@
+"""Each loss is what its paper says; one that a recipe could not sum over pairs is refused."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtune.rlhf.loss import DPOLoss, RSOLoss
+
+from recipe_utils.loss.preference import (
+    IPOLoss,
+    NormalizedDPOLoss,
+    RobustDPOLoss,
+    SimPOLoss,
+    make_preference_loss,
+)
+
+OURS = [IPOLoss, RobustDPOLoss, NormalizedDPOLoss, SimPOLoss]
+
+
+@pytest.fixture
+def log_probs():
+    """Of 7 pairs: policy's chosen and rejected answers, reference's likewise."""
+    return -30 * torch.rand(4, 7)
+
+
+@pytest.mark.parametrize("make", [DPOLoss, RSOLoss, *OURS])
+def test_losses_of_pairs_are_taken(make):
+    assert isinstance(make_preference_loss(make), make)
+
+
+@pytest.mark.parametrize("make", OURS)
+def test_exchanged_sides_exchange_the_rewards(make, log_probs):
+    chosen, rejected, ref_chosen, ref_rejected = log_probs
+    _, r_chosen, r_rejected = make()(chosen, rejected, ref_chosen, ref_rejected)
+    _, s_chosen, s_rejected = make()(rejected, chosen, ref_rejected, ref_chosen)
+    assert torch.equal(r_chosen, s_rejected)
+    assert torch.equal(r_rejected, s_chosen)
+
+
+@pytest.mark.parametrize("make", OURS)
+def test_rewards_have_no_graph_and_losses_do(make, log_probs):
+    policy = log_probs[:2].clone().requires_grad_()
+    losses, *rewards = make()(*policy, *log_probs[2:])
+    assert losses.requires_grad
+    assert not any(reward.requires_grad for reward in rewards)
+
+
+def test_ipo_is_least_where_the_log_ratio_is_its_target(log_probs):
+    chosen, rejected, ref_chosen, ref_rejected = log_probs
+    at_target = rejected - ref_rejected + ref_chosen + 1 / (2 * 0.25)
+    losses, *_ = IPOLoss(tau=0.25)(at_target, rejected, ref_chosen, ref_rejected)
+    assert losses.abs().max() < 1e-20
+    losses, *_ = IPOLoss(tau=0.25)(chosen, rejected, ref_chosen, ref_rejected)
+    ratio = chosen - rejected - ref_chosen + ref_rejected
+    torch.testing.assert_close(losses, (ratio - 2) ** 2)
+
+
+def test_the_robust_loss_is_that_of_right_labels_in_the_mean(log_probs):
+    chosen, rejected, ref_chosen, ref_rejected = log_probs
+    noise = 0.2
+    loss = RobustDPOLoss(beta=0.3, label_smoothing=noise)
+    as_labelled, *_ = loss(chosen, rejected, ref_chosen, ref_rejected)
+    exchanged, *_ = loss(rejected, chosen, ref_rejected, ref_chosen)
+    of_right_labels, *_ = DPOLoss(beta=0.3)(chosen, rejected, ref_chosen, ref_rejected)
+    mean = (1 - noise) * as_labelled + noise * exchanged
+    torch.testing.assert_close(mean, of_right_labels, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_length_normalised_dpo_is_dpo_of_what_it_is_given(label_smoothing, log_probs):
+    ours = NormalizedDPOLoss(5.0, label_smoothing)(*log_probs)
+    for mine, other in zip(ours, DPOLoss(5.0, label_smoothing)(*log_probs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    assert NormalizedDPOLoss.normalizes_length
+
+
+def test_simpo_asks_for_a_margin_and_no_reference(log_probs):
+    chosen, rejected, *_ = log_probs
+    losses, r_chosen, r_rejected = SimPOLoss(beta=2.0, gamma=1.5)(chosen, rejected, None, None)
+    torch.testing.assert_close(losses, -F.logsigmoid(2 * chosen - 2 * rejected - 1.5))
+    torch.testing.assert_close(r_chosen - r_rejected, 2 * (chosen - rejected))
+    assert SimPOLoss.normalizes_length
+    assert not SimPOLoss.needs_reference
+
+
+def test_trl_s_losses_are_the_same(log_probs):
+    """By the formulas of its trainer's own text, which cannot be called apart from it."""
+    trl = pytest.importorskip("trl")
+    import inspect
+
+    text = inspect.getsource(trl.DPOTrainer._compute_loss)
+    chosen, rejected, ref_chosen, ref_rejected = log_probs
+    delta, beta, noise = chosen - ref_chosen - rejected + ref_rejected, 0.4, 0.2
+    for name, ours in (
+        ("ipo", IPOLoss(tau=beta)),
+        ("robust", RobustDPOLoss(beta=beta, label_smoothing=noise)),
+    ):
+        branch = text.split(f'loss_type == "{name}":')[1].split("elif")[0]
+        lines = [line.strip() for line in branch.splitlines()]
+        code = [
+            line for line in lines if " = " in line and "mask" not in line and "avg" not in line
+        ]
+        names = {
+            "self": type("Trainer", (), {"beta": beta, "label_smoothing": noise}), "F": F,
+            "delta_score": delta, "ipo_delta": delta,
+        }  # fmt: skip
+        exec("\n".join(code), names)
+        torch.testing.assert_close(ours(*log_probs)[0], names["per_sequence_loss"])
+
+
+class Mean(nn.Module):
+    def forward(self, *log_probs):
+        losses, *rewards = DPOLoss()(*log_probs)
+        return losses.mean(), *rewards
+
+
+class Sorted(nn.Module):
+    """As TRL's ``aot``: the pairs of a batch are compared in the order of their scores."""
+
+    def forward(self, chosen, rejected, ref_chosen, ref_rejected):
+        delta = (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values
+        return -F.logsigmoid(delta), chosen.detach(), rejected.detach()
+
+
+class Centred(nn.Module):
+    """Rewards less their mean over the batch."""
+
+    def forward(self, *log_probs):
+        losses, chosen, rejected = DPOLoss()(*log_probs)
+        return losses, chosen - chosen.mean(), rejected
+
+
+REFUSED = {
+    "cross-entropy": (
+        nn.CrossEntropyLoss,
+        "CrossEntropyLoss does not take log-probabilities of pairs",
+    ),
+    "a mean": (Mean, "a mean over the pairs must be left to the recipe"),
+    "sorted": (Sorted, "what Sorted says of a pair depends on the other pairs"),
+    "centred": (Centred, "what Centred says of a pair depends on the other pairs"),
+    "beta": (lambda: IPOLoss(tau=0), "loss.tau=0: it must be above 0"),
+    "noise": (lambda: RobustDPOLoss(label_smoothing=0.5), "loss.label_smoothing=0.5"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_cannot_be_summed_over_pairs_is_refused(case):
+    make, text = REFUSED[case]
+    with pytest.raises(ValueError, match=text):
+        make_preference_loss(make)
+
+
+def test_equal_models_give_ln_2():
+    same = -30 * torch.rand(2, 7)
+    for loss in (DPOLoss(), RobustDPOLoss(), NormalizedDPOLoss()):
+        losses, chosen, rejected = loss(*same, *same)
+        assert losses.tolist() == pytest.approx([math.log(2)] * 7, abs=1e-12)
+        assert (chosen == rejected).all()

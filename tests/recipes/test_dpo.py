@@ -1,0 +1,398 @@
+"""Preference tuning through the recipe: curves, what is logged and left out, resume, what is refused."""
+
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import (
+    DPO,
+    ListLogger,
+    recipe_class,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    run_stock_recipe,
+    with_adapters,
+)
+from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
+from torchtune.modules.peft import get_adapter_params
+
+from recipe_utils.settings import ConfigError
+
+PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
+GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+COMPARED = (
+    "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "log_probs/chosen",
+    "log_probs/rejected",
+)  # fmt: skip
+
+
+def run(config):
+    return run_recipe(config, DPO)
+
+
+def run_all(configs):
+    return [run(config) for config in configs]
+
+
+def of(logged, *names):
+    return [[metrics[name] for name in names] for metrics in logged if "loss" in metrics]
+
+
+def close(found, expected, **tolerance):
+    for of_step, of_other in zip(found, expected, strict=True):
+        assert of_step == pytest.approx(of_other, **tolerance)
+
+
+def as_stock_has_it(config):
+    """The keys that the stock recipe asks for."""
+    stock = {key: value for key, value in config.items() if key != "process_group_timeout_seconds"}
+    needed = {
+        "epochs": 1, "max_steps_per_epoch": None, "resume_from_checkpoint": False, "lr_scheduler": None,
+        "enable_activation_checkpointing": False, "compile": False, "save_adapter_weights_only": False, "profiler": None,
+    }  # fmt: skip
+    return {**needed, **stock}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_on_even_steps_are_those_of_the_stock_recipe(world_size, tiny_dpo_config):
+    """On others they are not: it trains on means of means and leaves pairs in the next epoch's gradient."""
+    even = {**PAIRS, "num_pairs": 32}
+    config = tiny_dpo_config(
+        dataset=even, batch_size=2, gradient_accumulation_steps=4 // world_size, clip_grad_norm=1.0
+    )
+    stock_config = as_stock_has_it(config)
+    expected = run_distributed(run_stock_recipe, world_size, stock_config, "full_dpo")[0]
+    assert len(expected) == 4
+    plans = [{}, {"microbatching": "packed"}, {"microbatching": "packed", "prefix_sharing": False}]
+    for logged in run_distributed(run_all, world_size, [{**config, **plan} for plan in plans])[0]:
+        close(
+            of(logged, *COMPARED),
+            [[float(x) for x in row] for row in of(expected, *COMPARED)],
+            rel=2e-5,
+            abs=1e-5,
+        )
+
+
+def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, tmp_path):
+    sizes = tiny.adapted(tiny.UNTIED_MODEL)
+    config = tiny_dpo_config(
+        model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4
+    )
+    config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
+    stock_config = as_stock_has_it(config)
+    adapters = {n: p.detach() for n, p in get_adapter_params(tiny.adapted_model(sizes)).items()}
+    (expected,) = run_distributed(run_stock_recipe, 1, stock_config, "lora_dpo", adapters)
+    logged = run(with_adapters({**config, "microbatching": "packed"}, tmp_path))
+    close(
+        of(logged, "loss"),
+        [[float(x) for x in row] for row in of(expected, "loss")],
+        rel=2e-5,
+    )
+
+
+@pytest.fixture(scope="module")
+def curve(weights_folder, tmp_path_factory):
+    """Metrics of two epochs on one process, of 5 update steps, the last of each with 6 pairs."""
+    config = config_of(partial(tiny_dpo_config_of, weights_folder))
+    config["output_dir"] = config["checkpointer"]["output_dir"] = str(
+        tmp_path_factory.mktemp("curve")
+    )
+    return run(config)
+
+
+def config_of(make, **changes):
+    return make(
+        **{"dataset": PAIRS, "epochs": 2, "sft_loss_weight": 0.2, **GLOBAL_BATCH, **changes}
+    )
+
+
+LAYOUTS = {
+    "fsdp-2": (2, {"microbatching": "packed"}),
+    "fsdp-4": (4, {"microbatching": "least_padding"}),
+    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2, "microbatching": "packed"}),
+    "workers": (1, {"num_workers": 2, "microbatching": "packed"}),
+    "recomputed": (1, {"enable_activation_checkpointing": True}),
+    "in-backward": (1, {"optimizer_in_bwd": True, "batch_size": 8}),
+    "small-chunks": (2, {"tokens_per_chunk": 3, "microbatching": "packed"}),
+    "own-units": (2, {"model": tiny.UNTIED_MODEL, "custom_sharded_layers": ["output"]}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_must_not_change_the_curve_does_not(layout, tiny_dpo_config, curve):
+    world_size, changes = LAYOUTS[layout]
+    config = config_of(tiny_dpo_config, **changes)
+    expected = curve
+    if "model" in changes:
+        expected = run(config_of(tiny_dpo_config, model=changes["model"]))
+    logged = run_distributed(run, world_size, config)[0]
+    names = (*COMPARED, "sft_loss", "preference_loss", "num_pairs")
+    close(of(logged, *names), of(expected, *names), rel=2e-4, abs=1e-5)
+
+
+def test_what_is_logged(tiny_dpo_config):
+    config = config_of(tiny_dpo_config, epochs=1, sft_loss_weight=0.0, microbatching="packed")
+    logged = run(config)
+    assert set(logged[0]) == {
+        "step", *COMPARED, "lr", "grad_norm", "num_pairs", "num_left_out", "tokens_per_second_per_gpu",
+        "real_tokens_per_second_per_gpu", "padding_fraction", "shared_fraction", "data_wait_seconds",
+    }  # fmt: skip
+    assert [metrics["num_pairs"] for metrics in logged] == [8, 8, 8, 8, 6]
+    for metrics in logged:
+        assert metrics["padding_fraction"] == 0
+        assert 0.1 < metrics["shared_fraction"] < 0.5
+        margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        assert metrics["rewards/margins"] == pytest.approx(margin, abs=1e-9)
+    with_sft = run(config_of(tiny_dpo_config, epochs=1))
+    for metrics in with_sft:
+        total = metrics["preference_loss"] + 0.2 * metrics["sft_loss"]
+        assert metrics["loss"] == pytest.approx(total, rel=1e-9)
+
+
+def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config):
+    config = config_of(
+        tiny_dpo_config,
+        epochs=1,
+        dataset_val={**PAIRS, "num_pairs": 7, "seed": 3},
+        run_val_every_n_steps=2,
+        microbatching="packed",
+    )
+    on_one = [metrics for metrics in run(config) if "val_loss" in metrics]
+    on_four = [m for m in run_distributed(run, 4, config)[0] if "val_loss" in m]
+    names = [f"val_{name}" for name in (*COMPARED, "sft_loss", "preference_loss")]
+    assert set(on_one[0]) == {"step", *names}
+    for found, expected in zip(on_four, on_one, strict=True):
+        for name in names:
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+
+
+def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
+    """Validation on the data of the first update step, before and after a step of learning rate 0."""
+    config = config_of(
+        tiny_dpo_config,
+        epochs=1,
+        dataset={**PAIRS, "num_pairs": 8},
+        dataset_val={**PAIRS, "num_pairs": 8},
+        run_val_every_n_steps=1,
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
+    )
+    trained, validated = run(config)
+    for name in (*COMPARED, "sft_loss"):
+        assert validated[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)
+
+
+# ---- What is left out ------------------------------------------------------------------------------
+
+WITH_DEAD = {"_component_": "tiny.pairs_some_of_which_teach_nothing", "num_pairs": 24}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+def test_pairs_that_teach_nothing_are_left_out_named_once_and_counted(
+    world_size, microbatching, tiny_dpo_config
+):
+    config = config_of(tiny_dpo_config, dataset=WITH_DEAD, microbatching=microbatching)
+    (logged, warnings), *others = run_distributed(
+        run_recipe_keeping_warnings, world_size, config, DPO
+    )
+    assert sum(metrics["num_left_out"] for metrics in logged) == 2 * 8
+    assert sum(metrics["num_pairs"] for metrics in logged) == 2 * 16
+    named = [
+        text
+        for _, of_rank in [(logged, warnings), *others]
+        for text in of_rank
+        if "(left out)" in text
+    ]
+    # Once on each rank that meets it; two epochs deal them out anew.
+    assert len({text.split(":")[0] for text in named}) == 8
+    assert len(named) == 8 if world_size == 1 else len(named) <= 16
+    assert any("its rejected side has no target (left out)" in text for text in named)
+    assert any("its sides are equal (left out)" in text for text in named)
+    # The others are trained on as if those were not there.
+    of_others = {**WITH_DEAD, "only_live": True}
+    alone = config_of(
+        tiny_dpo_config, dataset=of_others, microbatching=microbatching, shuffle=False, epochs=1,
+        batch_size=1, global_batch_size=16,
+    )  # fmt: skip
+    all_in_one = config_of(
+        tiny_dpo_config, dataset=WITH_DEAD, microbatching=microbatching, shuffle=False, epochs=1,
+        batch_size=1, global_batch_size=24,
+    )  # fmt: skip
+    of_alone, of_all = run_distributed(run_all, 1, [alone, all_in_one])[0]
+    close(of(of_all, *COMPARED), of(of_alone, *COMPARED), rel=1e-5, abs=1e-6)
+
+
+def test_an_update_step_of_dead_pairs_is_skipped(tiny_dpo_config):
+    dead_first = {**WITH_DEAD, "dead_first": True}
+    config = config_of(tiny_dpo_config, dataset=dead_first, shuffle=False, epochs=1)
+    for world_size in (1, 2):
+        logged, warnings = run_distributed(run_recipe_keeping_warnings, world_size, config, DPO)[0]
+        assert len(logged) == 2
+        assert any("update step 1: all of its pairs were left out" in text for text in warnings)
+
+
+def test_bad_pairs_are_skipped_where_asked_for(tiny_dpo_config):
+    bad = {**WITH_DEAD, "num_bad": 1}
+    config = config_of(tiny_dpo_config, dataset=bad, epochs=1)
+    with pytest.raises(ValueError, match="sample 23 of dataset, chosen: token 67 is outside"):
+        run(config)
+    logged = run({**config, "on_bad_sample": "skip"})
+    assert sum(metrics["num_left_out"] for metrics in logged) == 8 + 1
+
+
+# ---- Going on ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["live", "cached"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(reference, world_size, tiny_dpo_config):
+    config = config_of(
+        tiny_dpo_config, reference=reference, save_every_n_steps=3, keep_last_n_checkpoints=9,
+        microbatching="packed",
+    )  # fmt: skip
+    whole = run_distributed(run, world_size, config)[0]
+    assert len(whole) == 10
+    expected = exported(config)
+    for step in (9, 6, 3):
+        forget_after(step, config)
+        resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
+        assert of(resumed, *COMPARED) == of(whole[step:], *COMPARED)
+        assert exported(config) == expected
+
+
+def exported(config):
+    (file,) = Path(config["output_dir"], "epoch_1").glob("*.bin")
+    return file.read_bytes()
+
+
+def forget_after(step, config):
+    """As if the training had been killed before the next checkpoint."""
+    for folder in Path(config["output_dir"]).glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "layout", [(2, {}), (4, {"data_parallel_replicate_dim": 2}), (1, {"microbatching": "in_order"})]
+)
+def test_another_layout_goes_on_along_the_same_curve(layout, tiny_dpo_config, curve):
+    world_size, changes = layout
+    config = config_of(
+        tiny_dpo_config, save_every_n_steps=3, keep_last_n_checkpoints=9, microbatching="packed"
+    )
+    run(config)
+    forget_after(3, config)
+    resumed = {**config, "resume_from_checkpoint": True, **changes}
+    logged = run_distributed(run, world_size, resumed)[0]
+    close(of(logged, "loss"), of(curve[3:], "loss"), rel=2e-4)
+
+
+# ---- Bad input ---------------------------------------------------------------------------------------
+
+OURS = "recipe_utils.loss.preference"
+REFUSED = {
+    "a loss of tokens": (
+        {"loss": {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}},
+        "loss: LinearCrossEntropyLoss does not take log-probabilities of pairs",
+    ),
+    "answers without a better one": (
+        {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8}},
+        "dataset: its samples have labels, tokens instead of chosen_input_ids",
+    ),
+    "sharing of padded rows": (
+        {"prefix_sharing": True, "microbatching": "least_padding"},
+        "prefix_sharing=True: microbatching=least_padding gives each side a row of its own",
+    ),
+    "packing with attention of another kind": (
+        {"microbatching": "packed", "model": tiny.GEMMA2_MODEL},
+        "microbatching=packed: the model's Gemma2Attention",
+    ),
+    "stages": (
+        {"pipeline_parallel_dim": 2},
+        "pipeline_parallel_dim=2: this recipe has no pipeline stages",
+    ),
+    "a schedule": (
+        {"pipeline_parallel_schedule": "1F1B"},
+        "pipeline_parallel_schedule: this recipe has no",
+    ),
+    "a negative weight": ({"sft_loss_weight": -1.0}, "sft_loss_weight=-1.0: it must be at least 0"),
+    "infinite weight": ({"sft_loss_weight": math.inf}, "sft_loss_weight=inf: it must be"),
+    "no reference of that kind": (
+        {"reference": "cache"},
+        "reference=cache: unknown; set it to one of live, ",
+    ),
+    "a cache that is none": (
+        {"reference_cache_dir": "/tmp/nowhere"},
+        "reference_cache_dir=/tmp/nowhere: reference=live keeps nothing; set reference=cached",
+    ),
+    "a pass that is none": (
+        {"precompute_reference": True},
+        "precompute_reference=True: reference=live keeps",
+    ),
+    "a folder that cannot be": (
+        {"reference": "cached", "reference_cache_dir": "/proc/nowhere"},
+        "reference_cache_dir=/proc/nowhere: it cannot be written to",
+    ),
+    "a collate function": (
+        {"collate_fn": "tiny.collate_images"},
+        "collate_fn=tiny.collate_images: pairs are",
+    ),
+    "a reference of adapters": (
+        {"model": tiny.adapted(tiny.MODEL), "ref_checkpointer": "as checkpointer"},
+        "ref_checkpointer: the reference of a model with adapters is the model without them",
+    ),
+    "a tau": (
+        {"loss": {"_component_": f"{OURS}.IPOLoss", "tau": -1.0}},
+        "loss.tau=-1.0: it must be above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_weights_load(case, tiny_dpo_config):
+    changes, text = REFUSED[case]
+    config = tiny_dpo_config(**changes)
+    if config.get("ref_checkpointer") == "as checkpointer":
+        config["ref_checkpointer"] = config["checkpointer"]
+    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["torn.pt"]}
+    weights = Path(config["checkpointer"]["checkpoint_dir"], "torn.pt")
+    weights.write_bytes(b"no weights")
+    cfg = OmegaConf.create(config)
+    with pytest.raises(ConfigError) as error:
+        recipe_class(recipe=DPO)(cfg).setup(cfg)
+    assert text in str(error.value)
+
+
+def test_all_that_is_wrong_with_keys_comes_at_once(tiny_dpo_config):
+    changes = ("sharing of padded rows", "a negative weight", "a pass that is none")
+    config = tiny_dpo_config(**{k: v for case in changes for k, v in REFUSED[case][0].items()})
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    for case in changes:
+        assert REFUSED[case][1] in str(error.value)
+
+
+def test_a_stock_training_is_resumed_with_a_reference_of_its_own_only(tiny_dpo_config):
+    config = tiny_dpo_config(
+        dataset={**PAIRS, "num_pairs": 16}, batch_size=4, gradient_accumulation_steps=2
+    )
+    stock = {**as_stock_has_it(config), "epochs": 2}
+    stock["checkpointer"] = {**config["checkpointer"], "recipe_checkpoint": None}
+    (expected,) = run_distributed(run_stock_recipe, 1, stock, "full_dpo")
+    saved = {**config["checkpointer"], "checkpoint_files": ["epoch_0/model-00001-of-00001.bin"]}
+    resumed = {**config, "checkpointer": saved, "resume_from_checkpoint": True, "epochs": 2}
+    close(
+        of(run(resumed), "loss"),
+        [[float(x) for x in row] for row in of(expected[2:], "loss")],
+        rel=1e-4,
+    )
+    ListLogger.logged.clear()
+    with pytest.raises(
+        ConfigError, match="ref_checkpointer: it is missing, and checkpointer holds"
+    ):
+        run({key: value for key, value in resumed.items() if key != "ref_checkpointer"})
