@@ -1,6 +1,7 @@
-"""Every stock 0.6.1 config of the full and the LoRA fine-tuning recipes runs with this recipe."""
+"""Every stock 0.6.1 config of the full and the LoRA recipes, of fine-tuning and of preferences, runs with ours."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 import torchtune
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import run_recipe
+from recipe_runs import DPO, SFT, run_recipe
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
 from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.log_probs import LinearLogProbs
+from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.settings import ConfigError, read_settings, settings_of
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 130}
@@ -32,11 +35,12 @@ FULL = configs_of("full_finetune_single_device", "full_finetune_distributed")
 LORA = configs_of("lora_finetune_single_device", "lora_finetune_distributed")
 QAT_LORA = configs_of("qat_lora_finetune_distributed")
 STOCK = [*FULL, *LORA, *QAT_LORA]
+PREFERENCES = configs_of("full_dpo_distributed", "lora_dpo_distributed", "lora_dpo_single_device")
 
 
 def tiny_model_for(stock, cfg):
     """A tiny model with the adapters that a config asks for; in NF4 where it does."""
-    if stock in FULL:
+    if stock in FULL or "_full_dpo" in stock:
         return tiny.UNTIED_MODEL
     asked = {key: cfg.model[key] for key in tiny.ADAPTER_KEYS & set(cfg.model)}
     asked = OmegaConf.to_container(OmegaConf.create(asked))
@@ -54,6 +58,10 @@ def on_this_machine(stock, tiny_config):
     tiny_values = OmegaConf.create(tiny_config(model=tiny_model_for(stock, cfg), dataset=DATA))
     for key in ("output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"):
         cfg[key] = tiny_values[key]
+    if stock in PREFERENCES:
+        cfg.dataset = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 70}
+    if "ref_checkpointer" in cfg:
+        cfg.ref_checkpointer = tiny_values.checkpointer
     cfg.pop("collate_fn", None)  # of the vision configs; their samples have images
     cfg.device, cfg.dtype = "cpu", "fp32"
     cfg.enable_activation_offloading = False
@@ -66,13 +74,23 @@ def on_this_machine(stock, tiny_config):
     return OmegaConf.to_container(cfg, resolve=True)
 
 
-def run_all(configs):
+def run_all(configs, recipe=SFT):
     os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # a config compiles; inductor takes a minute
-    return [run_recipe(cfg) for cfg in configs]
+    return [run_recipe(cfg, recipe) for cfg in configs]
 
 
 def test_all_configs_are_here():
-    assert (len(FULL), len(LORA), len(QAT_LORA)) == (44, 77, 4)
+    assert (len(FULL), len(LORA), len(QAT_LORA), len(PREFERENCES)) == (44, 77, 4, 5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stock_configs_of_preferences_train(world_size, tiny_config):
+    configs = [on_this_machine(stock, tiny_config) for stock in PREFERENCES]
+    found = run_distributed(run_all, world_size, configs, DPO)[0]
+    for stock, logged in zip(PREFERENCES, found, strict=True):
+        assert len(logged) == 1, stock
+        assert logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), stock
+        assert logged[0]["num_pairs"] > 16, stock
 
 
 # What two ranks do not do otherwise than one does.
@@ -98,7 +116,7 @@ def test_stock_configs_train(world_size, alike, tiny_config):
         assert losses == pytest.approx([4.7] * len(losses), abs=1.2), stock
 
 
-@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.parametrize("stock", [*STOCK, *PREFERENCES])
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
     from recipe_utils.model.build import ModelSettings, build_on_meta
@@ -111,18 +129,22 @@ def test_stock_configs_fit_their_own_model(stock):
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     assert vocab_size > 30_000
     assert max_seq_len >= 4096
-    attach_head(model, config.instantiate(cfg.loss))
+    if stock in PREFERENCES:
+        make_preference_loss(lambda: config.instantiate(cfg.loss))
+        attach_head(model, LinearLogProbs())
+    else:
+        attach_head(model, config.instantiate(cfg.loss))
     for name in cfg.get("custom_sharded_layers") or []:
         model.get_submodule(name)
 
 
-@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.parametrize("stock", [*STOCK, *PREFERENCES])
 def test_stock_configs_are_right_but_for_what_this_machine_lacks(stock, tmp_path):
     """Their keys, values and components' arguments, none replaced."""
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
     cfg.output_dir = str(tmp_path)
     try:
-        read_settings(cfg, settings_of("full_finetune_update_step"))
+        read_settings(cfg, settings_of(DPO if stock in PREFERENCES else SFT))
     except ConfigError as error:
         for problem in error.problems:
             assert re.search(
