@@ -16,6 +16,8 @@ from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.log_probs import LinearLogProbs
+from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import vocab_size_and_max_seq_len
 from recipe_utils.settings import read_settings, settings_of
@@ -25,6 +27,7 @@ STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 DEFAULTS = {
     "full_finetune_update_step": "llama3_2/5M_full_update_step",
     "lora_finetune_update_step": "llama3_2/5M_lora_update_step",
+    "full_dpo_update_step": "llama3_2/5M_full_dpo_update_step",
 }
 PARAMETERS = {  # as published
     "llama3_2/1B_full_update_step": 1.24e9,
@@ -47,7 +50,15 @@ ADAPTERS = {  # of all layers' q, v and output projections and MLPs
     "qwen2_5/0.5B_lora_update_step": 16.8e6,
     "qwen2_5/7B_lora_update_step": 19.3e6,
 }
-CONFIGS = (*PARAMETERS, *ADAPTERS)
+PREFERENCES = (
+    "llama3_2/1B_full_dpo_update_step",
+    "llama3_2/3B_full_dpo_update_step",
+    "llama3_1/8B_full_dpo_update_step",
+    "qwen2_5/0.5B_full_dpo_update_step",
+    "qwen2_5/7B_full_dpo_update_step",
+    "llama3_1/8B_lora_dpo_update_step",
+)
+CONFIGS = (*PARAMETERS, *ADAPTERS, *PREFERENCES)
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Per parameter: its code, an 8-bit scale of each 64, and a 32-bit scale of each 256 of those."""
 COMPONENTS = (
@@ -56,6 +67,7 @@ COMPONENTS = (
 every_config = pytest.mark.parametrize("name", CONFIGS)
 every_full_config = pytest.mark.parametrize("name", PARAMETERS)
 every_adapter_config = pytest.mark.parametrize("name", ADAPTERS)
+every_preference_config = pytest.mark.parametrize("name", PREFERENCES)
 
 
 def load(name):
@@ -68,7 +80,7 @@ def build(name):
 
 def of_full(name):
     """The name of the config that trains all weights of the same model."""
-    return re.sub("_q?lora_", "_full_", name)
+    return re.sub("_q?lora_", "_full_", name).replace("_dpo", "")
 
 
 def recipe_of(name):
@@ -96,10 +108,11 @@ def test_every_config_file_is_registered_and_the_other_way_round():
 
 
 def test_every_registered_training_config_is_tested_here():
-    for recipe, tested in zip(DEFAULTS, (PARAMETERS, ADAPTERS), strict=True):
-        training = {name for name in RECIPES[recipe] if "dataset" in unresolved(name)}
-        assert training == {DEFAULTS[recipe], *tested}
-        assert RECIPES[recipe][0] == DEFAULTS[recipe]
+    registered = [name for configs in RECIPES.values() for name in configs]
+    training = {name for name in registered if "dataset" in unresolved(name)}
+    assert training == {*DEFAULTS.values(), *CONFIGS}
+    for recipe, default in DEFAULTS.items():
+        assert RECIPES[recipe][0] == default
 
 
 @pytest.mark.parametrize("name", [*DEFAULTS.values(), *CONFIGS])
@@ -112,7 +125,8 @@ def test_the_recipe_takes_every_key_and_its_value(name, tmp_path):
 def test_the_configs_have_the_same_keys_in_the_same_order(name):
     first = next(each for each in CONFIGS if recipe_of(each) == recipe_of(name))
     assert list(unresolved(name)) == list(unresolved(first))
-    in_default = list(unresolved(DEFAULTS[recipe_of(name)]))
+    default = DEFAULTS.get(recipe_of(name), DEFAULTS["full_dpo_update_step"])
+    in_default = list(unresolved(default))
     shared = [key for key in unresolved(name) if key in in_default]
     assert shared == [key for key in in_default if key in shared]
 
@@ -131,6 +145,58 @@ def test_beside_what_adapters_need_it_is_the_full_config_of_the_same_model(name)
     assert ours["output_dir"] == f"{full['output_dir']}_{kind}"
 
 
+@every_preference_config
+def test_beside_what_preferences_need_it_is_the_config_of_the_same_model(name):
+    ours, other = unresolved(name), unresolved(name.replace("_dpo", ""))
+    own = {
+        "lr_scheduler", "prefix_sharing", "reference", "precompute_reference", "sft_loss_weight",
+    }  # fmt: skip
+    assert ours.keys() == other.keys() | own
+    may_differ = {
+        "output_dir", "tokenizer", "dataset", "optimizer", "loss", "batch_size", "gradient_accumulation_steps",
+        "max_tokens_per_microbatch",
+    } | own  # fmt: skip
+    for key in ours.keys() - may_differ:
+        assert ours[key] == other[key], key
+    assert ours["output_dir"] == f"{other['output_dir']}_dpo"
+    assert {**other["tokenizer"], "max_seq_len": 1024} == ours["tokenizer"]
+
+
+@every_preference_config
+def test_data_loss_and_schedule_are_those_of_the_stock_preference_configs(name):
+    ours = OmegaConf.to_container(load(name), resolve=True)
+    kind = "8B_lora_dpo" if "_lora_" in name else "8B_full_dpo"
+    stock = yaml.safe_load((STOCK_CONFIGS / "llama3_1" / f"{kind}.yaml").read_text())
+    stock["optimizer"]["lr"] = float(stock["optimizer"]["lr"])
+    for key in (
+        "dataset", "optimizer", "loss", "lr_scheduler", "batch_size", "gradient_accumulation_steps",
+    ):  # fmt: skip
+        expected = stock[key]
+        if key == "loss":
+            expected = {"label_smoothing": 0, **expected}
+        assert ours[key] == expected, key
+    if "8B" in name:
+        assert ours["model"] == stock["model"]
+
+
+@every_preference_config
+def test_the_header_says_the_memory_of_the_model_and_its_reference(name):
+    text = config_path(name).read_text()
+    size = PARAMETERS[of_full(name)]
+    if "_lora_" in name:
+        assert "# The reference is the model without them.\n" in text
+        return
+    found = re.search(
+        r"^# ([\d.e]+) parameters x .* 2 reference\) bytes = ([\d.]+) GB.*\n# .* ([\d.]+) GB",
+        text,
+        re.M,
+    )
+    parameters, live, cached = map(float, found.groups())
+    assert parameters == pytest.approx(size, rel=0.01)
+    assert live == pytest.approx(10 * size / 1e9, rel=0.02)
+    assert cached == pytest.approx(8 * size / 1e9, rel=0.02)
+
+
 @every_config
 def test_components_resolve_and_take_these_arguments(name):
     cfg = load(name)
@@ -140,7 +206,7 @@ def test_components_resolve_and_take_these_arguments(name):
     assert OmegaConf.to_container(cfg, resolve=True)["checkpointer"]["output_dir"] == cfg.output_dir
 
 
-@every_config
+@pytest.mark.parametrize("name", [*PARAMETERS, *ADAPTERS])
 def test_files_model_data_and_optimizer_are_those_of_the_stock_config(name):
     ours = OmegaConf.to_container(load(name), resolve=True)
     stock_name = name.removesuffix("_update_step").replace("_qlora", "_qlora_single_device")
@@ -168,7 +234,11 @@ def test_the_model_has_the_size_of_its_name(name):
 @every_config
 def test_the_model_takes_the_loss(name):
     loss = config.instantiate(load(name).loss)
-    assert isinstance(loss, LinearCrossEntropyLoss)
+    if name in PREFERENCES:
+        make_preference_loss(lambda: loss)
+        loss = LinearLogProbs()
+    else:
+        assert isinstance(loss, LinearCrossEntropyLoss)
     attach_head(build(name), loss)
 
 
@@ -232,7 +302,8 @@ def test_a_microbatch_holds_the_longest_sample_and_fits_the_model(name):
     _, longest_sequence = vocab_size_and_max_seq_len(build(name))
     longest_sample = cfg.tokenizer.max_seq_len
     assert longest_sample <= longest_sequence
-    assert cfg.max_tokens_per_microbatch == cfg.batch_size * longest_sample
+    sides = 2 if name in PREFERENCES else 1
+    assert cfg.max_tokens_per_microbatch == sides * cfg.batch_size * longest_sample
     if cfg.microbatching == "packed":  # all of a microbatch is one sequence
         assert cfg.max_tokens_per_microbatch <= longest_sequence
 
