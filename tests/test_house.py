@@ -256,9 +256,15 @@ def test_nothing_in_the_house_calls_a_recipe_back_but_prepare():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_readme_s_table_of_keys_is_the_command_s_output(recipe):
-    readme = (ROOT / "recipes" / "README.md").read_text()
-    assert key_table(settings_of(recipe)) in readme
+def test_the_readme_s_tables_of_keys_are_the_command_s_output(recipe):
+    """The first recipe's whole, and of others the rows that it has not."""
+    lines = (ROOT / "recipes" / "README.md").read_text().splitlines()
+    table = key_table(settings_of(recipe)).splitlines()
+    missing = [row for row in table if row not in lines]
+    assert not missing
+    if recipe == SFT.stem:
+        start = lines.index(table[0])
+        assert lines[start : start + len(table)] == table
 
 
 def test_the_readme_is_short_and_every_room_is_on_its_map():

@@ -38,8 +38,8 @@ class ReferenceSettings:
     """Where the reference's log-probabilities come from."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: computed from a model on the device; ``offload``: which is there before gradients are only;
-    ``cached``: each pair's once, and kept on the disk."""
+    """``live``: of a model that stays on the device; ``offload``: that is there between update steps only;
+    ``cached``: of each pair computed once, and kept on the disk."""
     reference_cache_dir: str | None = None
     """Where ``cached`` keeps them, for any training with this reference; null is ``output_dir``/reference."""
     precompute_reference: bool = False
