@@ -323,9 +323,10 @@ class Pairs:
     def plan(self, lengths, num_ranks, /):
         return plan_in_order(lengths, num_ranks, batch_size=2)
 
-    def check(self, sample, name):
+    def prepare(self, sample, name):
         if len(sample["pair"]) != 2:
             raise SampleError(f"{name}: it is no pair")
+        return sample
 
     def length(self, sample):
         return 1

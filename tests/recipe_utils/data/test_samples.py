@@ -5,7 +5,13 @@ import re
 import pytest
 import tiny
 
-from recipe_utils.data.samples import CheckedDataset, SampleError, fingerprint, load_samples
+from recipe_utils.data.samples import (
+    CheckedDataset,
+    LeftOutError,
+    SampleError,
+    fingerprint,
+    load_samples,
+)
 from recipe_utils.data.text import check_sample
 
 
@@ -71,6 +77,27 @@ def test_bad_samples_are_left_out_where_asked_for():
     samples[2] = {"tokens": [1, 2], "labels": [1]}
     dataset = checked(samples, skips_bad=True)
     assert list(load_samples(dataset, [[0, 2], [2], [3]])) == [[samples[0]], [], [samples[3]]]
+
+
+def teaches_nothing(sample, name):
+    if sample["tokens"] == [0]:
+        raise LeftOutError(f"{name}: it teaches nothing")
+    return prepare(sample, name)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_teach_nothing_are_left_out_and_named_once_up_to_twenty(num_workers, caplog):
+    samples = [{"tokens": [0], "labels": [0]} for _ in range(25)]
+    samples[3:3] = tiny.make_samples(2)
+    dataset = CheckedDataset(tiny.Samples(samples), "dataset", teaches_nothing)
+    for _ in range(2):
+        steps = [list(range(9)), list(range(9, 27))]
+        assert list(load_samples(dataset, steps, num_workers)) == [samples[3:5], []]
+    named = [text for text in caplog.messages if "teaches nothing (left out)" in text]
+    assert len(named) == len(set(named)) == 20
+    assert caplog.messages[-1] == "dataset: further samples that are left out are not named"
+    assert len(caplog.messages) == 21
+    assert dataset.any_sample() == samples[3]
 
 
 def test_any_sample_is_a_good_one_if_there_is_one():
