@@ -59,7 +59,7 @@ from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
-recipe_utils.check_version("0.3", RECIPE_NAME)  # that this file was written for
+recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 METRICS = (
