@@ -145,6 +145,10 @@ class PairSamples:
             cost = cost._replace(overhead_slots=cost.overhead_slots / 2)
         self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For DataLoader workers, which prepare samples and ask no reference."""
+        return {**self.__dict__, "_known": None}
+
     def warnings(self) -> Iterator[str]:
         """Whether pairs may be longer than a microbatch."""
         bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
@@ -155,7 +159,7 @@ class PairSamples:
             )
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """The pair as arrays, with what it is known by and how many tokens both sides share.
+        """The pair as arrays, with its name and how many tokens both sides share.
 
         Raises:
             SampleError: a key is missing, or see :func:`recipe_utils.data.text.check_sample`.
@@ -184,7 +188,6 @@ class PairSamples:
         if num_shared is None:
             raise LeftOutError(f"{name}: its sides are equal")
         pair["num_shared"] = num_shared if self._shares_prefixes else 0
-        pair["key"] = self._known.key_of(pair) if self._known is not None else b""
         return pair
 
     def length(self, sample: Sample) -> int:
@@ -194,9 +197,10 @@ class PairSamples:
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """One microbatch of pairs, at least one; with what is known of their reference's log-probabilities."""
-        microbatch = self._collate(samples)
         if self._known is None:
-            return microbatch
+            return self._collate(samples)
+        samples = [{**sample, "key": self._known.key_of(sample)} for sample in samples]
+        microbatch = self._collate(samples)
         known = self._known.find([sample["key"] for sample in samples])
         unknown = [
             s for s, is_nan in zip(samples, known[0].isnan().tolist(), strict=True) if is_nan
@@ -372,7 +376,7 @@ def _microbatch(
     pairs = Pairs(
         of_pairs.flatten(),
         tuple(sample["name"] for sample in samples),
-        tuple(sample["key"] for sample in samples),
+        tuple(sample.get("key", b"") for sample in samples),
     )
     positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     return Microbatch(inputs, Targets(labels, positions, pairs=pairs), counts)

@@ -215,6 +215,55 @@ def test_pairs_move_between_ranks_as_bytes():
     assert kind.collate([moved]).counts == kind.collate([sample]).counts
 
 
+class Known:
+    """Of half of the pairs; as a reference it cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("a process group")
+
+    def key_of(self, each):
+        return digest_of(each, b"context")
+
+    def find(self, keys):
+        unknown = torch.tensor([key[0] % 2 == 0 for key in keys])
+        log_probs = torch.arange(2.0 * len(keys), dtype=torch.float64).view(2, -1)
+        return log_probs.masked_fill(unknown, float("nan"))
+
+
+def kind_that_knows_half():
+    data = DataSettings(microbatching="packed")
+    return PairSamples(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Known())
+
+
+def test_of_pairs_that_are_known_in_part_the_others_are_a_microbatch_of_their_own():
+    kind = kind_that_knows_half()
+    samples = prepared(kind, tiny.make_pairs(9))
+    is_unknown = [Known().key_of(sample)[0] % 2 == 0 for sample in samples]
+    assert 0 < sum(is_unknown) < 9
+    known, unknown = (
+        [s for s, is_nan in zip(samples, is_unknown, strict=True) if is_nan == wanted]
+        for wanted in (False, True)
+    )
+    microbatch = kind.collate(samples)
+    assert microbatch.counts["unknown_pairs"] == len(unknown)
+    assert microbatch.targets.teacher[0].isnan().tolist() == is_unknown
+    of_unknown = microbatch.targets.pairs.unknown
+    assert of_unknown.targets.pairs.names == tuple(sample["name"] for sample in unknown)
+    assert torch.equal(of_unknown.inputs["tokens"], kind_of().collate(unknown).inputs["tokens"])
+    for part, num_unknown in ((known, 0), (unknown, len(unknown))):
+        alone = kind.collate(part)
+        assert alone.counts["unknown_pairs"] == num_unknown
+        assert (alone.targets.teacher is None) == bool(num_unknown)
+        assert alone.targets.pairs.unknown is None
+
+
+def test_workers_are_handed_what_prepares_samples_without_the_reference():
+    kind = kind_that_knows_half()
+    in_worker = pickle.loads(pickle.dumps(kind))
+    (raw,) = tiny.make_pairs(1)
+    assert kind.collate([in_worker.prepare(raw, "sample 0")]).counts["pairs"] == 1
+
+
 BAD = {
     "no labels": ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
     "labels": (
