@@ -44,19 +44,31 @@ def question_answer_dataset(
     Raises:
         ValueError: unknown split.
     """
+    of_split = split_of(pairs, split, num_validation_samples)
+    dataset = QuestionAnswerDataset(of_split, tokenizer, train_on_input)
+    if packed:
+        return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len)
+    return dataset
+
+
+def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
+    """Those of ``pairs`` that are in a split, in an order drawn with a fixed seed.
+
+    Args:
+        pairs: all of them, always in the same order.
+        split: ``"train"`` or ``"validation"``.
+        num_validation_samples: size of the validation split; the other has the rest.
+
+    Raises:
+        ValueError: unknown split.
+    """
     if split not in ("train", "validation"):
         raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
     shuffled = list(pairs)
     random.Random(0).shuffle(shuffled)
-    chosen = (
-        shuffled[:num_validation_samples]
-        if split == "validation"
-        else shuffled[num_validation_samples:]
-    )
-    dataset = QuestionAnswerDataset(chosen, tokenizer, train_on_input)
-    if packed:
-        return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len)
-    return dataset
+    if split == "validation":
+        return shuffled[:num_validation_samples]
+    return shuffled[num_validation_samples:]
 
 
 class QuestionAnswerDataset(Dataset[dict[str, Any]]):
