@@ -11,9 +11,8 @@ begin with is computed once.
     tune run --nproc_per_node 2 full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
 
 Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
-on what. To change any of it: ``tune cp full_dpo_update_step my_recipe.py``. Every object that
-``setup`` makes can be replaced by your own; nothing in ``recipe_utils`` calls back into this file but
-``prepare``. All keys: ``python -m recipe_utils.settings full_dpo_update_step``.
+on what. To change any of it: ``tune cp full_dpo_update_step my_recipe.py``; nothing in ``recipe_utils``
+calls back into it but ``prepare``. All keys: ``python -m recipe_utils.settings full_dpo_update_step``.
 """
 
 import sys
@@ -189,9 +188,10 @@ class FullDPORecipe:
             last_epoch=run.global_step - 1,
         )
         if settings.reference.precompute_reference:
-            with once(dataset, ranks=ranks).epoch(0) as steps:
-                for step in tqdm(steps, "reference", disable=not ranks.is_zero):
-                    self.with_reference(step)
+            for each in filter(None, (once(dataset, ranks=ranks), self.val_loader)):
+                with each.epoch(0) as steps:
+                    for step in tqdm(steps, "cache", each.steps_per_epoch, disable=ranks.rank > 0):
+                        self.with_reference(step)
 
     # ---- The mathematics ------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class Reference:
         self._policy: nn.Module | None = None  # if it is the reference, without its adapters
         self._build: Callable[[], nn.Module] | None = None  # where it may never be needed
         self._model: nn.Module | None = None
+        self._moves = False  # the model, to the device and back
         self._has_new = False  # on any rank
         self._shared_seconds: float | None = None  # by rank 0's clock
         if not self._is_needed and settings.reference != "live" and ranks.is_zero:
@@ -153,10 +154,18 @@ class Reference:
             enable_activation_offloading=False,
             ac_mode=None,
         )
+        # FSDP2's own offload keeps weights on the CPU and takes no others.
+        self._moves = self._settings.reference != "live" and not settings.offloads_to_cpu(
+            self._ranks.device
+        )
         adapters = find_adapters(policy)
         is_cached = self._settings.reference == "cached"
         if adapters.modules:
             self._policy = policy
+            if self._settings.reference == "offload" and self._ranks.is_zero:
+                _log.warning(
+                    "reference=offload: not used, the model without adapters is the reference"
+                )
             if not is_cached:
                 return {}
 
@@ -216,11 +225,13 @@ class Reference:
         if self._model is None:
             assert self._build is not None
             self._model = self._build()
+        if not self._moves:
+            yield self._model
+            return
         try:
             yield self._model.to(self._ranks.device)
         finally:
-            if self._settings.reference != "live":
-                self._model.cpu()
+            self._model.cpu()
 
     def unknown(self, step: UpdateStep) -> list[Microbatch]:
         """What the reference must compute of an update step; as many microbatches on every rank."""
