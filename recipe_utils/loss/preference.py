@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.settings import ROOM, Count
 
@@ -99,7 +100,7 @@ class RobustDPOLoss(nn.Module):
         return losses, chosen.detach(), rejected.detach()
 
 
-class NormalizedDPOLoss(nn.Module):
+class NormalizedDPOLoss(DPOLoss):
     """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
 
     Long answers, whose sums are large, then weigh no more than short ones.
@@ -112,24 +113,8 @@ class NormalizedDPOLoss(nn.Module):
     normalizes_length = True
 
     def __init__(self, beta: float = 5.0, label_smoothing: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(beta, label_smoothing)
         _check_positive("beta", beta)
-        self.beta = beta
-        self.label_smoothing = label_smoothing
-
-    def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-    ) -> Losses:
-        """See the module."""
-        chosen = self.beta * (policy_chosen_logps - reference_chosen_logps)
-        rejected = self.beta * (policy_rejected_logps - reference_rejected_logps)
-        losses = -(1 - self.label_smoothing) * F.logsigmoid(chosen - rejected)
-        losses = losses - self.label_smoothing * F.logsigmoid(rejected - chosen)
-        return losses, chosen.detach(), rejected.detach()
 
 
 class SimPOLoss(nn.Module):

@@ -6,7 +6,7 @@ import big_batch
 import big_batch_of_pairs
 import pytest
 import tiny
-from big_batch import TOLERANCE
+from big_batch import LAYOUTS, TOLERANCE, TP_PLAN
 from big_batch_of_pairs import NUM_PAIRS, PAIRS_PER_STEP
 from distributed_runs import run_distributed
 from recipe_runs import (
@@ -43,15 +43,6 @@ PLANS = [
     {"microbatching": "packed", "batch_size": 1, "gradient_sync": "last_microbatch"},
     {"microbatching": "packed", "batch_size": 2, "prefix_sharing": False},
 ]
-LAYOUTS = {
-    "one-process": (1, {}),
-    "fsdp-2": (2, {}),
-    "fsdp-4": (4, {}),
-    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
-    "tp-2": (2, {"tensor_parallel_dim": 2}),
-    "fsdp-2-tp-2": (4, {"tensor_parallel_dim": 2}),
-}
-TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 TIED, UNTIED = tiny.MODEL, tiny.UNTIED_MODEL
 
 

@@ -3,7 +3,7 @@
 import big_batch
 import pytest
 import tiny
-from big_batch import STEP_OF_16, TOLERANCE
+from big_batch import LAYOUTS, STEP_OF_16, TOLERANCE, TP_PLAN
 from distributed_runs import run_distributed
 from recipe_runs import run_recipe_recording_gradients
 
@@ -19,17 +19,6 @@ def error(gradients, reference):
     """Largest deviation relative to the largest entry, over all parameters."""
     assert gradients.keys() == reference.keys()
     return big_batch.error(gradients, reference)
-
-
-LAYOUTS = {
-    "one-process": (1, {}),
-    "fsdp-2": (2, {}),
-    "fsdp-4": (4, {}),
-    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
-    "tp-2": (2, {"tensor_parallel_dim": 2}),
-    "fsdp-2-tp-2": (4, {"tensor_parallel_dim": 2}),
-}
-TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 
 
 SPLITS = [

@@ -19,6 +19,17 @@ STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_s
 """Of a config: shuffled update steps of 16 samples, with uneven numbers of targets or none."""
 
 
+LAYOUTS = {
+    "one-process": (1, {}),
+    "fsdp-2": (2, {}),
+    "fsdp-4": (4, {}),
+    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
+    "tp-2": (2, {"tensor_parallel_dim": 2}),
+    "fsdp-2-tp-2": (4, {"tensor_parallel_dim": 2}),
+}
+TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
+
+
 def reference_gradients(sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
     """The gradients of each update step of ``STEP_OF_16`` by parameter name."""
     has_adapters = "lora_rank" in sizes
