@@ -71,9 +71,7 @@ def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
     dataset = load_dataset(cfg, tokenizer)
     try:
         keys = sorted(dataset[0])
-    except (
-        Exception
-    ):  # of no dataset, an empty one, or a bad sample, which is named when it is needed
+    except Exception:  # no dataset, an empty one, or a bad sample, which is named when it is needed
         return dataset
     if "chosen_input_ids" not in keys:
         raise ValueError(
@@ -218,15 +216,11 @@ class PairSamples:
 
     def stand_in(self, sample: Sample) -> Microbatch:
         """A microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
-        tokens = torch.as_tensor(sample["chosen_input_ids"][:1])
-        nothing = torch.full_like(tokens, IGNORE_INDEX)
+        token = torch.tensor([[sample["chosen_input_ids"][0]], [IGNORE_INDEX], [0]])
         if self._is_packed:
-            rows = _Row()
-            rows.add(tokens, nothing, torch.zeros_like(tokens))
-            rows.lengths.append(1)
-            microbatch = rows.microbatch([], self._pad_id, self._row_multiple)
+            microbatch = _packed_row([token], [1], [], self._pad_id, self._row_multiple)
         else:
-            microbatch = _padded_microbatch([], tokens.unsqueeze(0), nothing.unsqueeze(0))
+            microbatch = _padded_rows(token[:1], token[1:2], [])
         return replace(microbatch.with_teacher(torch.zeros(2, 0, dtype=torch.float64)), counts={})
 
     def _collate(self, samples: Sequence[Sample]) -> Microbatch:
@@ -286,13 +280,12 @@ def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microba
             ids = sample[f"{side}_input_ids"]
             tokens[row, : len(ids)] = torch.from_numpy(ids)
             labels[row, : len(ids) - 1] = torch.from_numpy(sample[f"{side}_labels"][1:])
-    return _padded_microbatch(samples, tokens, labels)
+    return _padded_rows(tokens, labels, samples)
 
 
-def _padded_microbatch(samples: Sequence[Sample], tokens: Tensor, labels: Tensor) -> Microbatch:
-    of_rows = (labels != IGNORE_INDEX).sum(1)
-    shared = torch.zeros(len(samples), 1, dtype=torch.long)
-    of_pairs = torch.cat([shared, of_rows[: 2 * len(samples)].view(-1, 2)], dim=1)
+def _padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Microbatch:
+    of_sides = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
+    of_pairs = torch.cat([torch.zeros(len(samples), 1, dtype=torch.long), of_sides], dim=1)
     return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
 
 
@@ -310,59 +303,50 @@ def collate_packed_pairs(
         row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
             padding.
     """
-    row = _Row()
+    segments: list[Tensor] = []
+    lengths: list[Any] = []
     for sample in samples:
-        num_shared = sample["num_shared"]
-        ends = []
-        for side in _SIDES:
-            tokens = torch.from_numpy(sample[f"{side}_input_ids"])
-            labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
-            labels[-1] = IGNORE_INDEX
-            positions = torch.arange(len(tokens))
-            if side == "chosen" and num_shared:
-                row.add(tokens[:num_shared], labels[:num_shared], positions[:num_shared])
-            row.add(tokens[num_shared:], labels[num_shared:], positions[num_shared:])
-            ends.append(len(tokens) - num_shared)
-        row.lengths.append((num_shared, *ends) if num_shared else ends[0])
-        if not num_shared:
-            row.lengths.append(ends[1])
-    return row.microbatch(samples, padding_idx, row_multiple)
+        chosen, rejected = (_slots_of(sample, side) for side in _SIDES)
+        shared, chosen = chosen.tensor_split([sample["num_shared"]], dim=1)
+        rejected = rejected[:, sample["num_shared"] :]
+        segments += [shared, chosen, rejected]
+        of_parts = tuple(part.size(1) for part in (shared, chosen, rejected))
+        lengths += [of_parts] if of_parts[0] else of_parts[1:]
+    return _packed_row(segments, lengths, samples, padding_idx, row_multiple)
 
 
-class _Row:
-    """A packed row while it is filled."""
+def _slots_of(sample: Sample, side: str) -> Tensor:
+    """Tokens, labels of the next ones and positions of one side alone, [3, s]."""
+    tokens = torch.from_numpy(sample[f"{side}_input_ids"])
+    labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
+    labels[-1] = IGNORE_INDEX
+    return torch.stack([tokens, labels, torch.arange(len(tokens))])
 
-    def __init__(self) -> None:
-        self.lengths: list[Any] = []
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> None:
-        self._parts.append((tokens, labels, positions))
-
-    def microbatch(
-        self, samples: Sequence[Sample], padding_idx: int, row_multiple: int | None
-    ) -> Microbatch:
-        num_real = sum(len(tokens) for tokens, _, _ in self._parts)
-        of_parts = [int((labels != IGNORE_INDEX).sum()) for _, labels, _ in self._parts]
-        if row_multiple is not None and num_real % row_multiple:
-            padding = torch.full((-num_real % row_multiple,), padding_idx)
-            self.lengths.append(len(padding))
-            self.add(padding, torch.full_like(padding, IGNORE_INDEX), torch.zeros_like(padding))
-        of_pairs, parts = [], iter(of_parts)
-        for sample in samples:
-            of_pairs.append([next(parts) if sample["num_shared"] else 0, next(parts), next(parts)])
-        tokens, labels, positions = (
-            torch.cat(each).unsqueeze(0) for each in zip(*self._parts, strict=True)
-        )
-        inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": [self.lengths]}
-        return _microbatch(inputs, labels, samples, torch.tensor(of_pairs).view(-1, 3))
+def _packed_row(
+    segments: Sequence[Tensor],
+    lengths: Sequence[Any],
+    samples: Sequence[Sample],
+    padding_idx: int,
+    row_multiple: int | None,
+) -> Microbatch:
+    """A row of segments [3, .], three for each pair, which are documents of the given lengths."""
+    of_segments = [int((segment[1] != IGNORE_INDEX).sum()) for segment in segments]
+    of_pairs = torch.tensor(of_segments[: 3 * len(samples)], dtype=torch.long).view(-1, 3)
+    num_real = sum(segment.size(1) for segment in segments)
+    if row_multiple is not None and num_real % row_multiple:
+        padding = torch.tensor([[padding_idx], [IGNORE_INDEX], [0]])
+        segments = [*segments, padding.expand(3, -num_real % row_multiple)]
+        lengths = [*lengths, -num_real % row_multiple]
+    tokens, labels, positions = torch.cat(list(segments), dim=1).unsqueeze(1)
+    inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": [list(lengths)]}
+    return _microbatch(inputs, labels, samples, of_pairs)
 
 
 def _microbatch(
     inputs: dict[str, Any], labels: Tensor, samples: Sequence[Sample], of_pairs: Tensor
 ) -> Microbatch:
     """A microbatch of labels [b, s] for next positions; targets of its segments [p, 3]."""
-    of_pairs = of_pairs.long()
     shared, chosen, rejected = of_pairs.sum(0).tolist()
     counts = {
         "pairs": len(samples),
