@@ -93,8 +93,9 @@ def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(layout, step_of_
         dims = {**dims, **TP_PLAN}
     cases, configs = [], []
     for i, combination in enumerate(COMBINATIONS):
-        # All of them on one process; two of each elsewhere, so that every plan meets every kind of loss.
-        for plan in PLANS if world_size == 1 else (PLANS[i % 2], PLANS[2 + i // 2 % 2]):
+        # All plans on one process; on more, of padded and packed rows in turn, each plan with two losses.
+        of_ranks = PLANS[i // 2 % 2 + 2 * (i % 2)]
+        for plan in PLANS if world_size == 1 else [of_ranks]:
             cases.append(combination)
             sizes = TIED if is_tied else UNTIED
             configs.append(step_of_8(combination, model=sizes, **plan, **dims))
