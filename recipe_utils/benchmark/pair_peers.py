@@ -154,12 +154,12 @@ def train_trl_dpo(config: DictConfig, take_model: TakeModel) -> None:
 def train_limit_dpo(config: DictConfig, take_model: TakeModel) -> None:
     """A bare loop that computes each answer once and nothing twice but what both sides of a pair begin with.
 
-    A row holds both sides of the ``batch_size`` pairs of a microbatch, without any padding; each answer
+    A row holds both sides of some pairs, without any padding; each answer
     attends to itself alone, only target positions are projected onto the vocabulary, and the reference is
     live. It shares neither the loop nor the plan with the update-step recipe.
 
     Args:
-        config: of the recipe.
+        config: the key ``pairs_per_row`` is ``batch_size`` unless it is given.
         take_model: gets this peer's gradients.
 
     Raises:
@@ -177,7 +177,7 @@ def train_limit_dpo(config: DictConfig, take_model: TakeModel) -> None:
     per_step = config.batch_size * config.gradient_accumulation_steps
     for number, step in enumerate(_parts(pairs, per_step), start=1):
         loss_of_step = 0.0
-        for part in _parts(step, config.batch_size):
+        for part in _parts(step, config.get("pairs_per_row") or config.batch_size):
             sides = [
                 {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
                 for side in SIDES

@@ -169,7 +169,10 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
         "trl": {"padding_free", "attn_implementation"},
         "limit": {"max_tokens_per_row"},
     },
-    PAIRS: {"trl": {"precompute_ref_log_probs", "attn_implementation"}},
+    PAIRS: {
+        "trl": {"precompute_ref_log_probs", "attn_implementation"},
+        "limit": {"pairs_per_row"},
+    },
 }
 """Config keys of a kind that no other one has."""
 
