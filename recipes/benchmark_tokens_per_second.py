@@ -9,6 +9,7 @@ step by step.
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
     tune run benchmark_tokens_per_second --config llama3_2/5M_lora_benchmark
+    tune run benchmark_tokens_per_second --config llama3_2/5M_dpo_benchmark
 
 Peers are entries of the config; any key of theirs besides ``kind`` overrides the recipe's config:
 ``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``. Leave the machine alone meanwhile.
@@ -34,10 +35,11 @@ from torchtune import config, utils
 from tqdm import tqdm
 
 from recipe_utils.benchmark import report
-from recipe_utils.benchmark.exactness import crafted_config
+from recipe_utils.benchmark.exactness import CRAFTED, crafted_config
 from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.lineup import LineupSettings
 from recipe_utils.benchmark.peer_configs import Peer
+from recipe_utils.benchmark.peers import PAIRS
 from recipe_utils.benchmark.start_adapters import write_fresh_adapters
 from recipe_utils.benchmark.worker import write_spec
 from recipe_utils.parallel.process_group import ends_at_config_errors
@@ -150,13 +152,14 @@ class BenchmarkTokensPerSecond:
         Those of another model than the baseline's have no reference.
         """
         living = self._living_peers()
+        dataset = CRAFTED[self.baseline_peer.recipe]
         jobs = [(self.baseline_peer, "references")]
         jobs += [(peer, "gradient_errors") for peer in living if peer.name not in self.other_models]
         errors: dict[str, Any] = {peer.name: "another model" for peer in living}
         running: list[PeerProcesses] = []
         try:
             for peer, job in jobs:
-                crafted = crafted_config(peer.config, self.num_ranks, self._references)
+                crafted = crafted_config(peer.config, self.num_ranks, self._references, dataset)
                 num_ranks = 1 if job == "references" else self.num_ranks
                 running.append(self._start(peer, job, crafted, num_ranks=num_ranks))
             for (peer, job), processes in zip(tqdm(jobs, desc="gradients"), running, strict=True):
@@ -194,6 +197,7 @@ class BenchmarkTokensPerSecond:
         no_chart = report.write_chart(
             folder / "benchmark.png", summaries, self.baseline, limit, setting
         )
+        is_of_pairs = self.baseline_peer.recipe == PAIRS
         rounds = "A ratio is taken over the baseline in the same round and update step."
         parts = [
             f"# Target tokens per second\n\n{setting}. {about['date']}, "
@@ -203,6 +207,11 @@ class BenchmarkTokensPerSecond:
             f"{rounds} {report.samples_sentence(self.steps, summaries)} "
             f"{report.idle_sentence(self.steps, len(self.peers))}",
         ]
+        if is_of_pairs:
+            parts.append(
+                "Targets are those of both answers. Real tokens are those that go into the trained model: what "
+                "both sides of a pair begin with once where it is shared."
+            )
         if self.num_ranks > 1:
             parts.append(
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
@@ -210,7 +219,7 @@ class BenchmarkTokensPerSecond:
         if self.errors:
             parts += [
                 "## Gradient error\n\nmax|g - reference| / max|reference|, where the reference is the "
-                "gradient of the update step as one batch, in float64.",
+                f"gradient of the update step {'pair by pair' if is_of_pairs else 'as one batch'}, in float64.",
                 report.exactness_table(self.errors),
             ]
         parts += ["## Losses of round 1", report.loss_table(self.losses)]
@@ -299,7 +308,7 @@ class BenchmarkTokensPerSecond:
             num_target_tokens=contents.num_target_tokens,
             num_real_tokens=contents.num_real_tokens,
             num_slots=sum(each.num_slots for each in reports),
-            fingerprint=sum(each.fingerprint for each in reports),
+            fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
             idle_cpu_seconds=sum(each.idle_cpu_seconds for each in reports),

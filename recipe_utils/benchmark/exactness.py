@@ -1,18 +1,19 @@
 """How far each peer's gradient is from that of one big batch, on update steps that are hard.
 
-The crafted update steps are one epoch of a dataset. A peer trains on it with learning rate 0, so that
+The crafted update steps are one epoch of a dataset, of text here, of pairs of answers in
+:mod:`recipe_utils.benchmark.crafted_pairs`. A peer trains on it with learning rate 0, so that
 every update step starts from the same weights, and its gradients are read as its optimizer steps.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 from torchtune import config as torchtune_config
@@ -71,6 +72,19 @@ class CraftedDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
 
+    def loss(self, model: nn.Module, samples: Sequence[Sample], _: DictConfig) -> Tensor:
+        """Mean over all targets of the samples as one padded batch, in plain PyTorch, in fp64 [nats]."""
+        longest = max(len(sample["tokens"]) for sample in samples)
+        tokens = torch.zeros(len(samples), longest, dtype=torch.long)
+        labels = torch.full((len(samples), longest), IGNORE_INDEX)
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
+            labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
+        device = next(model.parameters()).device
+        logits = model(tokens.to(device))[:, :-1].double()
+        targets = labels[:, 1:].to(device)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
     def cases(self) -> dict[str, list[Sample]]:
         """The samples of each case, of all ranks."""
         found, start = {}, 0
@@ -81,13 +95,24 @@ class CraftedDataset(Dataset[Sample]):
         return found
 
 
-def crafted_config(config: Mapping[str, Any], num_ranks: int, folder: Path) -> dict[str, Any]:
+CRAFTED_TEXT = "recipe_utils.benchmark.exactness.CraftedDataset"
+CRAFTED = {
+    "full_finetune_update_step": CRAFTED_TEXT,
+    "full_dpo_update_step": "recipe_utils.benchmark.crafted_pairs.CraftedPairs",
+}
+"""The dataset of crafted update steps of each recipe."""
+
+
+def crafted_config(
+    config: Mapping[str, Any], num_ranks: int, folder: Path, dataset: str = CRAFTED_TEXT
+) -> dict[str, Any]:
     """A peer's config with one epoch over the crafted update steps and learning rate 0.
 
     Args:
         config: of the peer, resolved.
         num_ranks: processes it runs as.
         folder: of :func:`write_references`; a model with adapters starts from those there.
+        dataset: of the crafted update steps, with the methods of :class:`CraftedDataset`.
     """
     model, checkpointer = config["model"], config["checkpointer"]
     if "adapter_checkpoint" in checkpointer:
@@ -96,7 +121,7 @@ def crafted_config(config: Mapping[str, Any], num_ranks: int, folder: Path) -> d
         **config,
         "checkpointer": checkpointer,
         "dataset": {
-            "_component_": "recipe_utils.benchmark.exactness.CraftedDataset",
+            "_component_": dataset,
             "num_token_ids": min(model.get("vocab_size", 1000), 1000),
             "max_seq_len": min(model.get("max_seq_len", 256), 256),
             "num_ranks": num_ranks,
@@ -113,7 +138,7 @@ def crafted_config(config: Mapping[str, Any], num_ranks: int, folder: Path) -> d
 
 
 def write_references(config: DictConfig, folder: Path) -> None:
-    """Writes the gradient of each case's samples as one padded batch, in plain PyTorch and float64.
+    """Writes the gradient of each case's samples, in plain PyTorch and float64.
 
     (torchtune's norms and rotary embeddings compute in fp32 all the same.) Of a model with adapters it
     also writes those that all start from: fresh ones leave half of the gradients zero.
@@ -133,15 +158,7 @@ def write_references(config: DictConfig, folder: Path) -> None:
     dataset = torchtune_config.instantiate(config.dataset, None)
     for case, samples in dataset.cases().items():
         model.zero_grad()
-        longest = max(len(sample["tokens"]) for sample in samples)
-        tokens = torch.zeros(len(samples), longest, dtype=torch.long)
-        labels = torch.full((len(samples), longest), IGNORE_INDEX)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
-            labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
-        logits = model(tokens.to(device))[:, :-1].double()
-        targets = labels[:, 1:].to(device)
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        dataset.loss(model, samples, config).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         torch.save(gradients, folder / f"{case}.pt")
 
@@ -151,10 +168,12 @@ class GradientErrors:
 
     Args:
         folder: of :func:`write_references`.
+        cases: of the crafted dataset, in the order of its epoch.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cases: Sequence[str]) -> None:
         self._folder = folder
+        self._cases = list(cases)
         self._gradients: Gradients | None = None
         self._errors: list[float] = []
 
@@ -168,13 +187,13 @@ class GradientErrors:
 
     def per_case(self) -> dict[str, float | None]:
         """max|g - reference| / max|reference| of each case; None for a step that was never made."""
-        errors: list[float | None] = [*self._errors, *[None] * len(CASES)]
-        return dict(zip(CASES, errors, strict=False))
+        errors: list[float | None] = [*self._errors, *[None] * len(self._cases)]
+        return dict(zip(self._cases, errors, strict=False))
 
     def _compare(self, _: Optimizer, __: Any, ___: Any) -> None:
         assert self._gradients is not None
         gradients = self._gradients()  # a collective where they are sharded, so on every rank
-        case = list(CASES)[len(self._errors)]
+        case = self._cases[len(self._errors)]
         references = torch.load(self._folder / f"{case}.pt", mmap=True, map_location="cpu")
         self._errors.append(relative_error(gradients, references))
 

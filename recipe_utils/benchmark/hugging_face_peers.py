@@ -64,19 +64,9 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
             sampler.shuffle = False  # batch_rebalance would make update steps of other samples
             return sampler
 
-    def gradients() -> dict[str, Tensor]:
-        sizes = model.config
-        return hf_to_tune(
-            gradients_of(model),
-            num_heads=sizes.num_attention_heads,
-            num_kv_heads=sizes.num_key_value_heads,
-            dim=sizes.hidden_size,
-            head_dim=getattr(sizes, "head_dim", None),
-        )
-
-    take_model(gradients)
+    take_model(lambda: gradients_by_torchtune_name(model))
     args = TrainingArguments(
-        **_trainer_arguments(config, device),
+        **trainer_arguments(config, device),
         train_sampling_strategy=config.get("train_sampling_strategy", "sequential"),
         remove_unused_columns=False,
     )
@@ -86,7 +76,7 @@ def train_hf_trainer(config: DictConfig, take_model: TakeModel) -> None:
         args=args,
         train_dataset=[{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples],
         data_collator=collate,
-        callbacks=[_report_loss()],
+        callbacks=[report_loss()],
         optimizers=(optimizer, make_lr_scheduler(config, optimizer)),
     )
     trainer.train()
@@ -105,9 +95,7 @@ def train_trl(config: DictConfig, take_model: TakeModel) -> None:
         take_model: gets this peer's gradients.
     """
     from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     _keep_peft_from_torchao()
@@ -145,7 +133,7 @@ def train_trl(config: DictConfig, take_model: TakeModel) -> None:
 
     take_model(gradients)
     args = SFTConfig(
-        **_trainer_arguments(config, device),
+        **trainer_arguments(config, device),
         gradient_checkpointing=config.get("enable_activation_checkpointing", False),
         padding_free=config.get("padding_free", True),
         max_length=None,  # the config's tokenizer has cut them
@@ -153,16 +141,14 @@ def train_trl(config: DictConfig, take_model: TakeModel) -> None:
         bf16=False,  # no autocast: the model is in the config's precision
     )
     args._n_gpu = min(args.n_gpu, 1)
-    # All that is asked of it is the token to pad with.
-    padding = Tokenizer(WordLevel({"<pad>": tokenizer.pad_id}, unk_token="<pad>"))
     trainer = InGivenOrder(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(
             [{"input_ids": s["tokens"], "labels": s["labels"]} for s in samples]
         ),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=padding, pad_token="<pad>"),
-        callbacks=[_report_loss()],
+        processing_class=padding_tokenizer(tokenizer.pad_id),
+        callbacks=[report_loss()],
         optimizers=(optimizer, make_lr_scheduler(config, optimizer)),
     )
     trainer.train()
@@ -189,8 +175,30 @@ def _keep_peft_from_torchao() -> None:
         importlib.import_module(f"peft.{name}").is_torchao_available = lambda: False  # type: ignore[attr-defined]
 
 
-def _trainer_arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
-    """What both of Hugging Face's trainers are told alike."""
+def gradients_by_torchtune_name(model: Any) -> dict[str, Tensor]:
+    """The gradient of each parameter of a Llama of transformers', by its name in torchtune's."""
+    sizes = model.config
+    return hf_to_tune(
+        gradients_of(model),
+        num_heads=sizes.num_attention_heads,
+        num_kv_heads=sizes.num_key_value_heads,
+        dim=sizes.hidden_size,
+        head_dim=getattr(sizes, "head_dim", None),
+    )
+
+
+def padding_tokenizer(pad_id: int) -> Any:
+    """What TRL takes for a tokenizer, of which all that it asks is the token to pad with."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    padding = Tokenizer(WordLevel({"<pad>": pad_id}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=padding, pad_token="<pad>")
+
+
+def trainer_arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
+    """What all of Hugging Face's trainers are told alike."""
     return {
         "output_dir": config.output_dir,
         "per_device_train_batch_size": config.batch_size,
@@ -209,7 +217,7 @@ def _trainer_arguments(config: DictConfig, device: torch.device) -> dict[str, An
     }
 
 
-def _report_loss() -> Any:
+def report_loss() -> Any:
     """A callback that hands each logged loss to the gate of this process."""
     from transformers.trainer_callback import TrainerCallback
 

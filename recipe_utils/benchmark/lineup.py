@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from functools import cached_property
-from typing import Annotated, Any
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,10 +21,10 @@ from recipe_utils.benchmark.peer_configs import (
     update_step_keys,
     update_step_settings,
 )
-from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, why_skipped
+from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, PAIRS, why_skipped
 from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_order
 from recipe_utils.benchmark.start_adapters import adapters_in
-from recipe_utils.benchmark.token_audit import StepContents, contents_of
+from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
 from recipe_utils.run.run import problems_with_output_dir
 from recipe_utils.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
 
@@ -54,9 +54,13 @@ class LineupSettings:
     output_dir: str
     """Where the report goes, and what the peers write."""
     update_step_config: str
-    """What all peers train: a config of full_finetune_update_step, by name or path."""
+    """What all peers train: a config of ``update_step_recipe``, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
     """Name -> ``kind`` (stock, update_step, hf_trainer, trl or limit) and changes of the config for this one."""
+    update_step_recipe: Literal["full_finetune_update_step", "full_dpo_update_step"] = (
+        "full_finetune_update_step"
+    )
+    """Samples, or pairs of answers; of these there is no hf_trainer."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Changes of the config for all peers."""
     baseline: str | None = None
@@ -100,7 +104,7 @@ def _line_up(settings: LineupSettings) -> Lineup:
     try:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
         whole = merge(base, {"output_dir": settings.output_dir})
-        lineup.problems += check_keys(whole, update_step_settings())
+        lineup.problems += check_keys(whole, update_step_settings(settings.update_step_recipe))
         is_whole = not lineup.problems
         lineup.problems += _problems_with_base(base)
     except (ValueError, OSError, OmegaConfBaseException) as error:
@@ -116,8 +120,9 @@ def _line_up(settings: LineupSettings) -> Lineup:
         )
     if base is not None:
         for name, of_peer in settings.peers.items():
-            lineup.problems += _problems_with_keys(name, of_peer, base)
-            if is_whole and _kind_of(of_peer) in KINDS:
+            recipe = settings.update_step_recipe
+            lineup.problems += _problems_with_keys(name, of_peer, base, recipe)
+            if is_whole and _kind_of(of_peer) in KINDS[recipe]:
                 _add_peer(lineup, name, of_peer, base, settings)
     return lineup
 
@@ -133,6 +138,10 @@ def _problems_with_base(base: DictConfig) -> Iterator[str]:
             f"overrides.quantizer={base.quantizer.get('_component_')}: only kind=update_step trains with "
             "it; set it to null"
         )
+    if base.get("sft_loss_weight", 0) != 0:
+        yield (
+            f"overrides.sft_loss_weight={base.sft_loss_weight}: only kind=update_step adds it; set it to 0"
+        )
     for key in ("tensor_parallel_dim", "pipeline_parallel_dim"):
         if base.get(key, 1) != 1:
             yield (
@@ -141,12 +150,12 @@ def _problems_with_base(base: DictConfig) -> Iterator[str]:
             )
 
 
-def _problems_with_keys(name: str, of_peer: Any, base: DictConfig) -> Iterator[str]:
+def _problems_with_keys(name: str, of_peer: Any, base: DictConfig, recipe: str) -> Iterator[str]:
     kind = _kind_of(of_peer)
-    if kind not in KINDS:
-        yield f"peers.{name}.kind={kind}: set it to one of {', '.join(KINDS)}"
+    if kind not in KINDS[recipe]:
+        yield f"peers.{name}.kind={kind}: set it to one of {', '.join(KINDS[recipe])}"
         return
-    known = {"kind", *update_step_keys(), *OWN_KEYS.get(kind, ())}
+    known = {"kind", *update_step_keys(recipe), *OWN_KEYS[recipe].get(kind, ())}
     given = {str(key): value for key, value in of_peer.items()}
     for key in sorted(given.keys() - known - set(map(str, base))):
         similar = difflib.get_close_matches(key, known, n=1)
@@ -171,7 +180,8 @@ def _add_peer(
         dataset = merged.get("dataset")
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
         adapters = adapters_in(merged)
-        reason = why_skipped(of_peer["kind"], settings.nproc_per_node, is_packed, adapters)
+        recipe, kind = settings.update_step_recipe, of_peer["kind"]
+        reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters)
         if reason is not None:
             if name == settings.baseline_name:
                 lineup.problems.append(f"baseline={name}: it {reason}; set it to another peer")
@@ -184,9 +194,10 @@ def _add_peer(
             settings.output_dir,
             settings.nproc_per_node,
             settings.num_steps + SPARE_STEPS,
+            recipe,
         )
-        of_recipe = {key: peer.config[key] for key in peer.config.keys() & update_step_keys()}
-        if problems := check_keys(OmegaConf.create(of_recipe), update_step_settings()):
+        of_recipe = {key: peer.config[key] for key in peer.config.keys() & update_step_keys(recipe)}
+        if problems := check_keys(OmegaConf.create(of_recipe), update_step_settings(recipe)):
             raise ConfigError(*problems)
         contents = _contents_of(peer, lineup, settings)
     except ConfigError as error:
@@ -207,7 +218,8 @@ def _contents_of(peer: Peer, lineup: Lineup, settings: LineupSettings) -> list[S
     cfg = OmegaConf.create(peer.config)
     data = ("dataset", "tokenizer", "shuffle", "batch_size", "gradient_accumulation_steps")
     for other in lineup.peers:
-        if all(peer.config[key] == other.config[key] for key in data):
+        is_same = all(peer.config[key] == other.config[key] for key in data)
+        if is_same and peer.shares_prefixes == other.shares_prefixes:
             return lineup.contents[other.name]
     tokenizer = config.instantiate(cfg.tokenizer)
     samples = samples_in_order(cfg, tokenizer, settings.nproc_per_node)
@@ -218,10 +230,11 @@ def _contents_of(peer: Peer, lineup: Lineup, settings: LineupSettings) -> list[S
             f"{len(samples) // per_step} update steps of {per_step}, {settings.num_warmup_steps} of them "
             "warm-up; set it lower"
         )
+    count = contents_of
+    if peer.recipe == PAIRS:
+        count = partial(contents_of_pairs, shares_prefixes=peer.shares_prefixes)
     return [
-        contents_of(
-            samples[step * per_step : (step + 1) * per_step], tokenizer.pad_id, IGNORE_INDEX
-        )
+        count(samples[step * per_step : (step + 1) * per_step], tokenizer.pad_id, IGNORE_INDEX)
         for step in range(settings.num_steps)
     ]
 

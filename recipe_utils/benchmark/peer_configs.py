@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_utils.benchmark.peers import OWN_KEYS, STOCK_LOSS, UPDATE_STEP_RECIPE
+from recipe_utils.benchmark.peers import OWN_KEYS, PAIRS, STOCK_LOSS, TEXT
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
@@ -53,6 +53,15 @@ class Peer:
     """Resolved, with plain containers."""
     draws_adapters: bool = False
     """Whether its ``checkpointer.adapter_checkpoint`` is to be written before it starts."""
+    recipe: str = TEXT
+    """The update-step recipe whose config it is."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what both sides of a pair begin with goes into its model once."""
+        is_ours = self.recipe == PAIRS and self.kind == "update_step"
+        is_packed = self.config.get("microbatching") == "packed"
+        return is_ours and is_packed and self.config.get("prefix_sharing") is not False
 
 
 def load_base_config(name_or_path: str) -> DictConfig:
@@ -81,15 +90,15 @@ def load_base_config(name_or_path: str) -> DictConfig:
 
 
 @cache
-def update_step_settings() -> type:
-    """The update-step recipe's settings."""
-    return settings_of(UPDATE_STEP_RECIPE)
+def update_step_settings(recipe: str) -> type:
+    """An update-step recipe's settings."""
+    return settings_of(recipe)
 
 
 @cache
-def update_step_keys() -> frozenset[str]:
-    """The config keys that the update-step recipe reads."""
-    return frozenset(all_keys_of(update_step_settings()))
+def update_step_keys(recipe: str) -> frozenset[str]:
+    """The config keys that an update-step recipe reads."""
+    return frozenset(all_keys_of(update_step_settings(recipe)))
 
 
 def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
@@ -110,6 +119,7 @@ def peer_of(
     output_dir: str,
     num_ranks: int,
     max_steps: int,
+    recipe: str = TEXT,
 ) -> Peer:
     """Makes a peer's config.
 
@@ -125,6 +135,7 @@ def peer_of(
         output_dir: of the benchmark.
         num_ranks: processes of the peer, all of them data-parallel.
         max_steps: update steps it could make.
+        recipe: whose config ``base`` is.
 
     Raises:
         ValueError: a batch that does not divide, or no checkpointer.
@@ -140,7 +151,7 @@ def peer_of(
         config.save_every_n_steps = None
     for key, value in {**DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
-    if settings["kind"] == "stock" and "loss" not in overrides:
+    if recipe == TEXT and settings["kind"] == "stock" and "loss" not in overrides:
         loss = str(OmegaConf.select(config, "loss._component_"))
         if not loss.startswith(("torch.", "torchtune.")):
             config.loss = STOCK_LOSS
@@ -154,7 +165,7 @@ def peer_of(
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     # Without the keys that others refer to: their values are in place, and the recipe refuses them.
-    known = update_step_keys() | OWN_KEYS.get(settings["kind"], set())
+    known = update_step_keys(recipe) | OWN_KEYS[recipe].get(settings["kind"], set())
     plain = {str(key): value for key, value in container.items() if key in known}
     if not isinstance(plain.get("checkpointer"), dict):
         raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")
@@ -175,4 +186,4 @@ def peer_of(
         checkpointer["adapter_checkpoint"] = str(path)
     plain["output_dir"] = own_dir
     plain["checkpointer"] = checkpointer
-    return Peer(name, str(settings["kind"]), overrides, plain, draws_adapters)
+    return Peer(name, str(settings["kind"]), overrides, plain, draws_adapters, recipe)

@@ -8,38 +8,38 @@ weights, data order, update steps and optimizer. Each hands a function that retu
 import importlib.util
 import runpy
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import torchtune
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 from torchtune import config as torchtune_config
 from torchtune import training
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
 from recipe_utils.benchmark.hugging_face_peers import train_hf_trainer, train_trl
 from recipe_utils.benchmark.interleave import LossLogger
+from recipe_utils.benchmark.pair_peers import train_limit_dpo, train_stock_dpo, train_trl_dpo
 from recipe_utils.benchmark.shared_by_peers import (
-    IGNORE_INDEX,
+    STOCK_RECIPES,
+    BareModel,
     TakeModel,
+    do_nothing,
     gradients_of,
+    let_stock_recipe_run_on_cpu,
     make_lr_scheduler,
+    row_of,
     samples_in_order,
 )
-from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters, load_start
+from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters
 from recipe_utils.data.samples import Sample
 from recipe_utils.model.adapters import Adapters
 from recipe_utils.tune.registry import recipe_path
 
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 # Of what is trained: (file, class) on a single device and on several.
 STOCK_FULL = (
     ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
@@ -49,7 +49,12 @@ STOCK_LORA = (
     ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
     ("lora_finetune_distributed.py", "LoRAFinetuneRecipeDistributed"),
 )
-UPDATE_STEP_RECIPE = "full_finetune_update_step"
+CLASSES = {
+    "full_finetune_update_step": "FullFinetuneRecipe",
+    "full_dpo_update_step": "FullDPORecipe",
+}
+"""The update-step recipes of which peers can be compared: of text, and of pairs of answers."""
+TEXT, PAIRS = CLASSES
 
 
 def train_stock(config: DictConfig, take_model: TakeModel) -> None:
@@ -67,28 +72,34 @@ def train_stock(config: DictConfig, take_model: TakeModel) -> None:
     is_distributed = training.is_distributed()
     if is_distributed:
         device = get_device(config.device)
-        _let_stock_recipe_run_on_cpu(device)
+        let_stock_recipe_run_on_cpu(device)
         if has_adapters:  # the other recipe does so itself, of this one its entry point does
             on_accelerator = device.type != "cpu"
             dist.init_process_group(training.get_distributed_backend(device.type, on_accelerator))
     path, name = (STOCK_LORA if has_adapters else STOCK_FULL)[is_distributed]
     recipe = runpy.run_path(str(STOCK_RECIPES / path))[name](config)
-    recipe.save_checkpoint = _do_nothing  # what the single-device recipes call
+    recipe.save_checkpoint = do_nothing  # what the single-device recipes call
     recipe.setup(config)
     if has_adapters:
         # It reads adapters only where it resumes, and steps a schedule without asking for one.
         load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
-        recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
+        recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=do_nothing)
     take_model(lambda: gradients_of(recipe._model))
     recipe.train()
 
 
-def train_update_step(config: DictConfig, take_model: TakeModel) -> None:
-    """This project's recipe; it saves checkpoints where its own ``save_every_n_steps`` says so."""
-    recipe = runpy.run_path(str(recipe_path(UPDATE_STEP_RECIPE)))["FullFinetuneRecipe"](config)
-    recipe.run.export = _do_nothing
+def train_update_step(name: str, config: DictConfig, take_model: TakeModel) -> None:
+    """This project's recipe; it saves checkpoints where its own ``save_every_n_steps`` says so.
+
+    Args:
+        name: a key of :data:`CLASSES`.
+        config: of the recipe.
+        take_model: gets this peer's gradients.
+    """
+    recipe = runpy.run_path(str(recipe_path(name)))[CLASSES[name]](config)
+    recipe.run.export = do_nothing
     if config.get("save_every_n_steps") is None:
-        recipe.run.save = _do_nothing
+        recipe.run.save = do_nothing
     with recipe.run:
         recipe.setup(config)
         take_model(lambda: gradients_of(recipe.model))
@@ -110,51 +121,25 @@ def train_limit(config: DictConfig, take_model: TakeModel) -> None:
     Raises:
         ValueError: a model other than torchtune's ``TransformerDecoder``.
     """
-    device = get_device(config.device)
-    dtype = training.get_dtype(config.dtype, device=device)
-    with training.set_default_dtype(dtype), device:
-        model = torchtune_config.instantiate(config.model)
-    if not isinstance(model, TransformerDecoder):
-        raise ValueError(f"model: {type(model).__name__} is no torchtune TransformerDecoder")
-    load_start(model, config)
-    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+    bare = BareModel(config)
+    optimizer = torchtune_config.instantiate(config.optimizer, bare.model.parameters())
     lr_scheduler = make_lr_scheduler(config, optimizer)
-    take_model(lambda: gradients_of(model))
-
-    lengths: list[int] = []
-
-    def attend_per_sample(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        # Split and not sliced: the backward of each slice would allocate a whole row of zeros.
-        parts = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
-        each = [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
-        return torch.cat(each, dim=2)
-
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module._attention_call = attend_per_sample
-    model.max_seq_len = 2**31  # a row may be longer than a sample; positions restart
-    model.unembed = lambda hidden: hidden
-
+    take_model(lambda: gradients_of(bare.model))
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     samples = samples_in_order(config, tokenizer, num_ranks=1)
     logger = LossLogger()
     batch_size = config.batch_size * config.gradient_accumulation_steps
     for start in range(0, len(samples), batch_size):
         step = samples[start : start + batch_size]
-        rows = [_row(row) for row in _rows(step, config.get("max_tokens_per_row"))]
-        num_targets = sum(len(labels) for *_, labels in rows)
-        loss_of_step = torch.zeros((), device=device)
-        for row_lengths, *tensors in rows:
-            lengths[:] = row_lengths
-            tokens, positions, target_positions, labels = (each.to(device) for each in tensors)
-            hidden = model(tokens, input_pos=positions)[0]
-            hidden = model.norm(hidden.index_select(0, target_positions))
-            logits = model.output(hidden).float()
-            loss = F.cross_entropy(logits, labels, reduction="sum") / num_targets
+        rows = [row_of(row) for row in _rows(step, config.get("max_tokens_per_row"))]
+        num_targets = sum(len(row.labels) for row in rows)
+        loss_of_step = torch.zeros((), device=get_device(config.device))
+        for row in rows:
+            loss = -bare.log_probs(row).sum() / num_targets
             loss.backward()
             loss_of_step += loss.detach()
         if config.get("clip_grad_norm") is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), float(config.clip_grad_norm))
+            nn.utils.clip_grad_norm_(bare.model.parameters(), float(config.clip_grad_norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if lr_scheduler is not None:
@@ -162,17 +147,32 @@ def train_limit(config: DictConfig, take_model: TakeModel) -> None:
         logger.log("loss", loss_of_step.item(), start // batch_size + 1)
 
 
-KINDS: dict[str, Callable[[DictConfig, TakeModel], None]] = {
-    "stock": train_stock,
-    "update_step": train_update_step,
-    "hf_trainer": train_hf_trainer,
-    "trl": train_trl,
-    "limit": train_limit,
+KINDS: dict[str, dict[str, Callable[[DictConfig, TakeModel], None]]] = {
+    TEXT: {
+        "stock": train_stock,
+        "update_step": partial(train_update_step, TEXT),
+        "hf_trainer": train_hf_trainer,
+        "trl": train_trl,
+        "limit": train_limit,
+    },
+    PAIRS: {
+        "stock": train_stock_dpo,
+        "update_step": partial(train_update_step, PAIRS),
+        "trl": train_trl_dpo,
+        "limit": train_limit_dpo,
+    },
 }
-OWN_KEYS: dict[str, set[str]] = {
-    "hf_trainer": {"train_sampling_strategy"},
-    "trl": {"padding_free", "attn_implementation"},
-    "limit": {"max_tokens_per_row"},
+"""Of each recipe, what trains as a peer of each kind."""
+OWN_KEYS: dict[str, dict[str, set[str]]] = {
+    TEXT: {
+        "hf_trainer": {"train_sampling_strategy"},
+        "trl": {"padding_free", "attn_implementation"},
+        "limit": {"max_tokens_per_row"},
+    },
+    PAIRS: {
+        "trl": {"precompute_ref_log_probs", "attn_implementation"},
+        "limit": {"pairs_per_row"},
+    },
 }
 """Config keys of a kind that no other one has."""
 
@@ -184,11 +184,14 @@ NEEDS: dict[str, tuple[str, ...]] = {
 """Packages of a kind that no other one needs."""
 
 
-def why_skipped(kind: str, num_ranks: int, is_packed: bool, adapters: Adapters) -> str | None:
+def why_skipped(
+    recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters
+) -> str | None:
     """Why a peer of this kind cannot run here; None if it can.
 
     Args:
-        kind: a key of :data:`KINDS`.
+        recipe: a key of :data:`KINDS`.
+        kind: one of its keys.
         num_ranks: processes that it shall run as.
         is_packed: whether the dataset packs its samples.
         adapters: of its model.
@@ -199,7 +202,9 @@ def why_skipped(kind: str, num_ranks: int, is_packed: bool, adapters: Adapters) 
         return "runs as one process only"
     if kind == "hf_trainer" and adapters.modules:
         return "trains no adapters, which kind=trl does"
-    if kind == "trl" and not adapters.modules:
+    if recipe == PAIRS and kind != "update_step" and adapters.modules:
+        return "trains no adapters on pairs"
+    if recipe == TEXT and kind == "trl" and not adapters.modules:
         return "trains adapters only; kind=hf_trainer trains whole models"
     if kind in ("trl", "limit") and any(adapters.frozen.values()):
         return "keeps no base in torchao's NF4"
@@ -223,36 +228,6 @@ def _rows(samples: Sequence[Sample], max_tokens_per_row: int | None) -> Iterator
     yield row
 
 
-def _row(samples: Sequence[Sample]) -> tuple[list[int], Tensor, Tensor, Tensor, Tensor]:
-    """The row's t tokens as tensors.
-
-    Returns:
-        Lengths of its samples [tokens], tokens [1, t], positions [1, t], indices of the n target
-        positions [n], and what each shall predict [n].
-    """
-    lengths = [len(sample["tokens"]) for sample in samples]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    next_labels = torch.tensor(
-        [label for sample in samples for label in [*sample["labels"][1:], IGNORE_INDEX]]
-    )
-    target_positions = (next_labels != IGNORE_INDEX).nonzero().squeeze(1)
-    tokens = torch.tensor([token for sample in samples for token in sample["tokens"]])
-    labels = next_labels[target_positions]
-    return lengths, tokens[None], positions[None], target_positions, labels
-
-
 def _never_save_checkpoints() -> None:
     """A benchmark ends before its epoch does, and measuring gradients needs no checkpoint."""
-    CheckpointClient.save_checkpoint = _do_nothing
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _let_stock_recipe_run_on_cpu(device: torch.device) -> None:
-    """Torchtune 0.6.1's distributed recipe asks for memory figures that only accelerators have."""
-    if device.type == "cpu":
-        training.get_memory_stats = _do_nothing
-        training.log_memory_stats = _do_nothing
-        training.cleanup_before_training = _do_nothing
+    CheckpointClient.save_checkpoint = do_nothing

@@ -6,9 +6,11 @@ Shapes: b samples, s slots per sample.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recipe_utils.data.pairs import num_shared_tokens
 from recipe_utils.data.samples import Sample
 from recipe_utils.data.text import num_real_tokens
 
@@ -19,7 +21,11 @@ class StepContents(NamedTuple):
     num_target_tokens: int
     """Labels of a next position within the same sample that are not ignored."""
     num_real_tokens: int
+    """That go into the model."""
     fingerprint: int
+    """Of all tokens of the samples."""
+    fingerprint_of_shared: int = 0
+    """Of those that pairs share and that go into the model once, although both sides hold them."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> StepContents:
@@ -42,6 +48,33 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
         num_real += num_real_tokens(sample, ignore_index)
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(num_targets, num_real, tokens_fingerprint)
+
+
+def contents_of_pairs(
+    pairs: Iterable[Sample], pad_id: int, ignore_index: int, shares_prefixes: bool
+) -> StepContents:
+    """Counts the pairs of an update step; both sides of each are samples.
+
+    Args:
+        pairs: by torchtune's keys.
+        pad_id: the token that batches are padded with.
+        ignore_index: the label of positions that are no targets.
+        shares_prefixes: whether what both sides begin with goes into the model once.
+    """
+    sides, shared = [], []
+    for pair in pairs:
+        arrays = {key: np.asarray(values) for key, values in pair.items()}
+        for side in ("chosen", "rejected"):
+            tokens, labels = arrays[f"{side}_input_ids"], arrays[f"{side}_labels"]
+            sides.append({"tokens": tokens, "labels": labels})
+        if shares_prefixes:
+            num_shared = num_shared_tokens(arrays) or 0
+            shared.append(arrays["chosen_input_ids"][:num_shared])
+    contents = contents_of(sides, pad_id, ignore_index)
+    return contents._replace(
+        num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
+        fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
+    )
 
 
 def fingerprint(tokens: Tensor, pad_id: int) -> Tensor:

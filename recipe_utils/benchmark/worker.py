@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import exactness
 from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
@@ -38,6 +39,7 @@ def write_spec(
     path.parent.mkdir(parents=True, exist_ok=True)
     spec = {
         "job": job,
+        "recipe": peer.recipe,
         "kind": peer.kind,
         "config": config,
         "pad_id": pad_id,
@@ -53,7 +55,7 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     pipe = Connection(int(sys.argv[2]))
     config = OmegaConf.create(spec["config"])
-    train = KINDS[spec["kind"]]
+    train = KINDS[spec["recipe"]][spec["kind"]]
     fed_tokens = FedTokens(spec["pad_id"])
     gate = Gate(pipe, fed_tokens, torch.device(config.device))
     gate.wait_for_turn()
@@ -67,7 +69,8 @@ def main() -> None:
         exactness.write_references(config, Path(spec["references"]))
         pipe.send(None)
     else:
-        errors = exactness.GradientErrors(Path(spec["references"]))
+        cases = torchtune_config.instantiate(config.dataset, None).cases()
+        errors = exactness.GradientErrors(Path(spec["references"]), list(cases))
         errors.install()
         train(config, errors.take_model)
         pipe.send(errors.per_case())

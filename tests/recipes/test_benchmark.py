@@ -49,6 +49,30 @@ PEERS_WITH_ADAPTERS = {
     "limit": {"kind": "limit"},
 }
 
+PEERS_OF_PAIRS = {
+    "stock": {"kind": "stock"},
+    "in_order": {"kind": "update_step", "microbatching": "in_order"},
+    "packed": {"kind": "update_step", "microbatching": "packed", "prefix_sharing": False},
+    "shared": {"kind": "update_step", "microbatching": "packed"},
+    "shared_cached": {
+        "kind": "update_step",
+        "microbatching": "packed",
+        "reference": "cached",
+        "precompute_reference": True,
+    },
+    "trl": {"kind": "trl"},
+    "trl_precomputed": {"kind": "trl", "precompute_ref_log_probs": True},
+    "limit": {"kind": "limit"},
+}
+OF_PAIRS = {
+    "dataset": {
+        "_component_": "tiny.tiny_pair_dataset",
+        "num_pairs": 40,
+        "kind": "alike_beginnings",
+    },
+    "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
+}
+
 
 def write_configs(folder, of_recipe=None, **changes):
     """Paths of the benchmark's config and its output."""
@@ -225,6 +249,63 @@ def test_gradients_of_adapters_are_those_of_one_big_batch(benchmark_of_adapters)
     assert errors.pop("stock")["every_token"] > 0.01  # counts labels before the shift
     for peer, per_case in errors.items():
         assert max(per_case.values()) < 1e-4, peer
+
+
+# ---- Pairs of answers -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark_of_pairs(tmp_path_factory):
+    """The JSON of a benchmark of preference tuning, on one process."""
+    config_path, output = write_configs(
+        tmp_path_factory.mktemp("benchmark_of_pairs"),
+        OF_PAIRS,
+        peers=PEERS_OF_PAIRS,
+        update_step_recipe="full_dpo_update_step",
+        num_update_steps=3,
+    )
+    process = started(config_path)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert "Every update step held the same tokens in every peer." in printed
+    return json.loads((output / "benchmark.json").read_text())
+
+
+def test_all_peers_train_the_same_pairs_with_the_same_losses(benchmark_of_pairs):
+    results = benchmark_of_pairs
+    expected = [name for name in PEERS_OF_PAIRS if HAS_TRL or not name.startswith("trl")]
+    assert ran(results) == expected
+    for summary in results["summaries"]:
+        assert summary["has_samples_of_baseline"], summary["peer"]
+        assert summary["loss_deviation"] < 1e-5, summary["peer"]
+    assert all(step["fingerprint"] == step["expected_fingerprint"] for step in results["steps"])
+    losses = results["losses"]["stock"][0]
+    assert len(losses) == 4
+    assert abs(losses[-1] - math.log(2)) > 0.01, "the policy is still the reference"
+
+
+def test_what_both_sides_begin_with_is_computed_once_where_it_is_shared(benchmark_of_pairs):
+    slots = {s["peer"]: s["slots_per_target"] for s in benchmark_of_pairs["summaries"]}
+    assert slots["limit"] == slots["packed"]
+    assert slots["shared"] == slots["shared_cached"] < slots["packed"] < slots["in_order"]
+    assert slots["in_order"] <= slots["stock"]
+    padding = {s["peer"]: s["padding_fraction"] for s in benchmark_of_pairs["summaries"]}
+    assert padding["shared"] == padding["limit"] == 0
+
+
+def test_gradients_of_pairs_are_those_computed_pair_by_pair(benchmark_of_pairs):
+    errors = benchmark_of_pairs["gradient_errors"]
+    for peer, per_case in errors.items():
+        equal_pair, short = per_case.pop("an_equal_pair_left_out"), per_case.pop("short_last_step")
+        assert max(per_case.values()) < 1e-4, peer
+        if PEERS_OF_PAIRS[peer]["kind"] == "update_step":
+            assert max(equal_pair, short) < 1e-4, peer
+        else:
+            assert equal_pair == pytest.approx(1 / 8, rel=1e-3), peer  # is divided by, too
+            if peer == "stock":
+                assert short is None  # drops the pairs left over
+            elif peer.startswith("trl"):
+                assert short > 0.01  # weighs the pairs of a short microbatch more
 
 
 # ---- What can go wrong ----------------------------------------------------------------------------
