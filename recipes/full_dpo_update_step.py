@@ -118,7 +118,7 @@ class FullDPORecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything; the weights are read once all the rest has been checked."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, updates = settings.modules, settings.updates
+        modules, updates, data = settings.modules, settings.updates, settings.data
         make_model = partial(config.instantiate, cfg.model)
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
@@ -146,11 +146,11 @@ class FullDPORecipe:
             loraplus_lr_ratio=partial(updates.check_model, whole),
         )
         limits = limits_of(whole, ranks.device, modules.compile)
-        pairs = PairSamples(settings.data, tokenizer, limits, settings.pairs, self.reference)
-        self.loader = UpdateStepLoader(dataset, pairs, settings.data, ranks, "dataset")
+        pairs = PairSamples(data, tokenizer, limits, settings.pairs, self.reference)
+        self.loader = UpdateStepLoader(dataset, pairs, data, ranks, "dataset")
         self.loader.say_what_an_epoch_is()
-        once = partial(UpdateStepLoader, kind=pairs, settings=settings.data.of_validation())
-        self.val_loader = once(dataset_val, ranks=ranks, name="dataset_val") if validates else None
+        held_out = (dataset_val, pairs, data.of_validation(), ranks, "dataset_val")
+        self.val_loader = UpdateStepLoader(*held_out) if validates else None
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
         def prepare(decoder: nn.Module, has_output: bool) -> None:
@@ -188,7 +188,8 @@ class FullDPORecipe:
             last_epoch=run.global_step - 1,
         )
         if settings.reference.precompute_reference:
-            for each in filter(None, (once(dataset, ranks=ranks), self.val_loader)):
+            all_pairs = UpdateStepLoader(dataset, pairs, data.of_one_pass(), ranks)
+            for each in filter(None, (all_pairs, self.val_loader)):
                 with each.epoch(0) as steps:
                     for step in tqdm(steps, "cache", each.steps_per_epoch, disable=ranks.rank > 0):
                         self.with_reference(step)
@@ -236,16 +237,15 @@ class FullDPORecipe:
         N pairs and T targets of chosen answers, of all microbatches on all ranks.
 
         Returns:
-            This rank's part of METRICS, shape [8]; their means over all ranks are ratios of sums over all
-            pairs. And the gradient norm before clipping; None where the backward steps.
+            This rank's part of METRICS, shape [8], whose means over all ranks are ratios of sums. And the
+            gradient norm before clipping; None where the backward steps.
         """
         step = self.with_reference(step)
         # dp_degree / pairs of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # pair weighs the same and the accumulated gradient is final.
         per_pair, per_token = step.scale("pairs"), step.scale("chosen_tokens")
         metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
-        microbatches = mark_last(step.microbatches)
-        for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
+        for microbatch, is_last in to_device_ahead(mark_last(step.microbatches), self.ranks.device):
             with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
                 sums = self.sums(microbatch)
                 scaled = torch.cat([sums[:-1] * per_pair, sums[-1:] * per_token])

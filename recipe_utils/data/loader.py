@@ -125,16 +125,17 @@ class DataSettings:
             )
         return needed
 
+    def of_one_pass(self) -> "DataSettings":
+        """All samples in their own order, as many at a time as in an update step."""
+        return replace(self, last_update_step="train", max_steps_per_epoch=None, shuffle=False)
+
     def of_validation(self) -> "DataSettings":
         """All samples in their own order, ``batch_size_val`` on each rank at a time."""
         return replace(
-            self,
+            self.of_one_pass(),
             batch_size=self.batch_size_val or self.batch_size,
             gradient_accumulation_steps=None,
             global_batch_size=None,
-            last_update_step="train",
-            max_steps_per_epoch=None,
-            shuffle=False,
         )
 
 

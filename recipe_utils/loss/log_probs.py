@@ -18,8 +18,8 @@ from recipe_utils.loss.linear_cross_entropy import plain_weight, sum_dtype
 class LinearLogProbs(nn.Module):
     """The log-probability of each target token, for ``attach_head``: projected a chunk of targets at a time.
 
-    A chunk of logits is recomputed in the backward, since what each token's gradient is multiplied with
-    is known only then: four matrix products, where a summed loss takes three. Where the output weight cannot
+    A chunk of logits, but the last, is recomputed in the backward, since what each token's gradient is
+    multiplied with is known only then: four matrix products, where a summed loss takes three. Where the output weight cannot
     be read as one plain tensor, each chunk goes through the output layer itself; see
     :class:`recipe_utils.loss.LinearCrossEntropyLoss`.
 
@@ -89,12 +89,17 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         """Takes hidden [n, d], weight [v, d], labels [n] -> log-probabilities [n]."""
         picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
         normalisers = torch.empty_like(picked)
+        logits = None
         for chunk in _chunks(len(hidden), tokens_per_chunk):
+            del logits
             logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
             torch.logsumexp(logits, dim=-1, out=normalisers[chunk])
             torch.gather(logits, 1, labels[chunk].unsqueeze(1), out=picked[chunk].unsqueeze(1))
         ctx.save_for_backward(hidden, weight, labels, normalisers)
         ctx.tokens_per_chunk = tokens_per_chunk
+        # There is room for a chunk, so the last one's logits wait for the backward. An attribute, no saved
+        # tensor: hooks that offload activations must leave it alone.
+        ctx.logits = logits if any(ctx.needs_input_grad) else None
         return picked - normalisers
 
     @staticmethod
@@ -105,10 +110,12 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
-        for chunk in _chunks(len(hidden), ctx.tokens_per_chunk):
+        grad_logits, ctx.logits = ctx.logits, None
+        for chunk in reversed(_chunks(len(hidden), ctx.tokens_per_chunk)):
             of_token = grad[chunk].unsqueeze(1)
             # d log_prob / d logits = one_hot(label) - softmax(logits)
-            grad_logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
+            if grad_logits is None:
+                grad_logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
             grad_logits.sub_(normalisers[chunk].unsqueeze(1)).exp_().mul_(-of_token)
             grad_logits.scatter_add_(1, labels[chunk].unsqueeze(1), of_token)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -116,6 +123,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
+            grad_logits = None
         return grad_hidden, grad_weight, None, None
 
 

@@ -50,6 +50,16 @@ def test_never_more_than_one_chunk_of_logits_exists(kind):
     assert watch.most_alive < 4 * rows
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_second_backward_gives_the_same(chunk, hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    log_probs = LinearLogProbs(chunk)(make_output("linear"), hidden, targets)
+    first, second = (
+        torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)[0] for _ in range(2)
+    )
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_targets_every_gradient_is_zero(kind):
     hidden, output = torch.randn(1, 3, D, requires_grad=True), make_output(kind)
