@@ -129,7 +129,9 @@ def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """What every rank of ``group`` has passed, in the order of the ranks. Waits for all of them."""
-    if not dist.is_initialized():
+    # Not for one rank: the group's thread would copy large objects with OpenMP threads of its own, and where
+    # there are more of those than cores, OpenMP puts all of them to sleep after every operation.
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
