@@ -301,10 +301,13 @@ class Reference:
                 )
         if self._cache is not None:
             self._cache.add(pairs.keys, found)
-        if unknown is not microbatch:
-            known = microbatch.targets.teacher
-            found = known.masked_scatter(known.isnan(), found)
-        return microbatch.with_teacher(found)
+        if unknown is microbatch:
+            return microbatch.with_teacher(found)
+        targets = microbatch.targets
+        assert targets.pairs is not None
+        known = targets.teacher.masked_scatter(targets.teacher.isnan(), found)
+        pairs = targets.pairs._replace(unknown=None)  # which need not go to the device
+        return replace(microbatch, targets=targets._replace(teacher=known, pairs=pairs))
 
 
 def _unknown_of(microbatch: Microbatch) -> Microbatch | None:
