@@ -167,6 +167,13 @@ MUTANTS = {
             " / microbatch.counts['pairs'] / per_pair)",
         ),
     ),
+    "a microbatch left out": (
+        1,
+        (
+            "            with gradient_sync(",
+            "            if is_last and len(step.microbatches) > 1: continue\n            with gradient_sync(",
+        ),
+    ),
     "pairs of one rank": (2, ('step.scale("pairs")', "1 / step.totals['pairs']")),
     "the stand-in counted as a pair": (
         4,
