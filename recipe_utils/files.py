@@ -2,8 +2,9 @@
 
 import json
 import os
+import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -47,6 +48,17 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise CheckpointError(f"{name} is no dtype")
     return _DTYPES[name]
+
+
+def problems_with_folder(key: str, folder: str) -> Iterator[str]:
+    """Makes the folder that a config names; yields why it cannot be made or written to, by its key."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = os.strerror(getattr(error, "errno", 0) or 0)
+        yield f"{key}={folder}: it cannot be written to ({reason}); set it to a directory of yours"
 
 
 def write_atomically(path: Path, content: bytes) -> FileFacts:

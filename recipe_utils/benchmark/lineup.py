@@ -25,7 +25,7 @@ from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, PAIRS, why_skipped
 from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_order
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
-from recipe_utils.run.run import problems_with_output_dir
+from recipe_utils.files import problems_with_folder
 from recipe_utils.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
 
 # Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
@@ -94,7 +94,7 @@ class LineupSettings:
                 f"--nproc_per_node {os.environ['WORLD_SIZE']}: the benchmark starts its peers' processes "
                 f"itself; set nproc_per_node={os.environ['WORLD_SIZE']} as a key instead"
             )
-        yield from problems_with_output_dir(self.output_dir)
+        yield from problems_with_folder("output_dir", self.output_dir)
         yield from self.lineup.problems
 
 

@@ -52,9 +52,8 @@ class ReferenceCache:
         prefix = self._context.hex()[:16]
         self._path = folder / f"{prefix}-{uuid.uuid4().hex[:12]}.safetensors"
         self._own: list[tuple[np.ndarray, np.ndarray]] = []  # what this training has computed
-        self._new: dict[
-            bytes, tuple[float, float]
-        ] = {}  # by this rank, since the ranks told each other
+        # What this rank has computed since the ranks told each other.
+        self._new: dict[bytes, tuple[float, float]] = {}
         found = None
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,10 @@ from recipe_utils.loss.linear_cross_entropy import plain_weight, sum_dtype
 class LinearLogProbs(nn.Module):
     """The log-probability of each target token, for ``attach_head``: projected a chunk of targets at a time.
 
-    A chunk of logits, but the last, is recomputed in the backward, since what each token's gradient is
-    multiplied with is known only then: four matrix products, where a summed loss takes three. Where the output weight cannot
-    be read as one plain tensor, each chunk goes through the output layer itself; see
-    :class:`recipe_utils.loss.LinearCrossEntropyLoss`.
+    Chunks of logits but the last are recomputed in the backward, since what each token's gradient is
+    multiplied with is known only then: four matrix products, where a summed loss takes three. Where the
+    output weight cannot be read as one plain tensor, each chunk goes through the output layer itself;
+    see :class:`recipe_utils.loss.LinearCrossEntropyLoss`.
 
     Args:
         tokens_per_chunk: target tokens projected at once; the logits take ``tokens_per_chunk * v``

@@ -3,7 +3,6 @@
 Shapes: p pairs of a microbatch.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torchtune.utils import get_logger
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.reference_cache import ReferenceCache
+from recipe_utils.files import problems_with_folder
 from recipe_utils.model.adapters import find_adapters
 from recipe_utils.model.build import ModelSettings
 from recipe_utils.model.weights import check_weights, crc32_of_weights, load_weights
@@ -55,15 +55,7 @@ class ReferenceSettings:
                         "reference=cached"
                     )
         elif self.reference_cache_dir is not None:
-            try:
-                Path(self.reference_cache_dir).mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.reference_cache_dir):
-                    pass
-            except (OSError, ValueError) as error:
-                yield (
-                    f"reference_cache_dir={self.reference_cache_dir}: it cannot be written to ({error}); set "
-                    "it to a directory of yours"
-                )
+            yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
 
 
 class Reference:

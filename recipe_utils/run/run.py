@@ -1,7 +1,5 @@
 """Where a training is, and what it leaves on the disk and in the log."""
 
-import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -25,6 +23,7 @@ from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.components import Component, MadeWith
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.prefetch import Prefetched
+from recipe_utils.files import problems_with_folder
 from recipe_utils.model.merge import contents_of_export
 from recipe_utils.model.stages import adapters_of
 from recipe_utils.model.weights import gather_weights
@@ -83,21 +82,7 @@ class RunSettings:
 
     def problems(self) -> Iterator[str]:
         """Whether the output folder can be made and written to; makes it."""
-        yield from problems_with_output_dir(self.output_dir)
-
-
-def problems_with_output_dir(output_dir: str) -> Iterator[str]:
-    """Makes the folder; yields why it cannot be made or written to."""
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except (OSError, ValueError) as error:
-        reason = os.strerror(getattr(error, "errno", 0) or 0)
-        yield (
-            f"output_dir={output_dir}: it cannot be written to ({reason}); set it to a directory of "
-            "yours"
-        )
+        yield from problems_with_folder("output_dir", self.output_dir)
 
 
 class Run:

@@ -14,11 +14,11 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 from torch import Tensor
-from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
 
+from recipe_utils.benchmark.shared_by_peers import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.tune.registry import ROOT
 
@@ -145,9 +145,8 @@ def run_stock_recipe(
     cfg = OmegaConf.create(config)
     on = "distributed" if kind == "full_dpo" else "single_device"  # it has no other
     path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_{on}.py"
-    if "dpo" in kind:  # they ask for them on a CPU, too, where there are none
-        training.get_memory_stats = lambda **_: {}
-        training.log_memory_stats = training.cleanup_before_training = lambda *_, **__: None
+    if kind == "full_dpo":
+        let_stock_recipe_run_on_cpu(torch.device("cpu"))
     classes = runpy.run_path(str(path))
     (name,) = [
         each for each in classes if each.lower().startswith(kind.replace("_", "") + "recipe")
