@@ -1,5 +1,6 @@
 """What a forward ends in: sums over target tokens."""
 
+from recipe_utils.loss.distillation import LinearDistillationLoss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
-__all__ = ["LinearCrossEntropyLoss"]
+__all__ = ["LinearCrossEntropyLoss", "LinearDistillationLoss"]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.microbatch import Pairs, Targets
-from recipe_utils.loss.linear_cross_entropy import plain_weight, sum_dtype
+from recipe_utils.loss.chunks import chunks_of, plain_weight, sum_dtype
 
 
 class LinearLogProbs(nn.Module):
@@ -21,7 +21,7 @@ class LinearLogProbs(nn.Module):
     Chunks of logits but the last are recomputed in the backward, since what each token's gradient is
     multiplied with is known only then: four matrix products, where a summed loss takes three. Where the
     output weight cannot be read as one plain tensor, each chunk goes through the output layer itself;
-    see :class:`recipe_utils.loss.LinearCrossEntropyLoss`.
+    see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
         tokens_per_chunk: target tokens projected at once; the logits take ``tokens_per_chunk * v``
@@ -90,7 +90,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
         normalisers = torch.empty_like(picked)
         logits = None
-        for chunk in _chunks(len(hidden), tokens_per_chunk):
+        for chunk in chunks_of(len(hidden), tokens_per_chunk):
             del logits
             logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
             torch.logsumexp(logits, dim=-1, out=normalisers[chunk])
@@ -111,7 +111,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_logits, ctx.logits = ctx.logits, None
-        for chunk in reversed(_chunks(len(hidden), ctx.tokens_per_chunk)):
+        for chunk in reversed(chunks_of(len(hidden), ctx.tokens_per_chunk)):
             of_token = grad[chunk].unsqueeze(1)
             # d log_prob / d logits = one_hot(label) - softmax(logits)
             if grad_logits is None:
@@ -125,11 +125,6 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
             grad_logits = None
         return grad_hidden, grad_weight, None, None
-
-
-def _chunks(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
-    starts = range(0, num_tokens, tokens_per_chunk)
-    return [slice(start, start + tokens_per_chunk) for start in starts]
 
 
 def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:

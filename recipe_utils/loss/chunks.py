@@ -1,0 +1,166 @@
+"""Sums over target tokens whose logits exist a chunk at a time, with gradients computed along with them.
+
+Shapes: d embedding width, v vocabulary, n target tokens, c those of a chunk, k sums.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torchtune.modules.tied_linear import TiedLinear
+
+OfChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""Takes the logits of a chunk [c, v], at least fp32, which rows of all they are, and whether a gradient is
+wanted. Returns sums over the rows [k], and the gradient of the first for the logits [c, v]. It may work in the
+logits' memory."""
+
+
+def sum_over_chunks(
+    output: nn.Module | TiedLinear,
+    hidden: Tensor,
+    of_chunk: OfChunk,
+    *,
+    num_sums: int,
+    tokens_per_chunk: int,
+    num_output_chunks: int,
+    backward_in_parts: bool = False,
+) -> Tensor:
+    """Sums of what ``of_chunk`` makes of each chunk's logits, [k], at least fp32; the first has a gradient.
+
+    No more than one chunk of logits exists at a time: each chunk's gradient is computed along with its sums
+    (three matrix products, none twice). The idea of chunking over tokens is torchtune's (pull 1390), that of
+    computing gradients in the forward Liger Kernel's (arXiv:2410.10989).
+
+    Where the output weight cannot be read as one plain tensor (tensor parallel, an output layer that
+    FSDP2 shards on its own, an output layer with a bias or of another kind), each chunk goes through
+    the output layer itself and is recomputed in the backward.
+
+    Args:
+        output: the model's output layer, [..., d] -> [..., v].
+        hidden: at the target positions, [n, d]. Of none the sums are 0, with a graph through ``hidden`` and
+            the output weight.
+        of_chunk: see :data:`OfChunk`.
+        num_sums: k.
+        tokens_per_chunk: rows projected at once.
+        num_output_chunks: chunks where the output layer is called as a module. A fixed number,
+            because all FSDP ranks must call it equally often.
+        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as zero-bubble
+            schedules have it. It takes a second copy of both gradients then.
+    """
+    weight = plain_weight(output)
+    if weight is not None:
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # or a validation would compute its gradient
+        sums: Tensor = _OfPlainWeight.apply(
+            hidden, weight, of_chunk, num_sums, tokens_per_chunk, backward_in_parts
+        )
+        return sums
+    sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
+    start = 0
+    for part in hidden.tensor_split(num_output_chunks):
+        rows = slice(start, start + len(part))
+        sums = sums + checkpoint(_of_output, output, part, rows, of_chunk, use_reentrant=False)
+        start = rows.stop
+    return sums
+
+
+class _OfPlainWeight(torch.autograd.Function):
+    """Sums of hidden @ weight.T, with the gradients computed in the forward."""
+
+    @staticmethod
+    def forward(  # two differentiable inputs, and how to go over them
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        of_chunk: OfChunk,
+        num_sums: int,
+        tokens_per_chunk: int,
+        backward_in_parts: bool,
+    ) -> Tensor:
+        """Takes hidden [n, d] and weight [v, d] -> sums [k]."""
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
+        for rows in chunks_of(len(hidden), tokens_per_chunk):
+            # The logits have no name here, so that of_chunk can let go of them.
+            of_rows, grad_logits = of_chunk(
+                (hidden[rows] @ weight.t()).to(sums.dtype), rows, needs_hidden or needs_weight
+            )
+            sums += of_rows
+            if grad_logits is None:
+                continue
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            del grad_logits
+        # Attributes, not saved tensors: hooks that offload activations must leave these alone.
+        ctx.grads = (grad_hidden, grad_weight)
+        ctx.backward_in_parts = backward_in_parts
+        return sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        """In place: the forward's gradients are handed on. A second backward has none, unless asked for."""
+        grads = ctx.grads
+        if ctx.backward_in_parts:
+            grads = [None if grad is None else grad.clone() for grad in grads]
+        else:
+            ctx.grads = None
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(grad_sums[0])
+        return *grads, None, None, None, None
+
+
+def _of_output(output: Any, hidden: Tensor, rows: slice, of_chunk: OfChunk) -> Tensor:
+    logits = output(hidden)
+    sums: Tensor = _OfLogits.apply(logits.to(sum_dtype(logits)), rows, of_chunk)
+    return sums
+
+
+class _OfLogits(torch.autograd.Function):
+    """The same of logits [c, v] that a module made."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: slice, of_chunk: OfChunk) -> Tensor:
+        # A copy to work in: the logits are the module's.
+        sums, grad_logits = of_chunk(logits.clone(), rows, ctx.needs_input_grad[0])
+        if grad_logits is not None:
+            # A saved tensor, unlike above: what checkpointing drops and computes again.
+            ctx.save_for_backward(grad_logits)
+        return sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_logits,) = ctx.saved_tensors
+        return grad_logits * grad_sums[0], None, None
+
+
+def chunks_of(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
+    """The rows of each chunk."""
+    starts = range(0, num_tokens, tokens_per_chunk)
+    return [slice(start, start + tokens_per_chunk) for start in starts]
+
+
+def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
+    """The weight [v, d] of an output layer that is nothing but a matrix product with it; None of others."""
+    if isinstance(output, TiedLinear):
+        weight = output.tied_module.weight
+    elif type(output) is nn.Linear and output.bias is None:
+        weight = output.weight
+    else:
+        return None  # also an FSDPModule: its weight is sharded until its own forward
+    return None if isinstance(weight, DTensor) else weight
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """What a loss of ``tensor`` is summed in: at least fp32."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,361 @@
+"""Output projections of a student and a teacher, cross-entropy and divergence in one, summed over target tokens.
+
+Shapes: b samples, s slots per sample, n target tokens, c those of a chunk; d embedding width and v vocabulary
+of the student, d_t and v_t of the teacher, m = min(v, v_t) tokens that both have rows for.
+"""
+
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtune.modules import loss as stock
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.data.microbatch import Targets
+from recipe_utils.loss.chunks import sum_over_chunks
+from recipe_utils.loss.divergence import (
+    Divergence,
+    forward_kl,
+    jensen_shannon,
+    reverse_kl,
+    symmetric_kl,
+)
+from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+
+Kind = Literal["forward", "reverse", "symmetric", "js"]
+
+SUMS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
+"""What the loss returns sums of: what is differentiated; cross-entropy [nats]; divergence [nats], 0 where both
+agree, without temperature's square; the teacher's entropy [nats]; whether both find one token most likely."""
+
+_LOG_OF_NOTHING = -1e4
+"""exp() of it is 0, and 0 times it is 0, not NaN."""
+
+
+class TeacherHidden(NamedTuple):
+    """A teacher that is known by its last hidden states: exact at any temperature, for any divergence."""
+
+    hidden: Tensor
+    """After the final norm, at the target positions, [n, d_t]."""
+    output: Any
+    """Its output layer, [c, d_t] -> [c, v_t], with a weight that can be read as it is."""
+    bias: Tensor | None = None
+    """Added to its logits after the temperature, [v_t]; softmax(logits / t + log_u) are Sinkhorn-Knopp's
+    targets, whose log_u is all that the rest of a batch contributes."""
+
+    def of_rows(self, rows: slice) -> "TeacherHidden":
+        """Those of a chunk."""
+        return self._replace(hidden=self.hidden[rows])
+
+    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
+        """Of the m tokens, [c, m], in the precision of the student's logits [c, v]."""
+        of_teacher = self.output(self.hidden)[:, : logits.size(1)].to(logits.dtype)
+        if temperature != 1:
+            of_teacher /= temperature
+        if self.bias is not None:
+            of_teacher += self.bias[: logits.size(1)]
+        return F.log_softmax(of_teacher, dim=-1)
+
+
+class TeacherTopK(NamedTuple):
+    """A teacher that is known by its likeliest tokens, and all others in one bucket."""
+
+    token_ids: Tensor
+    """Of the k likeliest of the m tokens, the likeliest first, [n, k]."""
+    log_probs: Tensor
+    """Theirs, and that of all others together, at the teacher's temperature, [n, k + 1]."""
+    num_tokens: int
+    """m, over which the student's side is normalised, too."""
+
+    def of_rows(self, rows: slice) -> "TeacherTopK":
+        """Those of a chunk."""
+        return self._replace(token_ids=self.token_ids[rows].long(), log_probs=self.log_probs[rows])
+
+    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
+        """Of the k tokens and of all others together, [c, k + 1]; at the temperature they were taken at."""
+        return self.log_probs.to(logits.dtype, copy=True).clamp_(min=_LOG_OF_NOTHING)
+
+
+def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float) -> TeacherTopK:
+    """The k likeliest tokens of each row, and the rest.
+
+    Args:
+        teacher: of a chunk of rows: the logits of all of them exist at a time.
+        k: at most ``num_tokens``.
+        num_tokens: m, that student and teacher have rows for.
+        temperature: of the teacher.
+    """
+    like = teacher.hidden.new_empty(
+        0, num_tokens, dtype=torch.promote_types(teacher.hidden.dtype, torch.float32)
+    )
+    log_probs = teacher.log_probs_like(like, temperature)
+    of_top, token_ids = log_probs.topk(k, dim=1)
+    rest = log_probs.scatter_(1, token_ids, float("-inf")).logsumexp(1, keepdim=True)
+    return TeacherTopK(token_ids.int(), torch.cat([of_top, rest], dim=1), num_tokens)
+
+
+class LinearDistillationLoss(nn.Module):
+    """sum_t w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], for target positions only and in chunks.
+
+    D_t is taken at temperature T of both sides (Hinton et al. 2015, arXiv:1503.02531, section 2.1, whose T^2
+    keeps its gradient as large as the cross-entropy's), over the tokens that both have rows for: each side is
+    normalised over those. No more than one chunk of logits of each side exists; see
+    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+
+    Args:
+        divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :mod:`recipe_utils.loss.divergence`.
+        temperature: T, by which the logits of both are divided.
+        mixture: the part of the forward divergence in ``symmetric``; the teacher's part in ``js``'s mean.
+        teacher_temperature: T of the teacher's side; None for the same. A side of its own is no softer view
+            of one distribution, so no square of T weighs the divergence then.
+        tokens_per_chunk: target tokens projected at once; takes about five times
+            ``tokens_per_chunk * v`` fp32 numbers.
+        num_output_chunks: chunks where the student's output layer is called as a module.
+        ignore_index: the label of positions that are no targets.
+
+    Raises:
+        ValueError: an argument out of bounds.
+    """
+
+    takes_hidden_states = True
+    """See :class:`recipe_utils.loss.head.LinearLoss`."""
+
+    def __init__(  # a formula's constants
+        self,
+        divergence: Kind = "forward",
+        temperature: float = 1.0,
+        mixture: float = 0.5,
+        teacher_temperature: float | None = None,
+        tokens_per_chunk: int = 256,
+        num_output_chunks: int = 8,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        divergences: dict[str, Divergence] = {
+            "forward": forward_kl,
+            "reverse": reverse_kl,
+            "symmetric": partial(symmetric_kl, part_of_forward=mixture),
+            "js": partial(jensen_shannon, part_of_teacher=mixture),
+        }
+        if divergence not in divergences:
+            raise ValueError(
+                f"kd_loss.divergence={divergence}: unknown; set it to one of {', '.join(divergences)}"
+            )
+        for name, value in (
+            ("temperature", temperature),
+            ("teacher_temperature", teacher_temperature),
+        ):
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"kd_loss.{name}={value}: it must be above 0")
+        if not 0 <= mixture <= 1 or (divergence == "js" and mixture in (0, 1)):
+            raise ValueError(
+                f"kd_loss.mixture={mixture}: it must be between 0 and 1, and neither of them with "
+                "divergence=js; set divergence=forward or reverse for one side alone"
+            )
+        if tokens_per_chunk < 1 or num_output_chunks < 1:
+            raise ValueError(
+                f"kd_loss.tokens_per_chunk={tokens_per_chunk}, kd_loss.num_output_chunks="
+                f"{num_output_chunks}: both must be at least 1"
+            )
+        self.divergence = divergences[divergence]
+        self.temperature = temperature
+        self.teacher_temperature = teacher_temperature or temperature
+        self.kd_ratio = 1.0
+        """r; of 1 no cross-entropy is computed, and no labels are needed."""
+        self._square = temperature**2 if teacher_temperature is None else 1.0
+        self.tokens_per_chunk = tokens_per_chunk
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
+
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
+
+        Args:
+            output: the student's output layer, [..., d] -> [..., v].
+            hidden: its last hidden states after the final norm, [b, s, d].
+            targets: of the microbatch, with what the teacher says of them. Without any the sums are 0, with
+                a graph through ``hidden`` and the output weight.
+            backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+        """
+        hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
+        labels = targets.labels.flatten().index_select(0, targets.positions)
+        return self.of_rows(output, hidden, labels, targets.teacher, None, backward_in_parts)
+
+    def of_rows(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        labels: Tensor | None,
+        teacher: TeacherHidden | TeacherTopK,
+        row_weights: Tensor | None = None,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """SUMS over rows [n] instead of a microbatch's targets.
+
+        Args:
+            output: see :meth:`forward`.
+            hidden: [n, d].
+            labels: [n]; None if ``kd_ratio`` is 1.
+            teacher: of these rows.
+            row_weights: w [n], which multiply all that is said of a row; None for 1.
+            backward_in_parts: see :meth:`forward`.
+        """
+
+        def of_chunk(
+            logits: Tensor, rows: slice, needs_gradient: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            of_rows, gradient = self._of_chunk(
+                logits,
+                teacher.of_rows(rows),
+                labels[rows] if labels is not None else None,
+                needs_gradient,
+            )
+            if row_weights is not None:
+                of_rows *= row_weights[rows]
+                if gradient is not None:
+                    gradient *= row_weights[rows].unsqueeze(1)
+            return of_rows.sum(1), gradient
+
+        return sum_over_chunks(
+            output,
+            hidden,
+            of_chunk,
+            num_sums=len(SUMS),
+            tokens_per_chunk=self.tokens_per_chunk,
+            num_output_chunks=self.num_output_chunks,
+            backward_in_parts=backward_in_parts,
+        )
+
+    def _of_chunk(
+        self,
+        logits: Tensor,
+        teacher: TeacherHidden | TeacherTopK,
+        labels: Tensor | None,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """SUMS of each row [5, c], and the loss's gradient for the logits [c, v]."""
+        ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
+        ce_loss = logits.new_zeros(len(logits))
+        if ce_weight:
+            assert labels is not None
+            label = labels.unsqueeze(1)
+            log_probs = F.log_softmax(logits, dim=-1)
+            ce_loss = -log_probs.gather(1, label).squeeze(1)
+
+        log_p = teacher.log_probs_like(logits, self.teacher_temperature)
+        num_tokens = teacher.num_tokens if isinstance(teacher, TeacherTopK) else log_p.size(1)
+        shares_softmax = bool(ce_weight) and self.temperature == 1 and num_tokens == logits.size(1)
+        if shares_softmax:
+            log_q = log_probs
+        else:
+            common = logits[:, :num_tokens]
+            log_q = F.log_softmax(
+                common if self.temperature == 1 else common / self.temperature, dim=-1
+            )
+        entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
+        likeliest = teacher.token_ids[:, 0] if isinstance(teacher, TeacherTopK) else log_p.argmax(1)
+        agrees = (log_q.argmax(1) == likeliest).to(log_q.dtype)
+        if isinstance(teacher, TeacherTopK):
+            kd_loss, h = self._of_buckets(log_q, log_p, teacher.token_ids)
+        else:
+            kd_loss, h = self.divergence(log_q, log_p)
+        del log_p
+        loss = kd_weight * kd_loss
+        if ce_weight:
+            loss += ce_weight * ce_loss
+        sums = torch.stack([loss, ce_loss, kd_loss, entropy, agrees])
+        if not needs_gradient:
+            return sums, None
+
+        # Of the logits that log_q is the softmax of: h - q * sum(h), see divergence.py.
+        scale = kd_weight / self.temperature
+        of_q = -scale * h.sum(1, keepdim=True)
+        if shares_softmax:
+            of_q += ce_weight  # the softmax in cross-entropy's gradient, softmax(logits) - one_hot(label)
+        gradient = h.mul_(scale).addcmul_(log_q.exp_(), of_q)
+        if ce_weight and not shares_softmax:
+            whole = log_probs.exp_().mul_(ce_weight)
+            whole[:, :num_tokens] += gradient
+            gradient = whole
+        elif num_tokens < logits.size(1):
+            gradient = F.pad(gradient, (0, logits.size(1) - num_tokens))
+        if ce_weight:
+            gradient.scatter_add_(1, label, gradient.new_full((), -ce_weight).expand_as(label))
+        return sums, gradient
+
+    def _of_buckets(self, log_q: Tensor, log_p: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Divergence over k tokens and all others as one outcome; its h for each token."""
+        log_rest = log_q.scatter(1, token_ids, float("-inf")).logsumexp(1, keepdim=True)
+        buckets = torch.cat([log_q.gather(1, token_ids), log_rest], dim=1)
+        divergence, h = self.divergence(buckets.clamp_(min=_LOG_OF_NOTHING), log_p)
+        # A token of the last bucket has its part of that one's h.
+        rest = log_rest.exp()
+        per_q = torch.where(rest > 0, h[:, -1:] / rest, 0)
+        return divergence, log_q.exp().mul_(per_q).scatter_(1, token_ids, h[:, :-1])
+
+
+_STOCK: dict[type, Kind] = {
+    stock.ForwardKLLoss: "forward",
+    stock.ForwardKLWithChunkedOutputLoss: "forward",
+    stock.ReverseKLLoss: "reverse",
+    stock.ReverseKLWithChunkedOutputLoss: "reverse",
+    stock.SymmetricKLLoss: "symmetric",
+    stock.SymmetricKLWithChunkedOutputLoss: "symmetric",
+}
+_STOCK_CROSS_ENTROPIES = (
+    nn.CrossEntropyLoss,
+    stock.CEWithChunkedOutputLoss,
+    LinearCrossEntropyLoss,
+)
+
+
+def make_distillation_loss(
+    loss_fn: Any, kd_loss_fn: Any, kd_ratio: float
+) -> LinearDistillationLoss:
+    """Cross-entropy and divergence as one loss.
+
+    Args:
+        loss_fn: ours, ``torch.nn.CrossEntropyLoss`` or ``CEWithChunkedOutputLoss``; says which label is
+            ignored.
+        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six; of theirs the divergence is
+            taken, not the entropy that they leave in it.
+        kd_ratio: the divergence's part.
+
+    Raises:
+        ValueError: a loss of another kind.
+    """
+    name = type(loss_fn).__name__
+    if not isinstance(loss_fn, _STOCK_CROSS_ENTROPIES):
+        raise ValueError(
+            f"loss: {name} is no cross-entropy that can be computed along with a divergence; set it to "
+            "recipe_utils.loss.LinearCrossEntropyLoss"
+        )
+    smoothing = getattr(loss_fn, "label_smoothing", 0.0)
+    if getattr(loss_fn, "weight", None) is not None or smoothing:
+        raise ValueError(
+            f"loss: {name} with class weights or label_smoothing={smoothing} is no plain cross-entropy; "
+            "leave both out"
+        )
+    if not isinstance(kd_loss_fn, LinearDistillationLoss):
+        kind = _STOCK.get(type(kd_loss_fn))
+        if kind is None:
+            raise ValueError(
+                f"kd_loss: {type(kd_loss_fn).__name__} is unknown; set it to "
+                "recipe_utils.loss.LinearDistillationLoss, or one of torchtune's KD losses"
+            )
+        kd_loss_fn = LinearDistillationLoss(
+            kind,
+            mixture=getattr(kd_loss_fn, "sym_kd_ratio", 0.5),
+            num_output_chunks=getattr(kd_loss_fn, "num_output_chunks", 8),
+        )
+    kd_loss_fn.ignore_index = loss_fn.ignore_index
+    kd_loss_fn.kd_ratio = kd_ratio
+    return kd_loss_fn

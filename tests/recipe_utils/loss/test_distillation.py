@@ -1,0 +1,326 @@
+"""Cross-entropy and divergence in one kernel, against autograd on whole logits."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
+from torch import nn
+from torchtune.modules import loss as stock
+
+from recipe_utils.loss.distillation import (
+    SUMS,
+    LinearDistillationLoss,
+    TeacherHidden,
+    make_distillation_loss,
+    top_k_of,
+)
+from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+
+D_T = 5
+DIVERGENCES = ("forward", "reverse", "symmetric", "js")
+
+
+def plain_divergence(kind, q, p, mixture=0.5):
+    """Of probabilities [n, o], in the definitions' own words."""
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(1)
+
+    if kind == "js":
+        m = mixture * p + (1 - mixture) * q
+        return mixture * kl(p, m) + (1 - mixture) * kl(q, m)
+    part_of_forward = {"forward": 1, "reverse": 0, "symmetric": mixture}[kind]
+    return part_of_forward * kl(p, q) + (1 - part_of_forward) * kl(q, p)
+
+
+@dataclass
+class Case:
+    """Everything that a kernel is called with, and what it should return."""
+
+    kd_ratio: float = 0.3
+    temperature: float = 1.0
+    divergence: str = "forward"
+    mixture: float = 0.5
+    teacher_vocab: int = V
+    teacher_temperature: float | None = None
+    with_bias: bool = False
+    with_row_weights: bool = False
+    num_rows: int = 37
+    output: str = "linear"
+
+    def __post_init__(self):
+        self.hidden = torch.randn(self.num_rows, D, requires_grad=True)
+        self.layer = make_output(self.output)
+        self.labels = torch.randint(V, (self.num_rows,))
+        of_teacher = nn.Linear(D_T, self.teacher_vocab, bias=False).requires_grad_(False)
+        bias = torch.randn(self.teacher_vocab) if self.with_bias else None
+        self.teacher = TeacherHidden(torch.randn(self.num_rows, D_T), of_teacher, bias)
+        self.weights = torch.rand(self.num_rows) + 0.5 if self.with_row_weights else None
+        self.inputs = [self.hidden, *parameters_of(self.layer)]
+
+    def loss_fn(self, **changes):
+        kd_loss = LinearDistillationLoss(
+            self.divergence,
+            self.temperature,
+            self.mixture,
+            self.teacher_temperature,
+            **{"tokens_per_chunk": 7, **changes},
+        )
+        return make_distillation_loss(LinearCrossEntropyLoss(), kd_loss, self.kd_ratio)
+
+    def ours(self, **changes):
+        return self.loss_fn(**changes).of_rows(
+            self.layer, self.hidden, self.labels, self.teacher, self.weights
+        )
+
+    def expected(self):
+        num_common = min(V, self.teacher_vocab)
+        logits = self.layer(self.hidden)
+        of_teacher = self.teacher.output(self.teacher.hidden)
+        of_teacher = of_teacher / (self.teacher_temperature or self.temperature)
+        if self.with_bias:
+            of_teacher = of_teacher + self.teacher.bias
+        q = F.softmax(logits[:, :num_common] / self.temperature, dim=1)
+        p = F.softmax(of_teacher[:, :num_common], dim=1)
+        ce = F.cross_entropy(logits, self.labels, reduction="none")
+        kd = plain_divergence(self.divergence, q, p, self.mixture)
+        square = self.temperature**2 if self.teacher_temperature is None else 1
+        loss = (1 - self.kd_ratio) * ce + self.kd_ratio * square * kd
+        agree = (q.argmax(1) == p.argmax(1)).double()
+        of_rows = torch.stack([loss, ce, kd, -(p * p.log()).sum(1), agree])
+        return (of_rows * (1 if self.weights is None else self.weights)).sum(1)
+
+
+def assert_close(ours, expected):
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+
+
+def assert_is_the_plain_sum(case, **changes):
+    ours, expected = case.ours(**changes), case.expected()
+    if case.kd_ratio == 1:
+        assert ours[1] == 0  # not computed
+        expected = expected * torch.tensor([1.0, 0, 1, 1, 1])
+    assert_close(ours, expected)
+    assert_close(
+        torch.autograd.grad(0.3 * ours[0], case.inputs),
+        torch.autograd.grad(0.3 * expected[0], case.inputs),
+    )
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("kd_ratio", [0.3, 1.0])
+@pytest.mark.parametrize("teacher_vocab", [V, V + 13, V - 13], ids=["equal", "larger", "smaller"])
+def test_sums_and_gradients_are_those_of_whole_logits(
+    divergence, temperature, kd_ratio, teacher_vocab
+):
+    case = Case(kd_ratio, temperature, divergence, teacher_vocab=teacher_vocab)
+    assert_is_the_plain_sum(case)
+
+
+@pytest.mark.parametrize("output", ["linear", "tied", "bias"])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+def test_with_every_output_layer_and_number_of_rows(output, num_rows):
+    for tokens_per_chunk in (1, 7, 1000):
+        case = Case(temperature=2.0, num_rows=num_rows, output=output)
+        assert_is_the_plain_sum(
+            case, tokens_per_chunk=tokens_per_chunk, num_output_chunks=tokens_per_chunk
+        )
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_teacher_s_bias_row_weights_and_temperatures_of_both_sides(divergence):
+    """What self-supervised losses are made of: targets softmax(l / t + log_u), each row with its weight."""
+    assert_is_the_plain_sum(
+        Case(1.0, 0.1, divergence, 0.3, V, 0.07, with_bias=True, with_row_weights=True)
+    )
+
+
+def test_a_ratio_of_zero_is_cross_entropy_alone():
+    case = Case(kd_ratio=0.0)
+    labels, positions = case.labels.view(1, -1), torch.arange(37)
+    targets = make_targets(labels)._replace(positions=positions)
+    expected = LinearCrossEntropyLoss(tokens_per_chunk=7)(case.layer, case.hidden[None], targets)
+    assert_close(case.ours()[0], expected)
+
+
+def test_a_microbatch_has_the_sums_of_its_targets(hidden_and_targets):
+    hidden, targets = hidden_and_targets
+    case = Case(num_rows=len(targets.positions))
+    loss_fn = case.loss_fn()
+    of_rows = hidden.flatten(0, 1)[targets.positions]
+    labels = targets.labels.flatten()[targets.positions]
+    expected = loss_fn.of_rows(case.layer, of_rows, labels, case.teacher)
+    assert_close(loss_fn(case.layer, hidden, targets._replace(teacher=case.teacher)), expected)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_equal_sides_have_no_divergence_and_no_gradient(divergence):
+    case = Case(1.0, 2.0, divergence)
+    case.teacher = TeacherHidden(case.hidden.detach(), case.layer)
+    with torch.no_grad():
+        sums = dict(zip(SUMS, case.ours().tolist(), strict=True))
+    assert abs(sums["kd_loss"]) < 1e-12
+    assert sums["teacher_agreement"] == 37
+    for gradient in torch.autograd.grad(case.ours()[0], case.inputs):
+        assert gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("k", [1, 8, V])
+@pytest.mark.parametrize("teacher_vocab", [V, V + 13])
+def test_top_k_is_a_divergence_over_k_tokens_and_all_others_as_one(divergence, k, teacher_vocab):
+    case = Case(0.3, 1.5, divergence, teacher_vocab=teacher_vocab)
+    whole = case.teacher
+    case.teacher = top_k_of(whole, k, V, 1.5)
+    ours = case.ours()
+    q = F.softmax(case.layer(case.hidden) / 1.5, dim=1)
+    p = F.softmax(whole.output(whole.hidden)[:, :V] / 1.5, dim=1)
+    ids = p.topk(k).indices
+    in_buckets = []
+    for each in (q, p):
+        top = each.gather(1, ids)
+        rest = [1 - top.sum(1, keepdim=True)] if k < V else []
+        in_buckets.append(torch.cat([top, *rest], dim=1))
+    kd = plain_divergence(divergence, *in_buckets).sum()
+    ce = F.cross_entropy(case.layer(case.hidden), case.labels, reduction="sum")
+    expected = 0.7 * ce + 0.3 * 1.5**2 * kd
+    assert_close(ours[[0, 2]], torch.stack([expected, kd]))
+    assert_close(
+        torch.autograd.grad(ours[0], case.inputs), torch.autograd.grad(expected, case.inputs)
+    )
+
+
+@pytest.mark.parametrize("output", ["linear", "bias"])
+def test_a_backward_in_two_parts_gives_each_part_its_gradient(output):
+    case = Case(temperature=2.0, output=output)
+    loss_fn = case.loss_fn()
+    ours = loss_fn.of_rows(case.layer, case.hidden, case.labels, case.teacher, None, True)[0]
+    expected = case.expected()[0]
+    for inputs in (case.inputs[:1], case.inputs[1:]):
+        assert_close(
+            torch.autograd.grad(0.3 * ours, inputs, retain_graph=True),
+            torch.autograd.grad(0.3 * expected, inputs, retain_graph=True),
+        )
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_no_more_than_one_chunk_of_each_side_s_logits_is_worked_on(divergence):
+    rows = 4
+    case = Case(0.3, 2.0, divergence, num_rows=64)
+    case.teacher = TeacherHidden(torch.randn(64, D), make_output("linear").requires_grad_(False))
+    with LogitsWatch() as watch:
+        case.ours(tokens_per_chunk=rows)[0].backward()
+    assert watch.most_rows == rows
+    assert watch.most_alive <= 7 * rows
+
+
+def test_low_precision_hidden_states_give_fp32_sums():
+    case = Case(temperature=2.0)
+    exact = case.ours()
+    hidden, teacher = case.hidden.detach().bfloat16(), case.teacher
+    low = TeacherHidden(teacher.hidden.bfloat16(), teacher.output.bfloat16())
+    sums = case.loss_fn().of_rows(case.layer.bfloat16(), hidden, case.labels, low)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums[:4].double(), exact[:4], rtol=0.01, atol=0)
+
+
+STOCK = {
+    "ForwardKLLoss": {},
+    "ForwardKLWithChunkedOutputLoss": {"num_output_chunks": 3},
+    "ReverseKLLoss": {},
+    "ReverseKLWithChunkedOutputLoss": {},
+    "SymmetricKLLoss": {"sym_kd_ratio": 0.8},
+    "SymmetricKLWithChunkedOutputLoss": {"sym_kd_ratio": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("ce", ["CEWithChunkedOutputLoss", "CrossEntropyLoss"])
+def test_torchtune_s_losses_are_ours_and_their_forward_ones_hold_the_teacher_s_entropy(name, ce):
+    torch.set_default_dtype(torch.float32)  # theirs compute in it
+    case = Case()
+    stock_loss = getattr(stock, name)(**STOCK[name])
+    ce_loss = stock.CEWithChunkedOutputLoss() if "Chunked" in ce else nn.CrossEntropyLoss()
+    ours = make_distillation_loss(ce_loss, stock_loss, 0.3)
+    sums = ours.of_rows(case.layer, case.hidden, case.labels, case.teacher)
+    named = dict(zip(SUMS, (sums / 37).tolist(), strict=True))
+    logits, of_teacher = case.layer(case.hidden), case.teacher.output(case.teacher.hidden)
+    if "Chunked" in name:
+        chunks = getattr(stock_loss, "num_output_chunks", 8)
+        args = [[c[None] for c in part.chunk(chunks)] for part in (logits, of_teacher)]
+        theirs = stock_loss(*args, case.labels[None])
+    else:
+        theirs = stock_loss(logits, of_teacher, case.labels)
+    part_of_forward = {"F": 1.0, "R": 0.0, "S": 0.8}[name[0]]
+    expected = theirs.item() - part_of_forward * named["teacher_entropy"]
+    assert named["kd_loss"] == pytest.approx(expected, rel=1e-5)
+    expected = F.cross_entropy(logits, case.labels).item()
+    assert named["ce_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_js_is_trl_s(beta, temperature):
+    trl = pytest.importorskip("trl.experimental.gkd")
+    case = Case(1.0, temperature, "js", beta)
+    theirs = trl.GKDTrainer.generalized_jsd_loss(
+        case.layer(case.hidden)[None],
+        case.teacher.output(case.teacher.hidden)[None],
+        case.labels[None],
+        beta=beta,
+        temperature=temperature,
+        reduction="sum",
+    )
+    assert_close(case.ours()[2], theirs)
+
+
+BAD = {
+    "divergence": (
+        {"divergence": "kl"},
+        "kd_loss.divergence=kl: unknown; set it to one of forward",
+    ),
+    "temperature": ({"temperature": 0.0}, "kd_loss.temperature=0.0: it must be above 0"),
+    "infinite": ({"temperature": math.inf}, "kd_loss.temperature=inf"),
+    "teacher_temperature": ({"teacher_temperature": -1.0}, "kd_loss.teacher_temperature=-1.0"),
+    "mixture": ({"mixture": 1.5}, "kd_loss.mixture=1.5: it must be between 0 and 1"),
+    "js": ({"divergence": "js", "mixture": 1.0}, "set divergence=forward or reverse"),
+    "chunk": ({"tokens_per_chunk": 0}, "kd_loss.tokens_per_chunk=0"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_arguments_out_of_bounds_are_named(bad):
+    arguments, text = BAD[bad]
+    with pytest.raises(ValueError, match=text):
+        LinearDistillationLoss(**arguments)
+
+
+OTHERS = {
+    "loss": (nn.MSELoss(), stock.ForwardKLLoss(), "loss: MSELoss is no cross-entropy"),
+    "kd_loss": (nn.CrossEntropyLoss(), nn.KLDivLoss(), "kd_loss: KLDivLoss is unknown"),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), stock.ForwardKLLoss(), "label_smoothing=0.1"),
+    "weights": (nn.CrossEntropyLoss(weight=torch.ones(3)), stock.ForwardKLLoss(), "class weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_losses_of_other_kinds_are_refused(other):
+    loss, kd_loss, text = OTHERS[other]
+    with pytest.raises(ValueError, match=text):
+        make_distillation_loss(loss, kd_loss, 0.5)
+
+
+def test_samples_without_targets_give_zero_with_a_graph():
+    labels = torch.full((2, 5), tiny.IGNORE)
+    case = Case(num_rows=0)
+    hidden = torch.randn(2, 5, D, requires_grad=True)
+    targets = make_targets(labels)._replace(teacher=case.teacher)
+    sums = case.loss_fn()(case.layer, hidden, targets)
+    assert not sums.any()
+    for gradient in torch.autograd.grad(sums[0], [hidden, *case.inputs[1:]]):
+        assert not gradient.any()
