@@ -194,7 +194,7 @@ class TeacherCache:
         for name in sorted({name for of_rank in of_ranks for name in of_rank} - self._passed_over):
             try:
                 parts[name] = self._parts.get(name) or _Part(self._folder / name)
-            except (CheckpointError, ValueError, TypeError) as error:
+            except CheckpointError as error:
                 damaged[name] = str(error)
         for of_rank in gather_objects(damaged, self._group):
             damaged |= of_rank
@@ -203,8 +203,10 @@ class TeacherCache:
         for name, part in parts.items():
             if part.layout != layout:
                 damaged[name] = f"{part.path}: it holds something else than other parts"
-        for error in damaged.values() if self._is_zero else ():
-            _log.warning(f"teacher_cache_dir: {error}; passed over, what it held is computed again")
+        for problem in damaged.values() if self._is_zero else ():
+            _log.warning(
+                f"teacher_cache_dir: {problem}; passed over, what it held is computed again"
+            )
         self._passed_over |= damaged.keys()
         self._parts = {name: part for name, part in parts.items() if name not in damaged}
         self._known = _Index.of(list(self._parts.values()))
@@ -221,30 +223,34 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = TensorFile(path)
-        raw, self.num_rows, self.checksums = (
-            self._file.read(name).numpy() for name in ("keys", "num_rows", "crc32")
-        )
+        layouts = {name: self._file.layout(name) for name in sorted(self._file.names())}
         of_values = {
-            name.removeprefix(_VALUES): self._file.layout(name)
-            for name in sorted(self._file.names())
+            name.removeprefix(_VALUES): layout
+            for name, layout in layouts.items()
             if name.startswith(_VALUES)
         }
-        num_samples = len(raw)
-        arrays = (self.num_rows, self.checksums)
+        num_samples = layouts.get("keys", (None, ()))[1][:1]
+        of_index = {
+            "keys": (torch.uint8, (*num_samples, _NUM_BYTES_OF_KEY)),
+            "num_rows": (torch.int64, num_samples),
+            "crc32": (torch.int64, num_samples),
+            "index_crc32": (torch.int64, ()),
+        }
         if (
-            raw.dtype != np.uint8
-            or raw.shape != (num_samples, _NUM_BYTES_OF_KEY)
-            or any(each.dtype != np.int64 or each.shape != (num_samples,) for each in arrays)
+            {name: layouts.get(name) for name in of_index} != of_index
             or not of_values
             or any(len(shape) == 0 for _, shape in of_values.values())
         ):
             raise CheckpointError(f"{path}: it holds something else")
+        raw, self.num_rows, self.checksums = (
+            self._file.read(name).numpy() for name in ("keys", "num_rows", "crc32")
+        )
         self.keys = raw.reshape(-1).view(_KEY)
         self.layout: _Layout = {
             name: (dtype, shape[1:]) for name, (dtype, shape) in of_values.items()
         }
         checksum = _checksum_of_index(self.keys, self.num_rows, self.checksums, self.layout)
-        if self._file.read("index_crc32").tolist() != checksum:
+        if not torch.equal(self._file.read("index_crc32"), torch.tensor(checksum)):
             raise CheckpointError(f"{path}: its checksum is another one")
         ((_, (total, *_)), *_) = of_values.values()
         if (
