@@ -114,7 +114,7 @@ def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | N
     if not own or not other:
         key, unread = ("tokenizer", student) if not own else (name, teacher)
         return (
-            f"{key}: the tokens of a {type(unread).__name__} cannot be read, {not_checked}; set it to one of "
+            f"{key}: tokens of {type(unread).__name__} cannot be read, {not_checked}; set it to one of "
             "torchtune's tokenizers"
         )
     for index in range(min(max(own), max(other)) + 1):
