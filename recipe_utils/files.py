@@ -180,6 +180,18 @@ class TensorFile:
         """Of the tensors in it."""
         return list(self._file.keys())
 
+    def layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor, which is not read.
+
+        Raises:
+            CheckpointError: there is none of that name; names the file.
+        """
+        try:
+            part = self._file.get_slice(name)
+            return dtype_of(part.get_dtype()), tuple(part.get_shape())
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path}: {name} cannot be read ({error})") from error
+
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """A tensor, or a part of it.
 

@@ -43,8 +43,16 @@ def test_parts_of_tensors_are_read(tmp_path):
     slices = (slice(1, 4), slice(2, 3))
     assert torch.equal(file.read("transposed", slices), TENSORS["transposed"][slices])
     assert file.read("scalar").item() == 3.5
-    with pytest.raises(CheckpointError, match=r"t\.safetensors.*nowhere"):
-        file.read("nowhere")
+    for read in (file.read, file.layout):
+        with pytest.raises(CheckpointError, match=r"t\.safetensors.*nowhere"):
+            read("nowhere")
+
+
+def test_dtypes_and_shapes_are_told_without_reading(tmp_path):
+    write_tensors(tmp_path / "t.safetensors", TENSORS)
+    file = TensorFile(tmp_path / "t.safetensors")
+    for name, tensor in TENSORS.items():
+        assert file.layout(name) == (tensor.dtype, tuple(tensor.shape))
 
 
 def test_a_dtype_that_safetensors_lacks_is_named():
