@@ -54,6 +54,10 @@ class TrainingState:
     """Weights that are not trained and so not saved -> what they are known by."""
 
 
+TEACHER = "teacher_checkpointer"
+"""What a teacher is called in :attr:`TrainingState.frozen`."""
+
+
 def read_state(path: Path) -> TrainingState:
     """Reads what a checkpoint knows but for tensors.
 
@@ -142,9 +146,14 @@ def load(
                 "resume_with_other_data=True"
             )
 
-        others = fingerprint_differences(state.frozen, frozen or {}) if state.frozen else []
+        now, then = dict(frozen or {}), dict(state.frozen)
+        if TEACHER not in now or TEACHER not in then:  # not asked: kd_ratio=0
+            now.pop(TEACHER, None)
+            then.pop(TEACHER, None)
+        others = fingerprint_differences(then, now) if then else []
         if others:
-            key = "ref_checkpointer" if "ref_checkpointer" in others[0] else "checkpointer"
+            named = (key for key in ("ref_checkpointer", TEACHER) if others[0].startswith(key))
+            key = next(named, "checkpointer")
             raise CheckpointError(
                 f"{key}: {path} was trained beside other frozen weights: {others[0]} (and "
                 f"{len(others) - 1} more); set model and {key} as then"

@@ -11,6 +11,7 @@ from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+import torch
 from pydantic.dataclasses import dataclass
 from torchtune.utils import get_logger
 
@@ -314,6 +315,37 @@ class UpdateStepLoader:
             for step in range(first, self.steps_per_epoch)
         ]
         return self.of_samples(indices_per_step, first, stop)
+
+    def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
+        """Each sample once that so many epochs consume, in its own order, as many at a time as in them.
+
+        Args:
+            num_epochs: from the first one on.
+
+        Returns:
+            The number of update steps, and they.
+        """
+        num_samples, consumed = len(self.dataset), self.steps_per_epoch * self.global_batch_size
+        used: set[int] = set()
+        for epoch in range(num_epochs):
+            if len(used) == num_samples:
+                break
+            permutation = epoch_permutation(num_samples, epoch, self.settings.shuffle)
+            used.update(permutation[:consumed].tolist())
+        indices = torch.tensor(sorted(used))
+        num_steps = -(-len(indices) // self.global_batch_size)
+        return num_steps, self.of_samples(
+            [
+                update_step_indices(
+                    indices,
+                    step,
+                    self.global_batch_size,
+                    self._ranks.dp_rank,
+                    self._ranks.dp_degree,
+                )
+                for step in range(num_steps)
+            ]
+        )
 
     def of_samples(
         self,

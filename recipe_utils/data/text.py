@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class ModelLimits(NamedTuple):
     """The kind of attention that cannot keep the documents of a row apart; None if it can."""
     num_row_lengths: int | None = None
     """How many lengths packed rows may have, where code is compiled for each; None for any."""
+    limits_length: str = "the model's"
+    """Whose ``max_seq_len`` it is, for errors."""
+
+
+class KnownOfSamples(Protocol):
+    """What another model is known to say of samples."""
+
+    def find(self, samples: Sequence[Sample], num_targets: Sequence[int], /) -> Any:
+        """What it says of all their targets, one sample's after the other's; tensors in any nesting."""
 
 
 class TextSamples:
@@ -48,6 +58,7 @@ class TextSamples:
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: the label of positions that are no targets.
         limits: of the model.
+        known: what a teacher says, if that is kept; None if there is none, or it is asked later.
 
     Raises:
         recipe_utils.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
@@ -58,8 +69,14 @@ class TextSamples:
     fingerprint_keys = ("tokens", "labels")
 
     def __init__(
-        self, settings: DataSettings, tokenizer: Any, ignore_index: int, limits: ModelLimits
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        ignore_index: int,
+        limits: ModelLimits,
+        known: KnownOfSamples | None = None,
     ) -> None:
+        self._known = known
         self.ignore_index = ignore_index
         self.limits = limits
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
@@ -91,6 +108,10 @@ class TextSamples:
                 merge_packed_rows=limits.other_attention is None and limits.num_row_lengths is None,
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For DataLoader workers, which prepare samples and ask no teacher."""
+        return {**self.__dict__, "_known": None}
+
     def warnings(self) -> Iterator[str]:
         """Whether samples may be longer than a microbatch."""
         bound = self._max_tokens_per_microbatch
@@ -102,8 +123,14 @@ class TextSamples:
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """The sample as it is; refuses one that cannot be trained on, see :func:`check_sample`."""
+        limits = self.limits
         check_sample(
-            sample, name, self.ignore_index, self.limits.vocab_size, self.limits.max_seq_len
+            sample,
+            name,
+            self.ignore_index,
+            limits.vocab_size,
+            limits.max_seq_len,
+            limits.limits_length,
         )
         return sample
 
@@ -112,8 +139,12 @@ class TextSamples:
         return len(sample["tokens"])
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One microbatch of samples, at least one."""
-        return self._collate(samples)
+        """One microbatch of samples, at least one; with what is known of a teacher's word."""
+        microbatch = self._collate(samples)
+        if self._known is None:
+            return microbatch
+        num_targets = [num_targets_of(sample, self.ignore_index) for sample in samples]
+        return microbatch.with_teacher(self._known.find(samples, num_targets))
 
     def stand_in(self, sample: Sample) -> Microbatch:
         """See :func:`collate_empty_microbatch`."""
@@ -149,7 +180,12 @@ def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int |
 
 
 def check_sample(
-    sample: Sample, name: str, ignore_index: int, vocab_size: int, max_seq_len: int
+    sample: Sample,
+    name: str,
+    ignore_index: int,
+    vocab_size: int,
+    max_seq_len: int,
+    limits_length: str = "the model's",
 ) -> None:
     """Refuses a sample that would be trained on wrongly or would fail deep inside the model.
 
@@ -159,6 +195,7 @@ def check_sample(
         ignore_index: the label of positions that are no targets.
         vocab_size: number of token embeddings of the model.
         max_seq_len: longest sequence the model takes [tokens].
+        limits_length: whose it is.
 
     Raises:
         SampleError: no labels, other than one label per token, no tokens, more than ``max_seq_len``
@@ -174,7 +211,7 @@ def check_sample(
         raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; give one each")
     if num_tokens > max_seq_len:
         raise SampleError(
-            f"{name}: {num_tokens} tokens are more than the model's max_seq_len={max_seq_len}; set "
+            f"{name}: {num_tokens} tokens are more than {limits_length} max_seq_len={max_seq_len}; set "
             f"tokenizer.max_seq_len={max_seq_len} to truncate samples"
         )
     tokens, labels = torch.as_tensor(sample["tokens"]), torch.as_tensor(sample["labels"])
@@ -301,6 +338,14 @@ def document_lengths_of(sample: Sample) -> list[int]:
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
+
+
+def num_targets_of(sample: Sample, ignore_index: int) -> int:
+    """Tokens of a sample that are predicted: with a label, and not the first of their document."""
+    is_target = torch.as_tensor(sample["labels"]) != ignore_index
+    lengths = document_lengths_of(sample)
+    is_target[list(accumulate(lengths[:-1], initial=0))] = False
+    return int(is_target.sum())
 
 
 def num_real_tokens(sample: Sample, ignore_index: int) -> int:

@@ -23,7 +23,7 @@ class LinearLoss(Protocol):
     def __call__(
         self, output: nn.Module, hidden: Tensor, targets: Targets, backward_in_parts: bool, /
     ) -> Tensor:
-        """Sums over the targets [k], or [] for one.
+        """Sums over the targets [k], or [] for one; or what else a recipe makes them of.
 
         Args:
             output: the model's output layer, [..., d] -> [..., v].
@@ -31,6 +31,23 @@ class LinearLoss(Protocol):
             targets: of the microbatch, with a teacher's or reference's word if the recipe gives one.
             backward_in_parts: the backward runs twice, for ``hidden`` and for weights.
         """
+
+
+class HiddenAtTargets:
+    """A teacher's head: its last hidden states at the target positions, never its logits."""
+
+    takes_hidden_states = True
+    """See :class:`LinearLoss`."""
+
+    def __call__(
+        self,
+        output: nn.Module,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns [n, d] of ``hidden`` [b, s, d]."""
+        return hidden.flatten(0, 1).index_select(0, targets.positions)
 
 
 def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
@@ -75,7 +92,7 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
             sums: Tensor = loss_fn(
                 decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
             )
-            return sums.reshape(-1)
+            return sums if sums.dim() else sums.reshape(1)
 
         decoder.unembed = unembed
         return

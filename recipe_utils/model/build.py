@@ -1,6 +1,7 @@
 """From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -75,6 +76,16 @@ class ModelSettings:
         """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
         asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
         return asked and device.type != "cpu"
+
+    def without_gradients(self, **changes: Any) -> "ModelSettings":
+        """The same for a model of which no gradient is kept, so that nothing need be recomputed."""
+        return replace(
+            self,
+            enable_activation_checkpointing=False,
+            enable_activation_offloading=False,
+            ac_mode=None,
+            **changes,
+        )
 
     def make_tensor_parallel_plan(self) -> dict[str, Any]:
         """Module name pattern -> style."""

@@ -140,12 +140,7 @@ class Reference:
         """
         if not self._is_needed:
             return {}
-        settings = replace(
-            settings,
-            enable_activation_checkpointing=False,
-            enable_activation_offloading=False,
-            ac_mode=None,
-        )
+        settings = settings.without_gradients()
         # FSDP2's own offload keeps weights on the CPU and takes no others.
         self._moves = self._settings.reference != "live" and not settings.offloads_to_cpu(
             self._ranks.device

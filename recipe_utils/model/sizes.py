@@ -1,13 +1,18 @@
 """What data must know of a model."""
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
+from torchtune.modules.tied_linear import TiedLinear
+from torchtune.utils import get_logger
 
 from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
 from recipe_utils.data.text import ModelLimits
 from recipe_utils.model.document_mask import other_attention
+
+_log = get_logger("INFO")
 
 
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
@@ -38,6 +43,40 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
     # Llama 3.2 Vision embeds its special tokens with a second table.
     tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
     return sum(table.num_embeddings for table in tables), decoder.max_seq_len
+
+
+def num_outputs(model: nn.Module) -> int:
+    """Tokens that a model gives a probability: rows of its output layer."""
+    decoder: Any = getattr(model, "decoder", model)
+    output = decoder.output
+    holder = output.tied_module if isinstance(output, TiedLinear) else output
+    num_rows: int = holder.weight.size(0)
+    return num_rows
+
+
+def warn_if_above_memory(
+    trained: nn.Module, frozen: nn.Module, device: torch.device, num_shards: int
+) -> None:
+    """Warns where weights, gradients and Adam's state of one model and weights of another are too much.
+
+    Args:
+        trained: whole, in the precision that it is trained in; on any device.
+        frozen: whole.
+        device: whose memory it is.
+        num_shards: ranks that both are divided over.
+    """
+    sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
+    sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    student, teacher, here = (size / 2**30 for size in (*sizes, memory))
+    if (student + teacher) / num_shards > here:
+        _log.warning(
+            f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
+            f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
+            "teacher_cache=hidden, which lets go of the teacher before training"
+        )
 
 
 def equal_attention_length(model: nn.Module) -> float:

@@ -47,6 +47,12 @@ RECIPES = {
         "qwen2_5/7B_full_dpo_update_step",
     ),
     "lora_dpo_update_step": ("llama3_1/8B_lora_dpo_update_step",),
+    "knowledge_distillation_update_step": (
+        "llama3_2/5M_to_1M_KD_update_step",
+        "llama3_2/8B_to_1B_KD_update_step",
+        "qwen2_5/7B_to_0.5B_KD_update_step",
+        "qwen2_5/7B_to_1.5B_KD_update_step",
+    ),
     "benchmark_tokens_per_second": (
         "llama3_2/5M_benchmark",
         "llama3_2/5M_lora_benchmark",
