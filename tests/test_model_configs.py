@@ -277,11 +277,11 @@ def test_the_header_says_the_memory_of_the_student_and_of_its_teacher(name):
         text,
         re.M,
     )
-    size, gigabytes, of_teacher, gigabytes_of_teacher, of_output = map(float, found.groups())
-    assert size == pytest.approx(PARAMETERS[of_full(name)], rel=0.01)
-    assert gigabytes == pytest.approx(8 * size / 1e9, rel=0.02)
-    assert of_teacher == pytest.approx(PARAMETERS[TEACHERS[name]], rel=0.01)
-    assert gigabytes_of_teacher == pytest.approx(2 * of_teacher / 1e9, rel=0.02)
+    student, gigabytes, teacher, gigabytes_of_teacher, of_output = map(float, found.groups())
+    assert student == pytest.approx(PARAMETERS[of_full(name)], rel=0.01)
+    assert gigabytes == pytest.approx(8 * student / 1e9, rel=0.02)
+    assert teacher == pytest.approx(PARAMETERS[TEACHERS[name]], rel=0.01)
+    assert gigabytes_of_teacher == pytest.approx(2 * teacher / 1e9, rel=0.02)
     width = build(name, "teacher_model").norm.scale.numel()
     num_tokens = num_outputs(build(name, "teacher_model"))
     assert of_output == pytest.approx(2 * num_tokens * width / 1e9, abs=0.05)
