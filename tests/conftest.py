@@ -119,6 +119,12 @@ def tiny_dpo_config(weights_folder, tmp_path):
     return config_maker(weights_folder, tmp_path, "tiny_dpo_config")
 
 
+@pytest.fixture
+def tiny_kd_config(weights_folder, tmp_path):
+    """The same for distillation."""
+    return config_maker(weights_folder, tmp_path, "tiny_kd_config")
+
+
 @pytest.fixture(scope="module")
 def module_config(weights_folder, tmp_path_factory):
     """The same for what a module's tests share, in a folder of its own."""

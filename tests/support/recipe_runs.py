@@ -32,8 +32,9 @@ WEIGHTS = {
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
     "full_dpo_update_step": "FullDPORecipe",
+    "knowledge_distillation_update_step": "KDRecipe",
 }
-SFT, DPO = CLASSES
+SFT, DPO, KD = CLASSES
 
 
 # The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
@@ -115,6 +116,22 @@ def tiny_dpo_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     if "ref_checkpointer" not in changes and "lora_rank" not in config["model"]:
         (file,) = config["checkpointer"]["checkpoint_files"]
         config["ref_checkpointer"] = {**config["checkpointer"], "checkpoint_files": [f"ref_{file}"]}
+    return config
+
+
+def tiny_kd_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+    """:func:`tiny_config` with a teacher, whose weights are not the student's even where its model is.
+
+    ``teacher_sizes`` of the changes is its model.
+    """
+    sizes = changes.pop("teacher_sizes", tiny.WIDE_MODEL)
+    config = tiny_config(folder, teacher_model=sizes, **changes)
+    if "teacher_checkpointer" not in changes:
+        (file,) = [file for file, each in WEIGHTS.items() if each == tiny.base_of(sizes)]
+        config["teacher_checkpointer"] = {
+            **tiny_config(folder)["checkpointer"],
+            "checkpoint_files": [f"ref_{file}"],
+        }
     return config
 
 
@@ -205,6 +222,6 @@ def save_weights(folder: Path) -> None:
     (folder / "weights").mkdir(parents=True)
     for file_name, sizes in WEIGHTS.items():
         torch.save(tiny.tiny_model(sizes).state_dict(), folder / "weights" / file_name)
-        # Those of a reference, which is another model than the policy at its start.
+        # Those of a reference or a teacher, which is another model than what is trained at its start.
         other = tiny.tiny_model(sizes, seed=1)
         torch.save(other.state_dict(), folder / "weights" / f"ref_{file_name}")
