@@ -11,6 +11,7 @@ from torchtune.utils import get_logger
 from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
 from recipe_utils.data.text import ModelLimits
 from recipe_utils.model.document_mask import other_attention
+from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
 
@@ -54,22 +55,20 @@ def num_outputs(model: nn.Module) -> int:
     return num_rows
 
 
-def warn_if_above_memory(
-    trained: nn.Module, frozen: nn.Module, device: torch.device, num_shards: int
-) -> None:
+def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
     """Warns where weights, gradients and Adam's state of one model and weights of another are too much.
 
     Args:
         trained: whole, in the precision that it is trained in; on any device.
         frozen: whole.
-        device: whose memory it is.
-        num_shards: ranks that both are divided over.
+        ranks: that both are divided over.
     """
     sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
     sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    if ranks.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    num_shards = ranks.dims.dp_shard * ranks.dims.pp
     student, teacher, here = (size / 2**30 for size in (*sizes, memory))
     if (student + teacher) / num_shards > here:
         _log.warning(

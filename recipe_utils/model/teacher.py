@@ -1,25 +1,20 @@
-"""The teacher of a distillation: a frozen model, or what is kept of what it said.
+"""The teacher of a distillation: what it may be, and what it says of update steps.
 
 It says hidden states at the target positions, never logits; the student's loss projects both.
-
-Shapes: n target tokens of a microbatch, d_t the teacher's width, m tokens that both vocabularies have.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torchtune import training
-from torchtune.modules.tied_linear import TiedLinear
 from torchtune.utils import get_logger
-from tqdm import tqdm
 
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
@@ -27,33 +22,19 @@ from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.samples import Sample
 from recipe_utils.data.teacher_cache import TeacherCache
 from recipe_utils.data.text import ModelLimits, TextSamples
-from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.data.vocabulary import check_same_tokens
 from recipe_utils.files import problems_with_folder
-from recipe_utils.loss.chunks import chunks_of
-from recipe_utils.loss.distillation import (
-    LinearDistillationLoss,
-    TeacherHidden,
-    TeacherTopK,
-    top_k_of,
-)
-from recipe_utils.loss.head import HiddenAtTargets, attach_head
+from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.model.adapters import find_adapters
-from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.pipeline import Pipeline, build_pipeline
-from recipe_utils.model.schedule import PipelineSettings
+from recipe_utils.model.build import ModelSettings, build_on_meta
+from recipe_utils.model.hidden_states import FrozenModel, output_layer_alone
+from recipe_utils.model.kept_teacher import KeptTeacher, TopK
 from recipe_utils.model.sizes import limits_of, num_outputs, warn_if_above_memory
-from recipe_utils.model.stages import Stages
-from recipe_utils.model.weights import check_weights, crc32_of_weights, load_weights
-from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.model.weights import check_weights, crc32_of_weights
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings import ROOM, Count, naming
 
 _log = get_logger("INFO")
-
-_SECONDS_TO_LOSE = 60.0
-"""How much of the pass before training a killed one may lose."""
 
 
 @dataclass(frozen=True, config=ROOM)
@@ -105,15 +86,6 @@ class TeacherSettings:
                 yield f"{key}: it is missing; set it to a component (_component_: ...), or kd_ratio=0"
 
 
-class NotKept(NamedTuple):
-    """Stands for what the teacher says of a microbatch until it has been asked."""
-
-    keys: tuple[bytes, ...]
-    """Of the samples."""
-    num_targets: tuple[int, ...]
-    """Of each sample; they follow one another in the microbatch's."""
-
-
 class Teacher:
     """Says of the targets of update steps what a frozen model makes of them.
 
@@ -133,16 +105,10 @@ class Teacher:
         self._ranks = ranks
         self._folder = Path(settings.teacher_cache_dir or Path(output_dir, "teacher"))
         self._group = ranks.new_cpu_group()
-        self._has_last_stage = ranks.pp_rank == ranks.dims.pp - 1
         self._whole: Any = None  # on the meta device
         self._checkpointer: Any = None
-        self._model: nn.Module | None = None
-        self._pipeline: Pipeline | None = None
-        self._build: Callable[[], None] | None = None  # where it may never be needed
-        self._output: Any = None  # its output layer, where the rest of it is not kept
-        self._cache: TeacherCache | None = None
-        self._is_filling = False
-        self._num_tokens = 0  # m
+        self._live: FrozenModel | None = None
+        self._kept: KeptTeacher | None = None
         self._stopwatch = _Stopwatch(ranks.device)
 
     # ---- What it is, before any weight is read ------------------------------------------------------
@@ -238,91 +204,77 @@ class Teacher:
             What its weights are known by, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.ConfigError: its weights do not fit, or see :meth:`_check_top_k`.
+            recipe_utils.settings.ConfigError: its weights do not fit, or it cannot be built so.
+            ValueError: ``teacher_cache`` cannot be so.
         """
         if not self.is_asked:
             return {}
-        settings, modules, device = self._settings, self._modules, self._ranks.device
-        num_of_teacher, num_of_student = num_outputs(self._whole), num_outputs(student)
-        self._num_tokens = min(num_of_teacher, num_of_student)
-        if num_of_teacher != num_of_student and self._ranks.is_zero:
-            _log.info(
-                f"The teacher has {num_of_teacher} tokens, the student {num_of_student}: the divergence is "
-                f"taken over the first {self._num_tokens}"
-            )
-        self._temperature = loss_fn.teacher_temperature
-        self._check_top_k()
-
-        def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, device, text.longest_row)
-            if has_output:
-                attach_head(decoder, HiddenAtTargets())
-
-        def build(checkpoint: dict[str, Any]) -> None:
-            pipeline = PipelineSettings(
-                pipeline_parallel_schedule="GPipe",  # no backward, so nothing to interleave
-                pipeline_parallel_split_points=settings.teacher_pipeline_parallel_split_points,
-            )
-            with naming("teacher_model"):
-                model = build_model(self._make_model, prepare, modules, self._ranks, pipeline)
-            with naming("teacher_checkpointer"):
-                load_weights(model, checkpoint, modules, device)
-            self._model = model.requires_grad_(False).eval()
-            self._pipeline = build_pipeline(model, pipeline, modules.torch_dtype, self._ranks)
-
+        modules = self._modules
+        top_k = self._top_k(num_outputs(student), loss_fn.teacher_temperature)
         with naming("teacher_checkpointer"):
             checkpoint = self._checkpointer.load_checkpoint()
             weights = checkpoint[training.MODEL_KEY]
             crc32 = crc32_of_weights(weights, self._group)
             check_weights(self._whole, weights)
-        if self._ranks.is_zero:
-            warn_if_above_memory(
-                student, self._whole, device, self._ranks.dp_degree * self._ranks.dims.pp
+
+        def build(checkpoint: dict[str, Any]) -> FrozenModel:
+            split_points = self._settings.teacher_pipeline_parallel_split_points
+            return FrozenModel(
+                self._make_model, checkpoint, modules, split_points, text.longest_row, self._ranks
             )
-        if settings.teacher_cache is None:
-            build(checkpoint)
-        else:
-            self._build = lambda: build(self._checkpointer.load_checkpoint())
-            self._cache = TeacherCache(self._folder, self._context(crc32), self._group)
+
+        if self._settings.teacher_cache is None:
             if self._ranks.is_zero:
-                _log.info(f"{self._folder}: the teacher is known of {len(self._cache)} samples")
-            if settings.teacher_cache == "hidden" and self._has_last_stage:
-                self._output = _output_layer(self._whole, weights, modules.torch_dtype, device)
-        return {TEACHER: crc32}
-
-    def _check_top_k(self) -> None:
-        """Raises ValueError: more tokens than there are, or a temperature that top_k does not go with."""
-        settings = self._settings
-        if settings.teacher_cache != "top_k":
-            return
-        if settings.teacher_top_k > self._num_tokens:
-            raise ValueError(
-                f"teacher_top_k={settings.teacher_top_k}: teacher and student have {self._num_tokens} tokens "
-                "in common; set it to fewer"
-            )
-        if self._temperature > 1 and not settings.teacher_top_k_at_any_temperature:
-            raise ValueError(
-                f"teacher_cache=top_k: at kd_loss.temperature={self._temperature} the "
-                f"{settings.teacher_top_k} likeliest tokens are a small part of the distribution; set "
-                "teacher_cache=hidden, or teacher_top_k_at_any_temperature=True to do so anyway"
-            )
-
-    def _context(self, crc32: str) -> dict[str, Any]:
-        """What its word depends on besides a sample."""
-        context: dict[str, Any] = {
+                warn_if_above_memory(student, self._whole, self._ranks)
+            self._live = build(checkpoint)
+            return {TEACHER: crc32}
+        context = {
             "model": repr(self._whole),
             "weights": crc32,
-            "dtype": str(self._modules.torch_dtype),
+            "dtype": str(modules.torch_dtype),
             "device": self._ranks.device.type,
-            "kind": self._settings.teacher_cache,
+            "top_k": top_k,
         }
-        if self._settings.teacher_cache == "top_k":
-            context |= {
-                "k": self._settings.teacher_top_k,
-                "num_tokens": self._num_tokens,
-                "temperature": self._temperature,
-            }
-        return context
+        cache = TeacherCache(self._folder, context, self._group)
+        if self._ranks.is_zero:
+            _log.info(f"{self._folder}: the teacher is known of {len(cache)} samples")
+        output = None
+        if top_k is None and self._ranks.has_last_stage:
+            output = output_layer_alone(
+                self._whole, weights, modules.torch_dtype, self._ranks.device
+            )
+        self._kept = KeptTeacher(
+            cache, lambda: build(self._checkpointer.load_checkpoint()), output, top_k, self._ranks
+        )
+        return {TEACHER: crc32}
+
+    def _top_k(self, num_of_student: int, temperature: float) -> TopK | None:
+        """What of a distribution is kept, if hidden states are not.
+
+        Raises:
+            ValueError: more tokens than there are, or at a temperature that it does not go with.
+        """
+        settings, num_of_teacher = self._settings, num_outputs(self._whole)
+        num_tokens = min(num_of_teacher, num_of_student)
+        if num_of_teacher != num_of_student and self._ranks.is_zero:
+            _log.info(
+                f"The teacher gives {num_of_teacher} tokens a probability, the student {num_of_student}: the "
+                f"divergence is taken over the first {num_tokens}"
+            )
+        if settings.teacher_cache != "top_k":
+            return None
+        if settings.teacher_top_k > num_tokens:
+            raise ValueError(
+                f"teacher_top_k={settings.teacher_top_k}: teacher and student have {num_tokens} tokens in "
+                "common; set it to fewer"
+            )
+        if temperature > 1 and not settings.teacher_top_k_at_any_temperature:
+            raise ValueError(
+                f"teacher_cache=top_k: at kd_loss.temperature={temperature} the {settings.teacher_top_k} "
+                "likeliest tokens are a small part of the distribution; set teacher_cache=hidden, or "
+                "teacher_top_k_at_any_temperature=True to do so anyway"
+            )
+        return TopK(settings.teacher_top_k, num_tokens, temperature)
 
     # ---- What it says ----------------------------------------------------------------------------
 
@@ -339,161 +291,31 @@ class Teacher:
         if not self.is_asked:
             yield step.microbatches
             return
-        if self._cache is not None:
-            yield [self._with_kept(microbatch) for microbatch in step.microbatches]
+        if self._kept is not None:
+            yield [self._kept.say(microbatch) for microbatch in step.microbatches]
             return
+        assert self._live is not None
         with self._stopwatch:
-            hidden = self._hidden_of(step.microbatches)
-        with self._output_layer() as output:
+            hidden = self._live.hidden_of(step.microbatches)
+        with self._live.output_layer() as output:
             yield [
-                microbatch.with_teacher(TeacherHidden(hidden[i], output))
-                if i in hidden
-                else microbatch
+                microbatch.with_teacher(TeacherHidden(hidden[i], output)) if hidden else microbatch
                 for i, microbatch in enumerate(step.microbatches)
             ]
 
     def read_seconds(self) -> float | None:
-        """Mean seconds per update step that the teacher took since the last time, on this rank."""
-        return self._stopwatch.read_and_restart() if self.is_asked and not self._cache else None
-
-    @torch.no_grad()
-    def _hidden_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Hidden states [n, d_t] by the microbatch's index; empty on ranks without the last stage."""
-        assert self._model is not None
-        if self._pipeline is not None:
-            # PyTorch's schedules reshard FSDP's stages at their end.
-            hidden = self._pipeline.outputs(microbatches)
-        else:
-            on_device = to_device_ahead(microbatches, self._ranks.device)
-            hidden = {
-                i: self._model(**microbatch.inputs, targets=microbatch.targets)
-                for i, microbatch in enumerate(on_device)
-            }
-        if self._ranks.device.type == "cpu":
-            _check_finite(hidden.values())
-        return hidden
-
-    @contextmanager
-    def _output_layer(self) -> Iterator[Any]:
-        """Its output layer with a weight that can be read; None on ranks without the last stage."""
-        if not self._has_last_stage:
-            yield None
-            return
-        decoder: Any = self._model
-        if isinstance(decoder, Stages):
-            decoder = decoder.by_index()[decoder.whole.num_stages - 1]
-        holders = [each for each in (decoder, decoder.output) if isinstance(each, FSDPModule)]
-        for holder in holders:
-            holder.unshard()
-            # As a unit of its own the output layer would let go of its weight after every chunk.
-            holder.set_reshard_after_forward(False, recurse=False)
-        try:
-            yield decoder.output
-        finally:
-            for holder in holders:
-                holder.reshard()
-
-    # ---- What is kept ------------------------------------------------------------------------------
+        """Mean seconds per update step since the last time, on this rank; None if it is not asked then."""
+        return self._stopwatch.read_and_restart() if self._live is not None else None
 
     def find(self, samples: Sequence[Sample], num_targets: Sequence[int]) -> Any:
-        """What is kept of a microbatch's samples; asked by the thread that makes microbatches.
-
-        Args:
-            samples: of text.
-            num_targets: of each.
-
-        Returns:
-            Tensors by name, on the CPU; :class:`NotKept` while the pass before training goes on. None on
-            ranks without the last stage.
-
-        Raises:
-            recipe_utils.files.CheckpointError: a file is damaged, or a sample is not the one that it was.
-        """
-        assert self._cache is not None
-        keys = [self._cache.key_of(sample) for sample in samples]
-        if self._is_filling:
-            if self._cache.knows(keys):
-                return None
-            return NotKept(tuple(keys), tuple(num_targets))
-        return self._cache.find(keys) if self._has_last_stage else None
+        """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.find`."""
+        assert self._kept is not None
+        return self._kept.find(samples, num_targets)
 
     def fill(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """Asks once for all samples that will be trained or validated on, where what is said is kept.
-
-        Args:
-            num_epochs: of the training.
-            loaders: of its data.
-        """
-        if self._cache is None:
-            return
-        self._is_filling = True
-        self._written_seconds = time.monotonic()
-        for loader in filter(None, loaders):
-            num_steps, steps = loader.one_pass(num_epochs)
-            with steps:
-                for step in tqdm(steps, "teacher", num_steps, disable=not self._ranks.is_zero):
-                    self._remember(step)
-        self._cache.write()
-        self._cache.reload()
-        self._is_filling = False
-        self._model = self._pipeline = self._build = None
-
-    def _remember(self, step: UpdateStep) -> None:
-        not_kept = [
-            microbatch
-            for microbatch in step.microbatches
-            if isinstance(microbatch.targets.teacher, NotKept)
-        ]
-        # Every rank must run the same forwards; what a rank runs besides is dropped.
-        most = max(gather_objects(len(not_kept), self._group))
-        if most == 0:
-            return
-        if self._model is None:
-            assert self._build is not None
-            self._build()
-        asked = not_kept + [step.microbatches[0]] * (most - len(not_kept))
-        hidden = self._hidden_of([microbatch.with_teacher(None) for microbatch in asked])
-        with self._output_layer() as output:
-            for index in range(len(not_kept) if hidden else 0):
-                self._keep(not_kept[index].targets.teacher, hidden[index], output)
-
-    @torch.no_grad()
-    def _keep(self, samples: NotKept, hidden: Tensor, output: Any) -> None:
-        assert self._cache is not None
-        values = {"hidden": hidden}
-        if self._settings.teacher_cache == "top_k":
-            parts = [
-                top_k_of(
-                    TeacherHidden(hidden[rows], output),
-                    self._settings.teacher_top_k,
-                    self._num_tokens,
-                    self._temperature,
-                )
-                for rows in chunks_of(max(len(hidden), 1), 256)
-            ]
-            values = {
-                name: torch.cat([getattr(part, name) for part in parts])
-                for name in ("token_ids", "log_probs")
-            }
-        start = 0
-        for key, num_targets in zip(samples.keys, samples.num_targets, strict=True):
-            of_sample = slice(start, start + num_targets)
-            self._cache.add(key, {name: value[of_sample] for name, value in values.items()})
-            start += num_targets
-        if time.monotonic() - self._written_seconds > _SECONDS_TO_LOSE:
-            self._cache.write()
-            self._written_seconds = time.monotonic()
-
-    def _with_kept(self, microbatch: Microbatch) -> Microbatch:
-        if not self._has_last_stage:
-            return microbatch
-        assert self._cache is not None
-        kept = microbatch.targets.teacher
-        if kept is None:  # a stand-in
-            kept = self._cache.find([])
-        if self._settings.teacher_cache == "hidden":
-            return microbatch.with_teacher(TeacherHidden(kept["hidden"], self._output))
-        return microbatch.with_teacher(TeacherTopK(**kept, num_tokens=self._num_tokens))
+        """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.fill`; nothing where nothing is kept."""
+        if self._kept is not None:
+            self._kept.fill(num_epochs, [loader for loader in loaders if loader is not None])
 
 
 class _Stopwatch:
@@ -525,24 +347,3 @@ class _Stopwatch:
         ]
         self._spans.clear()
         return sum(seconds) / max(len(seconds), 1)
-
-
-def _check_finite(tensors: Any) -> None:
-    if not all(tensor.isfinite().all() for tensor in tensors):
-        raise ValueError(
-            "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, or "
-            "set teacher_dtype=fp32"
-        )
-
-
-def _output_layer(
-    whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """The output layer alone of a decoder on the meta device, with its weights, whole on every rank."""
-    output = whole.output
-    holder = output.tied_module if isinstance(output, TiedLinear) else output
-    (prefix,) = [name for name, module in whole.named_modules() if module is holder]
-    own = {name: weights[f"{prefix}.{name}"].to(device, dtype) for name in holder.state_dict()}
-    holder.load_state_dict(own, assign=True)
-    holder.requires_grad_(False)
-    return output

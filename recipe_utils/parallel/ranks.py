@@ -158,6 +158,11 @@ class Ranks:
         return self.mesh.get_local_rank("pp")
 
     @property
+    def has_last_stage(self) -> bool:
+        """Whether the end of the pipeline is here; True without one."""
+        return self.pp_rank == self.dims.pp - 1
+
+    @property
     def pp_group(self) -> dist.ProcessGroup | None:
         """The ranks of this pipeline; None without one."""
         return self.mesh.get_group("pp") if self.dims.pp > 1 else None
