@@ -170,11 +170,63 @@ def test_answers_in_their_right_order_are_preferred_on_held_out_pairs(preferring
     assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
 
 
-def test_where_the_first_default_was_not_trained_the_error_says_how(tmp_path):
+@pytest.fixture(scope="module")
+def distilled(trained, tmp_path_factory):
+    """Output folder of the embedded default of distillation after 20 of its update steps, ``trained`` being the teacher."""
+    folder = tmp_path_factory.mktemp("distilled")
+    tune_run(
+        "knowledge_distillation_update_step",
+        "--config",
+        "llama3_2/5M_to_1M_KD_update_step",
+        f"output_dir={folder}",
+        f"teacher_dir={trained}/epoch_0",
+        "max_steps_per_epoch=20",
+        "run_val_every_n_steps=10",
+    )
+    return folder
+
+
+def test_the_student_comes_nearer_to_its_teacher_on_held_out_text(distilled):
+    (log,) = distilled.glob("logs/*.txt")
+    divergences = [float(x) for x in re.findall(r"val_kd_loss:([\d.]+)", log.read_text())]
+    assert len(divergences) == 2
+    assert divergences[1] < divergences[0] / 2
+
+
+def test_the_student_s_export_has_its_teacher_s_tokenizer_and_samples(distilled, trained):
+    tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (distilled, trained)]
+    assert tokenizers[0].read_text() == tokenizers[1].read_text()
+    text = config_path("llama3_2/5M_to_1M_KD_update_step").read_text()
+    (command,) = re.findall(r"^#   tune run (generate .*) \\\n#     (.*)$", text, re.M)
+    overrides = [each for part in command for each in part.split() if "=" in each]
+    printed = tune_run(
+        "generate",
+        "--config",
+        "llama3_2/5M_generation",
+        *overrides,
+        f"output_dir={distilled}",
+        "max_new_tokens=5",
+    )
+    assert "What does `os.path.join` do?" in printed
+    assert "Time for inference" in printed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "default", "key"),
+    [
+        ("lora_finetune_update_step", "llama3_2/5M_lora_update_step", "checkpoint_dir"),
+        (
+            "knowledge_distillation_update_step",
+            "llama3_2/5M_to_1M_KD_update_step",
+            "teacher_dir",
+        ),
+    ],
+)
+def test_where_the_first_default_was_not_trained_the_error_says_how(recipe, default, key, tmp_path):
     done = subprocess.run(
         [
-            *(TUNE, "run", "lora_finetune_update_step", "--config", "llama3_2/5M_lora_update_step"),
-            *(f"output_dir={tmp_path}/out", f"checkpoint_dir={tmp_path}/not_there"),
+            *(TUNE, "run", recipe, "--config", default),
+            *(f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there"),
         ],
         capture_output=True,
         text=True,
