@@ -192,6 +192,7 @@ class Teacher:
         student: nn.Module,
         loss_fn: LinearDistillationLoss,
         text: TextSamples,
+        depends_on: Any,
     ) -> dict[str, str]:
         """Builds it with its weights; or, where what it says is kept, its output layer alone.
 
@@ -199,18 +200,19 @@ class Teacher:
             student: whole, on any device.
             loss_fn: that asks it.
             text: what it is asked about.
+            depends_on: what its word depends on besides weights, precision and samples, as plain values.
 
         Returns:
             What its weights are known by, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.ConfigError: its weights do not fit, or it cannot be built so.
-            ValueError: ``teacher_cache`` cannot be so.
+            recipe_utils.settings.ConfigError: its weights do not fit, or it cannot be built or kept so.
         """
         if not self.is_asked:
             return {}
         modules = self._modules
-        top_k = self._top_k(num_outputs(student), loss_fn.teacher_temperature)
+        with naming():
+            top_k = self._top_k(num_outputs(student), loss_fn.teacher_temperature)
         with naming("teacher_checkpointer"):
             checkpoint = self._checkpointer.load_checkpoint()
             weights = checkpoint[training.MODEL_KEY]
@@ -229,7 +231,7 @@ class Teacher:
             self._live = build(checkpoint)
             return {TEACHER: crc32}
         context = {
-            "model": repr(self._whole),
+            "model": depends_on,
             "weights": crc32,
             "dtype": str(modules.torch_dtype),
             "device": self._ranks.device.type,
