@@ -42,6 +42,7 @@ settings on components, and what the command line of settings looks up in tune."
 MAX_ARGUMENTS = 8
 MAX_RECIPE_LINES = defaultdict(lambda: 300)
 MAX_RECIPE_LINES["full_dpo_update_step"] = 350  # a second model, eight metrics
+MAX_RECIPE_LINES["knowledge_distillation_update_step"] = 350  # a second model, five metrics
 
 
 def room_of(module):
@@ -214,6 +215,20 @@ def of_pairs(order):
     return names
 
 
+def of_a_vector(tail):
+    """It logs a vector of metrics."""
+    return tail.replace("return (loss,", "return (metrics,")
+
+
+def of_a_teacher(order):
+    """Metrics have names, which one function gives them; the teacher's time is one of them."""
+    names = list(order)
+    names.insert(names.index("run.log") + 1, "self.named")
+    names.insert(names.index("run.throughput"), "self.teacher.read_seconds")
+    return names
+
+
+DIFFERENCES["knowledge_distillation_update_step"] = {"tail": of_a_vector, "order": of_a_teacher}
 DIFFERENCES["full_dpo_update_step"] = {"tail": without_stages, "order": of_pairs}
 
 

@@ -15,11 +15,12 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.distillation import make_distillation_loss
+from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.model.build import ModelSettings, build_on_meta
-from recipe_utils.model.sizes import vocab_size_and_max_seq_len
+from recipe_utils.model.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.settings import read_settings, settings_of
 from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
@@ -28,6 +29,7 @@ DEFAULTS = {
     "full_finetune_update_step": "llama3_2/5M_full_update_step",
     "lora_finetune_update_step": "llama3_2/5M_lora_update_step",
     "full_dpo_update_step": "llama3_2/5M_full_dpo_update_step",
+    "knowledge_distillation_update_step": "llama3_2/5M_to_1M_KD_update_step",
 }
 PARAMETERS = {  # as published
     "llama3_2/1B_full_update_step": 1.24e9,
@@ -58,28 +60,37 @@ PREFERENCES = (
     "qwen2_5/7B_full_dpo_update_step",
     "llama3_1/8B_lora_dpo_update_step",
 )
-CONFIGS = (*PARAMETERS, *ADAPTERS, *PREFERENCES)
+TEACHERS = {
+    "llama3_2/8B_to_1B_KD_update_step": "llama3_1/8B_full_update_step",
+    "qwen2_5/7B_to_0.5B_KD_update_step": "qwen2_5/7B_full_update_step",
+    "qwen2_5/7B_to_1.5B_KD_update_step": "qwen2_5/7B_full_update_step",
+}
+"""Config -> the one that trains all weights of its teacher."""
+CONFIGS = (*PARAMETERS, *ADAPTERS, *PREFERENCES, *TEACHERS)
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Per parameter: its code, an 8-bit scale of each 64, and a 32-bit scale of each 256 of those."""
 COMPONENTS = (
     "model", "tokenizer", "checkpointer", "dataset", "optimizer", "loss", "metric_logger", "profiler",
 )  # fmt: skip
+OF_TEACHER = ("teacher_model", "teacher_tokenizer", "teacher_checkpointer", "kd_loss")
 every_config = pytest.mark.parametrize("name", CONFIGS)
 every_full_config = pytest.mark.parametrize("name", PARAMETERS)
 every_adapter_config = pytest.mark.parametrize("name", ADAPTERS)
 every_preference_config = pytest.mark.parametrize("name", PREFERENCES)
+every_teacher_s_config = pytest.mark.parametrize("name", TEACHERS)
 
 
 def load(name):
     return OmegaConf.load(config_path(name))
 
 
-def build(name):
-    return build_on_meta(lambda: config.instantiate(load(name).model), ModelSettings(dtype="bf16"))
+def build(name, key="model"):
+    return build_on_meta(lambda: config.instantiate(load(name)[key]), ModelSettings(dtype="bf16"))
 
 
 def of_full(name):
     """The name of the config that trains all weights of the same model."""
+    name = re.sub(r"[\d.]+B_to_(.*)_KD_", r"\1_full_", name)
     return re.sub("_q?lora_", "_full_", name).replace("_dpo", "")
 
 
@@ -197,10 +208,91 @@ def test_the_header_says_the_memory_of_the_model_and_its_reference(name):
     assert cached == pytest.approx(8 * size / 1e9, rel=0.02)
 
 
+def of_teacher(cfg):
+    """What a config says of its teacher, under the keys that a config of the teacher itself has."""
+    keys = ("model", "tokenizer", "checkpointer")
+    resolved = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+    return {key: resolved[f"teacher_{key}"] for key in keys}
+
+
+@every_teacher_s_config
+def test_beside_what_a_teacher_needs_it_is_the_full_config_of_the_student(name):
+    ours, full = unresolved(name), unresolved(of_full(name))
+    own = {
+        "teacher_dir", "teacher_model", "teacher_tokenizer", "teacher_checkpointer", "teacher_cache", "kd_loss",
+        "kd_ratio", "lr_scheduler", "pipeline_parallel_dim",
+    }  # fmt: skip
+    assert ours.keys() == full.keys() | own
+    for key in ours.keys() - own - {"output_dir", "dataset", "optimizer"}:
+        assert ours[key] == full[key], key
+    assert ours["output_dir"].endswith(
+        name.replace("/", "_").replace("_update_step", "").replace(".", "_")
+    )
+
+
+@every_teacher_s_config
+def test_model_tokens_and_files_of_the_teacher_are_those_of_its_own_config(name):
+    ours = of_teacher(unresolved(name))
+    full = OmegaConf.to_container(load(TEACHERS[name]), resolve=True)
+    del full["tokenizer"]["max_seq_len"], full["checkpointer"]["recipe_checkpoint"]
+    ours["checkpointer"]["output_dir"] = full["checkpointer"]["output_dir"]
+    assert ours == {key: full[key] for key in ours}
+    assert unresolved(name)["teacher_dir"] == full["checkpoint_dir"]
+
+
+@every_teacher_s_config
+def test_data_batch_and_schedule_are_those_of_the_stock_distillation(name):
+    ours = OmegaConf.to_container(load(name), resolve=True)
+    path = STOCK_CONFIGS / "llama3_2" / "8B_to_1B_KD_lora_distributed.yaml"
+    stock = yaml.safe_load(path.read_text())
+    for key in ("dataset", "lr_scheduler", "kd_ratio", "batch_size", "gradient_accumulation_steps"):
+        assert ours[key] == stock[key], key
+
+
+@every_teacher_s_config
+def test_student_and_teacher_fit_each_other_and_the_loss(name):
+    cfg = load(name)
+    student, teacher = build(name), build(name, "teacher_model")
+    assert vocab_size_and_max_seq_len(teacher)[1] >= cfg.tokenizer.max_seq_len
+    # Qwen2.5's output layers have rows that stand for no token, and not all as many.
+    rows = (151_936, 152_064) if "qwen" in name else (128_256, 128_256)
+    assert (num_outputs(student), num_outputs(teacher)) == rows
+    attach_head(
+        student,
+        make_distillation_loss(
+            config.instantiate(cfg.loss), config.instantiate(cfg.kd_loss), cfg.kd_ratio
+        ),
+    )
+    attach_head(teacher, HiddenAtTargets())
+    teacher_parameters = sum(parameter.numel() for parameter in teacher.parameters())
+    assert teacher_parameters == pytest.approx(PARAMETERS[TEACHERS[name]], rel=0.01)
+
+
+@every_teacher_s_config
+def test_the_header_says_the_memory_of_the_student_and_of_its_teacher(name):
+    text = config_path(name).read_text()
+    found = re.search(
+        r"^# ([\d.e]+) parameters x .* = ([\d.]+) GB,\n# and ([\d.e]+) of the teacher x 2 bytes = ([\d.]+) GB"
+        r".*\n# .*\n# stays after a pass before training, ([\d.]+) GB",
+        text,
+        re.M,
+    )
+    student, gigabytes, teacher, gigabytes_of_teacher, of_output = map(float, found.groups())
+    assert student == pytest.approx(PARAMETERS[of_full(name)], rel=0.01)
+    assert gigabytes == pytest.approx(8 * student / 1e9, rel=0.02)
+    assert teacher == pytest.approx(PARAMETERS[TEACHERS[name]], rel=0.01)
+    assert gigabytes_of_teacher == pytest.approx(2 * teacher / 1e9, rel=0.02)
+    width = build(name, "teacher_model").norm.scale.numel()
+    num_tokens = num_outputs(build(name, "teacher_model"))
+    assert of_output == pytest.approx(2 * num_tokens * width / 1e9, abs=0.05)
+    (kilobytes,) = re.findall(r"kept on the disk, ([\d.]+) kB per target token\n", text)
+    assert float(kilobytes) == pytest.approx(2 * width / 1e3, abs=0.05)
+
+
 @every_config
 def test_components_resolve_and_take_these_arguments(name):
     cfg = load(name)
-    for key in COMPONENTS:
+    for key in (*COMPONENTS, *(OF_TEACHER if name in TEACHERS else ())):
         assert callable(_get_component_from_path(cfg[key]._component_)), key
     config.validate(cfg)
     assert OmegaConf.to_container(cfg, resolve=True)["checkpointer"]["output_dir"] == cfg.output_dir
@@ -286,7 +378,8 @@ def test_the_header_says_the_memory_of_its_adapters_and_of_what_is_frozen(name):
 def test_the_header_says_how_to_get_and_train_it(name):
     text = config_path(name).read_text()
     assert f"{recipe_of(name)} --config {name}\n" in text
-    assert f"--output-dir {load(name).checkpoint_dir}" in text
+    for key in ("checkpoint_dir", "teacher_dir") if name in TEACHERS else ("checkpoint_dir",):
+        assert f"--output-dir {load(name)[key]}" in text
 
 
 @every_adapter_config

@@ -98,28 +98,35 @@ def docstring_tokenizer(
     docstrings_path: str | None = None,
     vocab_size: int = 4096,
     max_seq_len: int | None = None,
+    copied_from: str | None = None,
 ) -> Llama3Tokenizer:
     """A Llama 3 tokenizer whose byte-pair merges are learned from the training text.
 
-    The first call trains it, some seconds, and writes it to ``path`` in the format of Llama 3's own
-    ``tokenizer.model``; later calls and other processes read it from there.
+    The first call trains it, some seconds, or copies another model's, and writes it to ``path`` in the
+    format of Llama 3's own ``tokenizer.model``; later calls and other processes read it from there.
 
     Args:
         path: the tokenizer's file; its special tokens are written beside it as
             ``special_tokens.json``.
-        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None only reads.
+        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None only reads or copies.
         vocab_size: tokens in all, the special ones included; read from the file if that is there.
         max_seq_len: samples are truncated to it [tokens].
+        copied_from: the file of another model, which has the same tokens; instead of training one.
 
     Raises:
-        ValueError: there is neither a tokenizer nor a text to train one on.
+        ValueError: there is no tokenizer to read or to copy, and no text to train one on.
     """
-    if docstrings_path is None and not Path(path).exists():
-        raise ValueError(
-            f"path={path}: there is no tokenizer; train the model that it belongs to first: "
-            "tune run full_finetune_update_step --config llama3_2/5M_full_update_step"
-        )
+    if copied_from is not None:
+        _check_there_is("copied_from", copied_from)
+    elif docstrings_path is None:
+        _check_there_is("path", path)
     special_tokens_path = Path(path).with_name("special_tokens.json")
+
+    def copy() -> None:
+        assert copied_from is not None
+        source = Path(copied_from)
+        special_tokens_path.write_text(source.with_name(special_tokens_path.name).read_text())
+        write_whole(Path(path), source.read_text())
 
     def train() -> None:
         assert docstrings_path is not None
@@ -131,12 +138,20 @@ def docstring_tokenizer(
         lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
         write_whole(Path(path), "\n".join(lines) + "\n")
 
-    build_once(Path(path), train)
+    build_once(Path(path), train if copied_from is None else copy)
     return Llama3Tokenizer(
         path=str(path),
         special_tokens=json.loads(special_tokens_path.read_text()),
         max_seq_len=max_seq_len,
     )
+
+
+def _check_there_is(argument: str, path: str) -> None:
+    if not Path(path).exists():
+        raise ValueError(
+            f"{argument}={path}: there is no tokenizer; train the model that it belongs to first: "
+            "tune run full_finetune_update_step --config llama3_2/5M_full_update_step"
+        )
 
 
 def _train_byte_pairs(pairs: Pairs, num_tokens: int) -> dict[bytes, int]:

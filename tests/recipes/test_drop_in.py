@@ -1,9 +1,10 @@
-"""Every stock 0.6.1 config of the full and the LoRA recipes, of fine-tuning and of preferences, runs with ours."""
+"""Every stock 0.6.1 config of the full and the LoRA recipes, of fine-tuning, preferences and distillation, runs with ours."""
 
 import json
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 import torchtune
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DPO, SFT, run_recipe
+from recipe_runs import DPO, KD, SFT, keep_warnings, run_recipe
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.distillation import make_distillation_loss
+from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.settings import ConfigError, read_settings, settings_of
@@ -36,6 +38,15 @@ LORA = configs_of("lora_finetune_single_device", "lora_finetune_distributed")
 QAT_LORA = configs_of("qat_lora_finetune_distributed")
 STOCK = [*FULL, *LORA, *QAT_LORA]
 PREFERENCES = configs_of("full_dpo_distributed", "lora_dpo_distributed", "lora_dpo_single_device")
+DISTILLATION = configs_of(
+    "knowledge_distillation_single_device", "knowledge_distillation_distributed"
+)
+EVERY = [*STOCK, *PREFERENCES, *DISTILLATION]
+
+
+def recipe_for(stock):
+    """Ours, for a stock config."""
+    return {**dict.fromkeys(PREFERENCES, DPO), **dict.fromkeys(DISTILLATION, KD)}.get(stock, SFT)
 
 
 def tiny_model_for(stock, cfg):
@@ -56,7 +67,10 @@ def on_this_machine(stock, tiny_config):
     """What a machine without GPU, downloads and bitsandbytes must replace, and nothing else."""
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
     tiny_values = OmegaConf.create(tiny_config(model=tiny_model_for(stock, cfg), dataset=DATA))
-    for key in ("output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"):
+    replaced = ["output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"]
+    if stock in DISTILLATION:
+        replaced += ["teacher_model", "teacher_checkpointer"]
+    for key in replaced:
         cfg[key] = tiny_values[key]
     if stock in PREFERENCES:
         cfg.dataset = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 70}
@@ -81,6 +95,7 @@ def run_all(configs, recipe=SFT):
 
 def test_all_configs_are_here():
     assert (len(FULL), len(LORA), len(QAT_LORA), len(PREFERENCES)) == (44, 77, 4, 5)
+    assert len(DISTILLATION) == 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -91,6 +106,28 @@ def test_stock_configs_of_preferences_train(world_size, tiny_config):
         assert len(logged) == 1, stock
         assert logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), stock
         assert logged[0]["num_pairs"] > 16, stock
+
+
+def run_all_keeping_warnings(configs, recipe):
+    warnings = keep_warnings()
+    return run_all(configs, recipe), warnings
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stock_configs_of_distillation_train(world_size, tiny_kd_config):
+    """Their students have adapters, their teachers none."""
+    configs = [on_this_machine(stock, tiny_kd_config) for stock in DISTILLATION]
+    assert all("lora_rank" in cfg["model"] for cfg in configs)
+    found, warnings = run_distributed(run_all_keeping_warnings, world_size, configs, KD)[0]
+    for stock, logged in zip(DISTILLATION, found, strict=True):
+        (metrics,) = logged
+        both = 0.5 * metrics["ce_loss"] + 0.5 * metrics["kd_loss"]  # their kd_ratio
+        assert metrics["loss"] == pytest.approx(both), stock
+        assert metrics["ce_loss"] == pytest.approx(4.7, abs=1.2), stock
+        assert metrics["kd_loss"] > 0.5, stock  # two models that have nothing to do with each other
+    # The tiny teacher has no tokenizer.json; the profiler's is torchtune's own.
+    expected = ("teacher_tokenizer=null", " Profiling disabled")
+    assert [text for text in warnings if not text.startswith(expected)] == []
 
 
 # What two ranks do not do otherwise than one does.
@@ -116,35 +153,41 @@ def test_stock_configs_train(world_size, alike, tiny_config):
         assert losses == pytest.approx([4.7] * len(losses), abs=1.2), stock
 
 
-@pytest.mark.parametrize("stock", [*STOCK, *PREFERENCES])
+@pytest.mark.parametrize("stock", EVERY)
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
     from recipe_utils.model.build import ModelSettings, build_on_meta
-    from recipe_utils.model.sizes import vocab_size_and_max_seq_len
+    from recipe_utils.model.sizes import num_outputs, vocab_size_and_max_seq_len
 
     if "vision" in stock:
         pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
-    model = build_on_meta(lambda: config.instantiate(cfg.model), ModelSettings(dtype="bf16"))
+    build = partial(build_on_meta, settings=ModelSettings(dtype="bf16"))
+    model = build(lambda: config.instantiate(cfg.model))
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     assert vocab_size > 30_000
     assert max_seq_len >= 4096
+    loss = config.instantiate(cfg.loss)
     if stock in PREFERENCES:
-        make_preference_loss(lambda: config.instantiate(cfg.loss))
-        attach_head(model, LinearLogProbs())
-    else:
-        attach_head(model, config.instantiate(cfg.loss))
+        make_preference_loss(lambda: loss)
+        loss = LinearLogProbs()
+    elif stock in DISTILLATION:
+        loss = make_distillation_loss(loss, config.instantiate(cfg.kd_loss), cfg.kd_ratio)
+        teacher = build(lambda: config.instantiate(cfg.teacher_model))
+        attach_head(teacher, HiddenAtTargets())
+        assert num_outputs(teacher) == num_outputs(model)
+    attach_head(model, loss)
     for name in cfg.get("custom_sharded_layers") or []:
         model.get_submodule(name)
 
 
-@pytest.mark.parametrize("stock", [*STOCK, *PREFERENCES])
+@pytest.mark.parametrize("stock", EVERY)
 def test_stock_configs_are_right_but_for_what_this_machine_lacks(stock, tmp_path):
     """Their keys, values and components' arguments, none replaced."""
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
     cfg.output_dir = str(tmp_path)
     try:
-        read_settings(cfg, settings_of(DPO if stock in PREFERENCES else SFT))
+        read_settings(cfg, settings_of(recipe_for(stock)))
     except ConfigError as error:
         for problem in error.problems:
             assert re.search(

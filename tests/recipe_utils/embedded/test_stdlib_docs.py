@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny
 
+from recipe_utils.data.vocabulary import check_same_tokens
 from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
@@ -105,6 +106,25 @@ def test_where_there_is_no_tokenizer_and_no_text_to_train_one_on_the_error_says_
     with pytest.raises(ValueError, match=r"there is no tokenizer.*5M_full_update_step"):
         docstring_tokenizer(str(path))
     assert not path.parent.exists()
+
+
+def test_a_copied_tokenizer_has_the_same_tokens_and_lies_beside_its_own_model(built, tmp_path):
+    path = tmp_path / "fresh" / "tokenizer.model"
+    copy = docstring_tokenizer(str(path), copied_from=str(built.tokenizer_path), max_seq_len=7)
+    for name in ("tokenizer.model", "special_tokens.json"):
+        assert path.with_name(name).read_text() == built.tokenizer_path.with_name(name).read_text()
+    assert check_same_tokens(copy, built.tokenizer, None) is None
+    assert copy.max_seq_len == 7
+
+
+def test_where_there_is_none_to_copy_the_error_says_what_makes_one_also_beside_an_older_copy(
+    built, tmp_path
+):
+    path, missing = tmp_path / "fresh" / "tokenizer.model", tmp_path / "epoch_0" / "tokenizer.model"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^copied_from=.*no tokenizer.*5M_full_update_step"):
+            docstring_tokenizer(str(path), copied_from=str(missing))
+        docstring_tokenizer(str(path), copied_from=str(built.tokenizer_path))
 
 
 def splits(built, **options):
