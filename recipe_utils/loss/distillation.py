@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.microbatch import Targets
 from recipe_utils.loss.chunks import sum_over_chunks
@@ -23,6 +24,8 @@ from recipe_utils.loss.divergence import (
     symmetric_kl,
 )
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+
+_log = get_logger("INFO")
 
 Kind = Literal["forward", "reverse", "symmetric", "js"]
 
@@ -350,6 +353,13 @@ def make_distillation_loss(
             raise ValueError(
                 f"kd_loss: {type(kd_loss_fn).__name__} is unknown; set it to "
                 "recipe_utils.loss.LinearDistillationLoss, or one of torchtune's KD losses"
+            )
+        of_both = [getattr(each, "num_output_chunks", None) for each in (kd_loss_fn, loss_fn)]
+        if None not in of_both and of_both[0] != of_both[1]:
+            log_rank_zero(
+                _log,
+                f"kd_loss.num_output_chunks={of_both[0]}: loss has {of_both[1]}; that of kd_loss is taken where "
+                "an output layer is called as a module, and everywhere else tokens_per_chunk",
             )
         kd_loss_fn = LinearDistillationLoss(
             kind,

@@ -264,6 +264,7 @@ def test_it_is_asked_once_about_each_sample_that_is_trained_or_validated_on(tiny
         {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}},
         {"batch_size": 4},
         {"kd_ratio": 1.0},
+        {"num_workers": 2},
         {"pipeline_parallel_dim": 2, "world_size": 2},
     ):
         world_size = change.pop("world_size", 1)
@@ -529,6 +530,46 @@ def test_a_teacher_that_says_nan_is_named(cache, tiny_kd_config, tmp_path):
         ValueError, match="teacher_checkpointer: the teacher's hidden states are NaN"
     ):
         run(config)
+
+
+def test_images_go_through_both_models_and_nothing_else_through_one(tiny_kd_config, tmp_path):
+    folder = tmp_path / "given"
+    folder.mkdir()
+    torch.save(tiny.tiny_fusion_model().state_dict(), folder / "fusion.pt")
+    fusion = {"_component_": "tiny.tiny_fusion_model"}
+    config = curve_config(
+        tiny_kd_config,
+        model=fusion,
+        dataset={"_component_": "tiny.tiny_image_dataset", "num_samples": 8},
+        collate_fn="tiny.collate_images",
+        run_val_every_n_steps=None,
+        dataset_val=None,
+    )
+    given = {"checkpoint_dir": str(folder), "checkpoint_files": ["fusion.pt"]}
+    config["checkpointer"] = {**config["checkpointer"], **given}
+    both = {**config, "teacher_model": fusion, "teacher_checkpointer": config["checkpointer"]}
+    (metrics,) = run(both)
+    assert abs(metrics["kd_loss"]) < 1e-6
+    assert metrics["teacher_entropy"] > 1
+    with pytest.raises(ConfigError, match="teacher_model: a TransformerDecoder does not take what"):
+        run(config)
+
+
+def run_with_a_full_disk(config):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    return str(error.value)
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_is_left(tiny_kd_config):
+    config = curve_config(tiny_kd_config, teacher_cache="hidden", metric_logger=None)
+    (text,) = run_distributed(run_with_a_full_disk, 1, config)
+    assert "teacher_cache_dir: [Errno 27]" in text
+    assert not list(Path(config["output_dir"], "teacher").iterdir())
 
 
 def test_images_are_not_kept(tiny_kd_config):
