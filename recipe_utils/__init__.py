@@ -8,7 +8,7 @@ This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.regi
 ``import torch`` of the environment.
 """
 
-__version__ = "0.4.0"
+__version__ = "0.4.1"
 
 
 def check_version(written_for: str, recipe: str) -> None:

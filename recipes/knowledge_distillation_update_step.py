@@ -196,7 +196,7 @@ class KDRecipe:
         self.offloading = training.get_act_offloading_ctx_manager(
             self.model, modules.enable_activation_offloading
         )
-        frozen |= self.teacher.set_up(whole, loss_fn, text)
+        frozen |= self.teacher.set_up(whole, loss_fn, text, settings.teacher_model)
 
         # ---- Optimizer, and back to where the training was
         self.optimizer = build_optimizer(make_optimizer, self.model, updates)
@@ -274,7 +274,8 @@ class KDRecipe:
                             sums += self.sums(microbatch)
                 num_target_tokens += step.totals["target_tokens"]
         self.model.train()
-        return self.named(sums * self.ranks.dp_degree / max(num_target_tokens, 1), "val_")
+        dp_degree, found = self.ranks.dp_degree, self.named(sums, "val_")
+        return {k: value * dp_degree / max(num_target_tokens, 1) for k, value in found.items()}
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, float]:
         """Metrics of all ranks from this rank's part, in one reduction."""

@@ -109,7 +109,7 @@ class Gate:
         report = RankReport(
             num_slots,
             fingerprint,
-            _peak_memory_bytes(self._device),
+            peak_memory_bytes(self._device),
             self._idle_cpu_seconds,
             self._losses,
         )
@@ -151,7 +151,8 @@ def end_with_the_benchmark() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most that this process ever had: of the device's memory, or of the machine's where that is the device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):

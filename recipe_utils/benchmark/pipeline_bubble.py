@@ -2,14 +2,20 @@
 
     python -m recipe_utils.benchmark.pipeline_bubble
     python -m recipe_utils.benchmark.pipeline_bubble --num_ranks 4 --num_groups 2 8 --plot timeline.png
+    python -m recipe_utils.benchmark.pipeline_bubble --teacher
 
 Each rank's order of forwards and backwards is PyTorch's own; nothing is trained. A forward through a rank's
 layers takes one slot, a backward two, halves where the backward is split. Sending takes no time. Groups hold
 as many microbatches as ranks, the fewest that 1F1B takes, and the next group starts when the one before is
 through, as in a loop over ``schedule.step``.
+
+With a teacher all of a group's or an update step's microbatches go through its forward-only schedule before the
+student's begins (of NeMo Automodel's groups the one, the recipe's update step the other). It has one stage per rank.
+No barrier lies between both: the first ranks begin with the student while the last ones compute the teacher.
 """
 
 import argparse
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -19,6 +25,7 @@ from recipe_utils.model.schedule import SCHEDULES, has_several_stages_per_rank
 
 # Letters are PyTorch's: forward, backward, its part for the inputs and that for the weights.
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+TEACHER = "T"
 
 
 class Action(NamedTuple):
@@ -67,14 +74,31 @@ def order_of_ranks(schedule: str, num_ranks: int, num_microbatches: int) -> list
     return order
 
 
-def timeline(order: Sequence[Sequence[Action]]) -> list[list[Span]]:
+def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """The same after a teacher's forwards of these microbatches, whose order is GPipe's."""
+    teacher, student = (
+        order_of_ranks(each, num_ranks, num_microbatches) for each in ("GPipe", schedule)
+    )
+    return [
+        [action._replace(kind=TEACHER) for action in of_teacher if action.kind == "F"] + of_student
+        for of_teacher, of_student in zip(teacher, student, strict=True)
+    ]
+
+
+def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[list[Span]]:
     """When each rank computes what, if it starts as soon as what it needs is there.
 
     A forward needs that of the stage before, a backward that of the stage after and its own forward, the
     part for the weights the one for the inputs.
+
+    Args:
+        order: of each rank.
+        teacher_slots: of a teacher's forward through a rank's layers.
     """
     num_stages = 1 + max(action.stage for actions in order for action in actions)
     unit = Fraction(len(order), num_stages)  # a stage is that part of a rank's layers
+    slots = {kind: number * unit for kind, number in SLOTS.items()}
+    slots[TEACHER] = Fraction(teacher_slots)
     done: dict[Action, Fraction] = {}
     spans: list[list[Span]] = [[] for _ in order]
     while len(done) < sum(map(len, order)):
@@ -86,7 +110,7 @@ def timeline(order: Sequence[Sequence[Action]]) -> list[list[Span]]:
                     break
                 free = spans[rank][-1].stop if spans[rank] else Fraction(0)
                 start = max(free, needed)
-                done[action] = start + SLOTS[action.kind] * unit
+                done[action] = start + slots[action.kind]
                 spans[rank].append(Span(action, start, done[action]))
         if len(done) == num_done:
             raise ValueError("the order of the ranks waits for itself")
@@ -97,8 +121,8 @@ def needs(action: Action, num_stages: int, done: Mapping[Action, Fraction]) -> F
     """When all that ``action`` needs was done; None while it is not."""
     kind, stage, microbatch = action
     before: list[tuple[str, int]] = []
-    if kind == "F":
-        before = [("F", stage - 1)] if stage > 0 else []
+    if kind in ("F", TEACHER):
+        before = [(kind, stage - 1)] if stage > 0 else []
     elif kind == "W":
         before = [("I", stage)]
     else:
@@ -119,8 +143,12 @@ def idle_fraction(spans: Sequence[Sequence[Span]]) -> tuple[Fraction, Fraction]:
     return length * len(spans) - busy, 1 - busy / (length * len(spans))
 
 
-def main() -> None:
-    """Prints a markdown table, and draws two timelines if asked to."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a markdown table, and draws two timelines if asked to.
+
+    Args:
+        arguments: of the command line; None takes the process's own.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--num_groups", type=int, nargs="+", default=[4])
@@ -128,7 +156,17 @@ def main() -> None:
     parser.add_argument(
         "--plot", help="file for the timelines of 1F1B at the second number of ranks"
     )
-    args = parser.parse_args()
+    parser.add_argument(
+        "--teacher",
+        type=int,
+        nargs="*",
+        metavar="SLOTS",
+        help="with a teacher before it, whose forward takes so many slots: 1 and 6, if not said",
+    )
+    args = parser.parse_args(arguments)
+    if args.teacher is not None:
+        print_with_teacher(args.num_ranks, args.num_groups, args.schedules, args.teacher or [1, 6])
+        return
 
     print(
         "| ranks p | microbatches m | schedule | idle slots: groups of p | whole step | idle share: groups "
@@ -148,6 +186,31 @@ def main() -> None:
                 )
     if args.plot:
         draw(args.plot, args.num_ranks[min(1, len(args.num_ranks) - 1)], args.num_groups[0])
+
+
+def print_with_teacher(
+    num_ranks: Sequence[int],
+    num_groups: Sequence[int],
+    schedules: Sequence[str],
+    teacher_slots: Sequence[int],
+) -> None:
+    """Prints a markdown table for each number of ranks, groups of an update step, schedule and teacher."""
+    print(
+        "| ranks p | microbatches m | schedule | teacher's forward [slots] | idle share: groups of p "
+        "| whole step | whole step is faster by |"
+    )
+    print("| --- " * 7 + "|")
+    for p, groups, schedule, slots in itertools.product(
+        num_ranks, num_groups, schedules, teacher_slots
+    ):
+        share, whole_share = (
+            idle_fraction(timeline(order_after_teacher(schedule, p, m), slots))[1]
+            for m in (p, p * groups)
+        )
+        print(
+            f"| {p} | {p * groups} | {schedule} | {slots} | {float(share):.1%} | "
+            f"{float(whole_share):.1%} | {float((1 - whole_share) / (1 - share)):.2f} |"
+        )
 
 
 def draw(path: str, num_ranks: int, num_groups: int) -> None:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.microbatch import Targets
-from recipe_utils.loss.chunks import sum_over_chunks
+from recipe_utils.loss.chunks import chunks_of, sum_over_chunks
 from recipe_utils.loss.divergence import (
     Divergence,
     forward_kl,
@@ -23,6 +24,8 @@ from recipe_utils.loss.divergence import (
     symmetric_kl,
 )
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
+
+_log = get_logger("INFO")
 
 Kind = Literal["forward", "reverse", "symmetric", "js"]
 
@@ -33,6 +36,11 @@ agree, without temperature's square; the teacher's entropy [nats]; whether both 
 _LOG_OF_NOTHING = -1e4
 """exp() of it is 0, and 0 times it is 0, not NaN."""
 
+_LOGITS_IN_CACHES = 2**20
+"""As many fit into a CPU's caches along with what is made of them."""
+_LOGITS_FOR_A_GPU = 2**23
+"""Enough to keep it busy, and a fraction of a chunk."""
+
 
 class TeacherHidden(NamedTuple):
     """A teacher that is known by its last hidden states: exact at any temperature, for any divergence."""
@@ -40,7 +48,8 @@ class TeacherHidden(NamedTuple):
     hidden: Tensor
     """After the final norm, at the target positions, [n, d_t]."""
     output: Any
-    """Its output layer, [c, d_t] -> [c, v_t], with a weight that can be read as it is."""
+    """Its output layer, [c, d_t] -> [c, v_t], with a weight that can be read as it is. Its logits are
+    worked in."""
     bias: Tensor | None = None
     """Added to its logits after the temperature, [v_t]; softmax(logits / t + log_u) are Sinkhorn-Knopp's
     targets, whose log_u is all that the rest of a batch contributes."""
@@ -56,7 +65,9 @@ class TeacherHidden(NamedTuple):
             of_teacher /= temperature
         if self.bias is not None:
             of_teacher += self.bias[: logits.size(1)]
-        return F.log_softmax(of_teacher, dim=-1)
+        for few in _few_rows_of(of_teacher):
+            of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
+        return of_teacher
 
 
 class TeacherTopK(NamedTuple):
@@ -76,6 +87,12 @@ class TeacherTopK(NamedTuple):
     def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
         """Of the k tokens and of all others together, [c, k + 1]; at the temperature they were taken at."""
         return self.log_probs.to(logits.dtype, copy=True).clamp_(min=_LOG_OF_NOTHING)
+
+
+def _few_rows_of(logits: Tensor) -> list[slice]:
+    """Of a chunk [c, v]: what is made of few rows at a time takes little memory, and often none anew."""
+    at_once = _LOGITS_IN_CACHES if logits.device.type == "cpu" else _LOGITS_FOR_A_GPU
+    return chunks_of(len(logits), max(1, at_once // logits.size(1)))
 
 
 def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float) -> TeacherTopK:
@@ -110,7 +127,7 @@ class LinearDistillationLoss(nn.Module):
         mixture: the part of the forward divergence in ``symmetric``; the teacher's part in ``js``'s mean.
         teacher_temperature: T of the teacher's side; None for the same. A side of its own is no softer view
             of one distribution, so no square of T weighs the divergence then.
-        tokens_per_chunk: target tokens projected at once; takes about five times
+        tokens_per_chunk: target tokens projected at once; takes two to three times
             ``tokens_per_chunk * v`` fp32 numbers.
         num_output_chunks: chunks where the student's output layer is called as a module.
         ignore_index: the label of positions that are no targets.
@@ -212,17 +229,25 @@ class LinearDistillationLoss(nn.Module):
         def of_chunk(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            of_rows, gradient = self._of_chunk(
-                logits,
-                teacher.of_rows(rows),
-                labels[rows] if labels is not None else None,
-                needs_gradient,
-            )
-            if row_weights is not None:
-                of_rows *= row_weights[rows]
+            teacher_of_chunk = teacher.of_rows(rows)
+            log_p = teacher_of_chunk.log_probs_like(logits, self.teacher_temperature)
+            sums = logits.new_empty(len(SUMS), len(logits))
+            label = labels[rows].unsqueeze(1) if labels is not None else None
+            for few in _few_rows_of(logits):
+                sums[:, few], gradient = self._of_few_rows(
+                    logits[few],
+                    log_p[few],
+                    teacher_of_chunk.of_rows(few),
+                    label[few] if label is not None else None,
+                    needs_gradient,
+                )
                 if gradient is not None:
-                    gradient *= row_weights[rows].unsqueeze(1)
-            return of_rows.sum(1), gradient
+                    logits[few] = gradient
+            if row_weights is not None:
+                sums *= row_weights[rows]
+                if needs_gradient:
+                    logits *= row_weights[rows].unsqueeze(1)
+            return sums.sum(1), logits if needs_gradient else None
 
         return sum_over_chunks(
             output,
@@ -234,23 +259,30 @@ class LinearDistillationLoss(nn.Module):
             backward_in_parts=backward_in_parts,
         )
 
-    def _of_chunk(
+    def _of_few_rows(
         self,
         logits: Tensor,
+        log_p: Tensor,
         teacher: TeacherHidden | TeacherTopK,
-        labels: Tensor | None,
+        label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """SUMS of each row [5, c], and the loss's gradient for the logits [c, v]."""
+        """SUMS of each row [5, c], and the loss's gradient for the logits [c, v].
+
+        Args:
+            logits: [c, v].
+            log_p: what the teacher says of them, [c, m] or [c, k + 1]; is overwritten.
+            teacher: of these rows.
+            label: [c, 1]; None if there is no cross-entropy.
+            needs_gradient: or None is returned for it.
+        """
         ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
         ce_loss = logits.new_zeros(len(logits))
         if ce_weight:
-            assert labels is not None
-            label = labels.unsqueeze(1)
+            assert label is not None
             log_probs = F.log_softmax(logits, dim=-1)
             ce_loss = -log_probs.gather(1, label).squeeze(1)
 
-        log_p = teacher.log_probs_like(logits, self.teacher_temperature)
         num_tokens = teacher.num_tokens if isinstance(teacher, TeacherTopK) else log_p.size(1)
         shares_softmax = bool(ce_weight) and self.temperature == 1 and num_tokens == logits.size(1)
         if shares_softmax:
@@ -260,14 +292,16 @@ class LinearDistillationLoss(nn.Module):
             log_q = F.log_softmax(
                 common if self.temperature == 1 else common / self.temperature, dim=-1
             )
-        entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
-        likeliest = teacher.token_ids[:, 0] if isinstance(teacher, TeacherTopK) else log_p.argmax(1)
-        agrees = (log_q.argmax(1) == likeliest).to(log_q.dtype)
+        p = log_p.exp()
+        entropy = -(p * log_p).sum(1)
         if isinstance(teacher, TeacherTopK):
-            kd_loss, h = self._of_buckets(log_q, log_p, teacher.token_ids)
+            likeliest = teacher.token_ids[:, :1]
+            kd_loss, h = self._of_buckets(log_q, log_p, p, teacher.token_ids)
         else:
-            kd_loss, h = self.divergence(log_q, log_p)
-        del log_p
+            likeliest = log_p.argmax(1, keepdim=True)
+            kd_loss, h = self.divergence(log_q, log_p, p)
+        # Twice as fast as another argmax.
+        agrees = (log_q.gather(1, likeliest).squeeze(1) == log_q.amax(1)).to(log_q.dtype)
         loss = kd_weight * kd_loss
         if ce_weight:
             loss += ce_weight * ce_loss
@@ -288,14 +322,17 @@ class LinearDistillationLoss(nn.Module):
         elif num_tokens < logits.size(1):
             gradient = F.pad(gradient, (0, logits.size(1) - num_tokens))
         if ce_weight:
+            assert label is not None
             gradient.scatter_add_(1, label, gradient.new_full((), -ce_weight).expand_as(label))
         return sums, gradient
 
-    def _of_buckets(self, log_q: Tensor, log_p: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_buckets(
+        self, log_q: Tensor, log_p: Tensor, p: Tensor, token_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Divergence over k tokens and all others as one outcome; its h for each token."""
         log_rest = log_q.scatter(1, token_ids, float("-inf")).logsumexp(1, keepdim=True)
         buckets = torch.cat([log_q.gather(1, token_ids), log_rest], dim=1)
-        divergence, h = self.divergence(buckets.clamp_(min=_LOG_OF_NOTHING), log_p)
+        divergence, h = self.divergence(buckets.clamp_(min=_LOG_OF_NOTHING), log_p, p)
         # A token of the last bucket has its part of that one's h.
         rest = log_rest.exp()
         per_q = torch.where(rest > 0, h[:, -1:] / rest, 0)
@@ -350,6 +387,13 @@ def make_distillation_loss(
             raise ValueError(
                 f"kd_loss: {type(kd_loss_fn).__name__} is unknown; set it to "
                 "recipe_utils.loss.LinearDistillationLoss, or one of torchtune's KD losses"
+            )
+        of_both = [getattr(each, "num_output_chunks", None) for each in (kd_loss_fn, loss_fn)]
+        if None not in of_both and of_both[0] != of_both[1]:
+            log_rank_zero(
+                _log,
+                f"kd_loss.num_output_chunks={of_both[0]}: loss has {of_both[1]}; that of kd_loss is taken where "
+                "an output layer is called as a module, and everywhere else tokens_per_chunk",
             )
         kd_loss_fn = LinearDistillationLoss(
             kind,

@@ -92,7 +92,7 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
             sums: Tensor = loss_fn(
                 decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
             )
-            return sums if sums.dim() else sums.reshape(1)
+            return sums if sums.dim() else torch.stack([sums])  # no view, of which FSDP2 warns
 
         decoder.unembed = unembed
         return
@@ -114,6 +114,6 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     def logits_to_loss(_: nn.Module, __: tuple[Any, ...], logits: Any) -> Any:
         if not targets_in_forward:
             return logits
-        return summed_loss(logits, targets_in_forward.pop()).reshape(-1)
+        return torch.stack([summed_loss(logits, targets_in_forward.pop())])
 
     model.register_forward_hook(logits_to_loss)

@@ -70,9 +70,9 @@ class FrozenModel:
             load_weights(model, checkpoint, modules, ranks.device)
         self._model = model.requires_grad_(False).eval()
         self._pipeline = build_pipeline(model, pipeline, modules.torch_dtype, ranks)
-        self._decoder: Any = model  # with the output layer; None where it is on another rank
+        self._with_output: Any = model  # None where the last stage is on another rank
         if isinstance(model, Stages):
-            self._decoder = model.by_index().get(model.whole.num_stages - 1)
+            self._with_output = model.by_index().get(model.whole.num_stages - 1)
 
     @torch.no_grad()
     def hidden_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
@@ -106,19 +106,18 @@ class FrozenModel:
 
         None on ranks without the last stage.
         """
-        if self._decoder is None:
+        if self._with_output is None:
             yield None
             return
+        output = getattr(self._with_output, "decoder", self._with_output).output
         # PyTorch's schedules reshard stages at their end, a forward the root.
-        holders = [
-            each for each in (self._decoder, self._decoder.output) if isinstance(each, FSDPModule)
-        ]
+        holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
         for holder in holders:
             holder.unshard()
             # As a unit of its own the output layer would let go of its weight after every chunk.
             holder.set_reshard_after_forward(False, recurse=False)
         try:
-            yield self._decoder.output
+            yield output
         finally:
             for holder in holders:
                 holder.reshard()
@@ -127,15 +126,15 @@ class FrozenModel:
 def output_layer_alone(
     whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The output layer of a decoder without the rest of it, unsharded.
+    """The output layer of a model without the rest of it, unsharded.
 
     Args:
-        whole: the decoder, on the meta device.
+        whole: the model, on the meta device.
         weights: full, by torchtune's keys.
         dtype: of the layer.
         device: likewise.
     """
-    output = whole.output
+    output = getattr(whole, "decoder", whole).output
     holder = output.tied_module if isinstance(output, TiedLinear) else output
     (prefix,) = [name for name, module in whole.named_modules() if module is holder]
     own = {name: weights[f"{prefix}.{name}"].to(device, dtype) for name in holder.state_dict()}

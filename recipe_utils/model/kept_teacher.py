@@ -21,6 +21,7 @@ from recipe_utils.loss.distillation import TeacherHidden, TeacherTopK, top_k_of
 from recipe_utils.model.hidden_states import FrozenModel
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings import naming
 
 _SECONDS_TO_LOSE = 60.0
 """How much of the pass before training a killed one may lose."""
@@ -114,7 +115,7 @@ class KeptTeacher:
             loaders: of its data.
 
         Raises:
-            OSError: what the teacher said cannot be written; names the file.
+            recipe_utils.settings.ConfigError: what the teacher said cannot be written; names the file.
         """
         self._is_filling = True
         self._written_seconds = time.monotonic()
@@ -123,7 +124,8 @@ class KeptTeacher:
             with steps:
                 for step in tqdm(steps, "teacher", num_steps, disable=not self._ranks.is_zero):
                     self._ask(step)
-        self._cache.write()
+        with naming("teacher_cache_dir"):
+            self._cache.write()
         self._cache.reload()
         self._is_filling = False
         self._model = None
@@ -142,13 +144,13 @@ class KeptTeacher:
             self._model = self._build()
         asked = not_kept + [step.microbatches[0]] * (most - len(not_kept))
         hidden = self._model.hidden_of([microbatch.with_teacher(None) for microbatch in asked])
-        with self._model.output_layer() as output:
+        with self._model.output_layer() as output, naming("teacher_cache_dir"):
             for index in range(len(not_kept) if hidden else 0):
                 values = dict(self._values_of(hidden[index], output))
                 self._keep(not_kept[index].targets.teacher, values)
-        if time.monotonic() - self._written_seconds > _SECONDS_TO_LOSE:
-            self._cache.write()
-            self._written_seconds = time.monotonic()
+            if time.monotonic() - self._written_seconds > _SECONDS_TO_LOSE:
+                self._cache.write()
+                self._written_seconds = time.monotonic()
 
     @torch.no_grad()
     def _values_of(self, hidden: Tensor, output: Any) -> Iterator[tuple[str, Tensor]]:

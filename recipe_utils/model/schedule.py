@@ -124,11 +124,14 @@ class PipelineSettings:
                 return
             to_run = self.num_microbatches_to_run(max(num_microbatches, num_ranks), num_ranks)
             if num_microbatches != to_run:
+                samples = num_microbatches * data.batch_size
                 yield (
                     f"gradient_accumulation_steps={num_microbatches}: {name} with {num_stages} stages "
                     f"and pipeline_parallel_schedule={self.pipeline_parallel_schedule} needs {to_run} "
-                    f"microbatches or more per update step; set gradient_accumulation_steps={to_run} "
-                    "(and a smaller batch_size)"
+                    f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
+                    f"samples ({samples} on each of {dims.dp_degree} data-parallel ranks, "
+                    f"{samples * dims.dp_degree} in all); set gradient_accumulation_steps={to_run} (and a "
+                    "smaller batch_size)"
                 )
 
 

@@ -133,7 +133,7 @@ class Teacher:
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
         )
         self._whole = build_on_meta(make_model, self._modules)
-        if not hasattr(self._whole, "unembed"):
+        if not hasattr(getattr(self._whole, "decoder", self._whole), "unembed"):
             raise ValueError(
                 f"a {type(self._whole).__name__} has no hidden states to give; set it to a torchtune decoder"
             )
@@ -192,6 +192,7 @@ class Teacher:
         student: nn.Module,
         loss_fn: LinearDistillationLoss,
         text: TextSamples,
+        depends_on: Any,
     ) -> dict[str, str]:
         """Builds it with its weights; or, where what it says is kept, its output layer alone.
 
@@ -199,23 +200,31 @@ class Teacher:
             student: whole, on any device.
             loss_fn: that asks it.
             text: what it is asked about.
+            depends_on: what its word depends on besides weights, precision and samples, as plain values.
 
         Returns:
             What its weights are known by, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.ConfigError: its weights do not fit, or it cannot be built so.
-            ValueError: ``teacher_cache`` cannot be so.
+            recipe_utils.settings.ConfigError: its weights do not fit, or it cannot be built or kept so.
         """
         if not self.is_asked:
             return {}
         modules = self._modules
-        top_k = self._top_k(num_outputs(student), loss_fn.teacher_temperature)
+        with naming():
+            self._check_inputs(student)
+            top_k = self._top_k(num_outputs(student), loss_fn.teacher_temperature)
         with naming("teacher_checkpointer"):
             checkpoint = self._checkpointer.load_checkpoint()
             weights = checkpoint[training.MODEL_KEY]
             crc32 = crc32_of_weights(weights, self._group)
             check_weights(self._whole, weights)
+            output = None
+            if self._settings.teacher_cache == "hidden" and self._ranks.has_last_stage:
+                output = output_layer_alone(
+                    self._whole, weights, modules.torch_dtype, self._ranks.device
+                )
+            del weights  # or they would be there twice while the model is built
 
         def build(checkpoint: dict[str, Any]) -> FrozenModel:
             split_points = self._settings.teacher_pipeline_parallel_split_points
@@ -229,7 +238,7 @@ class Teacher:
             self._live = build(checkpoint)
             return {TEACHER: crc32}
         context = {
-            "model": repr(self._whole),
+            "model": depends_on,
             "weights": crc32,
             "dtype": str(modules.torch_dtype),
             "device": self._ranks.device.type,
@@ -238,15 +247,18 @@ class Teacher:
         cache = TeacherCache(self._folder, context, self._group)
         if self._ranks.is_zero:
             _log.info(f"{self._folder}: the teacher is known of {len(cache)} samples")
-        output = None
-        if top_k is None and self._ranks.has_last_stage:
-            output = output_layer_alone(
-                self._whole, weights, modules.torch_dtype, self._ranks.device
-            )
         self._kept = KeptTeacher(
             cache, lambda: build(self._checkpointer.load_checkpoint()), output, top_k, self._ranks
         )
         return {TEACHER: crc32}
+
+    def _check_inputs(self, student: nn.Module) -> None:
+        """Raises ValueError: a student of images and a teacher of text alone, or the other way round."""
+        if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
+            kinds = [type(model).__name__ for model in (self._whole, student)]
+            raise ValueError(
+                f"teacher_model: a {kinds[0]} does not take what a {kinds[1]} takes; set it to one that does"
+            )
 
     def _top_k(self, num_of_student: int, temperature: float) -> TopK | None:
         """What of a distribution is kept, if hidden states are not.

@@ -353,7 +353,8 @@ BAD = {
     "more stages than microbatches": (
         {"batch_size": 16},
         "gradient_accumulation_steps=1: pipeline_parallel_dim=2 with 2 stages and "
-        "pipeline_parallel_schedule=1F1B needs 2 microbatches or more",
+        "pipeline_parallel_schedule=1F1B needs 2 microbatches or more per update step, which has 1 of 16 "
+        "samples (16 on each of 1 data-parallel ranks, 16 in all); set gradient_accumulation_steps=2",
     ),
     "uneven rounds": (
         {

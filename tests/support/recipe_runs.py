@@ -28,6 +28,8 @@ WEIGHTS = {
     "deep.pt": tiny.DEEP_MODEL,
     "deep_untied.pt": tiny.DEEP_UNTIED_MODEL,
     "wide.pt": tiny.WIDE_MODEL,
+    "teacher.pt": tiny.TEACHER_MODEL,
+    "untied_teacher.pt": tiny.UNTIED_TEACHER_MODEL,
 }
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
@@ -146,10 +148,10 @@ def run_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]
     return list(ListLogger.logged)
 
 
-def run_compiled_recipe(config: dict[str, Any]) -> list[dict[str, Any]]:
+def run_compiled_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]]:
     """What :func:`run_recipe` returns with compiled layers."""
     os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
-    return run_recipe({**config, "compile": True})
+    return run_recipe({**config, "compile": True}, recipe)
 
 
 def run_stock_recipe(
@@ -165,9 +167,8 @@ def run_stock_recipe(
     if kind == "full_dpo":
         let_stock_recipe_run_on_cpu(torch.device("cpu"))
     classes = runpy.run_path(str(path))
-    (name,) = [
-        each for each in classes if each.lower().startswith(kind.replace("_", "") + "recipe")
-    ]
+    start = "KD" if kind == "knowledge_distillation" else kind.replace("_", "")
+    (name,) = [each for each in classes if each.lower().startswith(f"{start}recipe".lower())]
     recipe = classes[name](cfg)
     recipe.setup(cfg)
     if adapters is not None:

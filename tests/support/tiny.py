@@ -41,7 +41,10 @@ DEEP_MODEL = {**MODEL, "num_layers": 4}
 DEEP_UNTIED_MODEL = {**UNTIED_MODEL, "num_layers": 4}
 WIDE_MODEL = {**MODEL, "num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 256}
 """Its weights fall into whole NF4 blocks on up to 4 ranks."""
-
+_OF_TEACHER = {"num_layers": 5, "embed_dim": 48, "intermediate_dim": 64}
+TEACHER_MODEL = {**MODEL, **_OF_TEACHER}
+UNTIED_TEACHER_MODEL = {**UNTIED_MODEL, **_OF_TEACHER, "vocab_size": VOCAB_SIZE + 13}
+"""Wider and deeper than the others, and cut elsewhere; it has tokens that they have not."""
 
 GEMMA2_MODEL = {
     "_component_": "torchtune.models.gemma2.gemma2",
@@ -304,6 +307,12 @@ class RecordingSGD(torch.optim.SGD):
                 gradients.append(full.detach().clone())
         RecordingSGD.recorded.append(gradients)
         super().step(closure)
+
+
+class SquaredLoss(nn.MSELoss):
+    """A loss of another kind, with what the recipes look for."""
+
+    ignore_index = IGNORE
 
 
 class UnsavableSGD(torch.optim.SGD):

@@ -230,6 +230,33 @@ def test_the_tokens_are_those_of_the_planned_samples_in_order(one_process):
                 assert not row[len(tokens) :].any()
 
 
+@pytest.mark.parametrize("num_epochs", [1, 2, 9])
+def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, one_process):
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2, max_steps_per_epoch=1)
+    consumed = set()
+    for epoch in range(num_epochs):
+        with loader.epoch(epoch) as steps:
+            consumed |= {
+                tuple(row[row > 0].tolist())
+                for s in steps
+                for m in s.microbatches
+                for row in m.inputs["tokens"]
+            }
+    num_steps, steps = loader.one_pass(num_epochs)
+    with steps:
+        found = [
+            tuple(row[row > 0].tolist())
+            for s in steps
+            for m in s.microbatches
+            for row in m.inputs["tokens"]
+        ]
+    assert num_steps == math.ceil(len(consumed) / 4)
+    in_order = [
+        tuple(sample["tokens"]) for sample in SAMPLES if tuple(sample["tokens"]) in consumed
+    ]
+    assert found == in_order
+
+
 def test_an_update_step_can_be_passed_over_twice(one_process):
     with make_loader(SAMPLES).of_samples([list(range(6)), [7]]) as steps:
         for step in steps:

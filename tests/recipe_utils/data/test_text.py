@@ -95,6 +95,37 @@ def test_a_target_never_crosses_a_document_border(split_across_pack):
         assert start == len(targets)
 
 
+class Asked:
+    """What is known of samples: their numbers of targets as they were asked for."""
+
+    def find(self, samples, num_targets):
+        return [
+            (len(sample["tokens"]), number)
+            for sample, number in zip(samples, num_targets, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_known_of_samples_comes_with_their_targets(packed, microbatching):
+    """As many rows of each sample as it has targets, one sample's after the other's."""
+    dataset = tiny.tiny_dataset(None, 12, num_without_targets=2, mask_prompts=False, packed=packed)
+    samples = [dataset[i] for i in range(len(dataset))]
+    kind = TextSamples(
+        DataSettings(microbatching=microbatching),
+        tiny.tiny_tokenizer(),
+        tiny.IGNORE,
+        LIMITS,
+        Asked(),
+    )
+    microbatch = kind.collate(samples)
+    of_samples = microbatch.targets.teacher
+    assert [length for length, _ in of_samples] == [len(sample["tokens"]) for sample in samples]
+    assert sum(number for _, number in of_samples) == len(microbatch.targets.positions)
+    for sample, (_, number) in zip(samples, of_samples, strict=True):
+        assert number == len(kind.collate([sample]).targets.positions)
+
+
 def test_packing_changes_neither_targets_nor_real_tokens():
     samples = tiny.make_samples(20, num_without_targets=3)
     microbatch = collate(packed_rows(samples))

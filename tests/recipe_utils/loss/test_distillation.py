@@ -51,6 +51,7 @@ class Case:
     with_row_weights: bool = False
     num_rows: int = 37
     output: str = "linear"
+    vocab: int = V
 
     def __post_init__(self):
         self.hidden = torch.randn(self.num_rows, D, requires_grad=True)
@@ -78,7 +79,7 @@ class Case:
         )
 
     def expected(self):
-        num_common = min(V, self.teacher_vocab)
+        num_common = min(self.vocab, self.teacher_vocab)
         logits = self.layer(self.hidden)
         of_teacher = self.teacher.output(self.teacher.hidden)
         of_teacher = of_teacher / (self.teacher_temperature or self.temperature)
@@ -217,6 +218,24 @@ def test_no_more_than_one_chunk_of_each_side_s_logits_is_worked_on(divergence):
         case.ours(tokens_per_chunk=rows)[0].backward()
     assert watch.most_rows == rows
     assert watch.most_alive <= 7 * rows
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_chunk_whose_rows_are_worked_on_a_few_at_a_time(needs_gradient):
+    vocab, rows = 2**19, 5
+    case = Case(0.3, 2.0, num_rows=rows, with_row_weights=True)
+    whole = [torch.randn(rows, vocab) for _ in range(2)]
+    case.labels, case.hidden = torch.randint(vocab, (rows,)), torch.eye(rows, requires_grad=True)
+    case.layer, of_teacher = (nn.Linear(rows, vocab, bias=False) for _ in whole)
+    for linear, logits in zip((case.layer, of_teacher), whole, strict=True):
+        linear.weight.data.copy_(logits.t())
+    case.teacher, case.inputs = TeacherHidden(torch.eye(rows), of_teacher), [case.hidden]
+    case.vocab = case.teacher_vocab = vocab
+    if needs_gradient:
+        assert_is_the_plain_sum(case)
+    else:
+        with torch.no_grad():
+            assert_close(case.ours(), case.expected())
 
 
 def test_low_precision_hidden_states_give_fp32_sums():
