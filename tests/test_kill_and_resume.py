@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from recipe_runs import tiny_config
+from recipe_runs import KD, SFT, tiny_config, tiny_kd_config
 
 TUNE = str(Path(sys.executable).with_name("tune"))
 SCRIPT = ["-m", "recipe_utils.benchmark.kill_and_resume"]
 
 
-def write_config(weights_folder, tmp_path, **changes):
-    config = tiny_config(
+def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
+    config = make(
         weights_folder,
         dataset={"_component_": "tiny.tiny_dataset", "num_samples": 400},
         batch_size=2,
@@ -34,19 +34,25 @@ def write_config(weights_folder, tmp_path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("nproc_per_node", "changes"),
+    ("recipe", "nproc_per_node", "changes"),
     [
-        (1, {}),
-        (2, {"enable_async_checkpointing": True, "model": tiny.adapted(tiny.MODEL, use_dora=True)}),
+        (SFT, 1, {}),
+        (
+            SFT,
+            2,
+            {"enable_async_checkpointing": True, "model": tiny.adapted(tiny.MODEL, use_dora=True)},
+        ),
+        (KD, 2, {"teacher_cache": "hidden", "pipeline_parallel_dim": 2, "max_steps_per_epoch": 30}),
     ],
-    ids=["all-weights", "dora-asynchronous"],
+    ids=["all-weights", "dora-asynchronous", "distillation-in-stages"],
 )
 def test_losses_after_kills_are_those_of_an_undisturbed_run(
-    nproc_per_node, changes, weights_folder, tmp_path
+    recipe, nproc_per_node, changes, weights_folder, tmp_path
 ):
-    path = write_config(weights_folder, tmp_path, **changes)
+    make = tiny_kd_config if recipe == KD else tiny_config
+    path = write_config(weights_folder, tmp_path, make, **changes)
     done = subprocess.run(
-        [sys.executable, *SCRIPT, "--config", str(path), "--kills", "3",
+        [sys.executable, *SCRIPT, "--recipe", recipe, "--config", str(path), "--kills", "3",
          "--nproc_per_node", str(nproc_per_node)],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip

@@ -30,6 +30,7 @@ TUNE = str(Path(sys.executable).with_name("tune"))
 def main() -> int:
     """Prints the figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="full_finetune_update_step")
     parser.add_argument("--config", default="llama3_2/5M_full_update_step")
     parser.add_argument("--nproc_per_node", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
@@ -133,7 +134,7 @@ class Run:
         launcher = [f"--nproc_per_node={args.nproc_per_node}"] if args.nproc_per_node > 1 else []
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [TUNE, "run", *launcher, "full_finetune_update_step", "--config", args.config,
+                [TUNE, "run", *launcher, args.recipe, "--config", args.config,
                  "save_every_n_steps=2", "export_every_n_steps=3", *args.overrides, f"output_dir={output_dir}",
                  "metric_logger._component_=torchtune.training.metric_logging.DiskLogger",
                  f"metric_logger.log_dir={output_dir}/logs", "log_every_n_steps=1",
