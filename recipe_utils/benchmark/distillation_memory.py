@@ -4,7 +4,7 @@
     python -m recipe_utils.benchmark.distillation_memory --ways automodel 256 --embed_dim 2048 --teacher_embed_dim 4096
 
 From a student's and a teacher's last hidden states to the gradients of the student's and of its output weight;
-cross-entropy and forward KL in equal parts, all ways the same number. Every second slot is a target:
+cross-entropy and forward KL in equal parts, all ways with the same gradients. Every second slot is a target:
 
 - automodel: both project all slots, a mask selects those with a target, softmaxes in fp32 (NeMo Automodel's default).
 - torchtune: both project all slots, in 8 chunks of logits that are kept, and its chunked losses.

@@ -10,7 +10,7 @@ as many microbatches as ranks, the fewest that 1F1B takes, and the next group st
 through, as in a loop over ``schedule.step``.
 
 With a teacher all of a group's or an update step's microbatches go through its forward-only schedule before the
-student's begins (of NeMo Automodel's groups the one, the recipe's update step the other). It has one stage per rank.
+student's begins; NeMo Automodel does so for each group. It has one stage per rank.
 No barrier lies between both: the first ranks begin with the student while the last ones compute the teacher.
 """
 
