@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|(step|epoch|export_step)_\d+\.old\.tmp")
 _FILE_NAME = re.compile(r"[a-z]+(_\d{5})?\.(json|safetensors)")
 _READ_BYTES = 1 << 24
+_MAX_JSON_BYTES = 1 << 28
 
 
 # ---- Writing ------------------------------------------------------------------------------------
@@ -260,6 +262,13 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or holds something else; names the file.
     """
     try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # a pipe would be waited for, a device read for ever
+            raise CheckpointError(f"{path}: it is no regular file")
+        if facts.st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: it has {facts.st_size} bytes, no checkpoint writes as many"
+            )
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error

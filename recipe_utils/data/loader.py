@@ -22,7 +22,14 @@ from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.plan import Microbatches
 from recipe_utils.data.prefetch import Prefetched
 from recipe_utils.data.sampler import epoch_permutation, num_update_steps, update_step_indices
-from recipe_utils.data.samples import CheckedDataset, Sample, fingerprint, load_samples
+from recipe_utils.data.samples import (
+    CheckedDataset,
+    LeftOutError,
+    Sample,
+    SampleError,
+    fingerprint,
+    load_samples,
+)
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings import ROOM, Count, CountOrZero, naming
@@ -161,6 +168,9 @@ class SampleKind(Protocol):
     def length(self, sample: Sample) -> int:
         """What the plan knows of a sample."""
 
+    def teaches(self, sample: Sample) -> bool:
+        """Whether anything can be learned from it."""
+
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch."""
 
@@ -220,8 +230,8 @@ class UpdateStepLoader:
             at least as many. What a rank lacks are stand-ins. None runs those.
 
     Raises:
-        recipe_utils.settings.ConfigError: no sample, no update step, or ranks that see datasets of
-            different lengths.
+        recipe_utils.settings.ConfigError: no sample, none from which anything can be learned, no update
+            step, or ranks that see datasets of different lengths.
     """
 
     def __init__(
@@ -249,6 +259,7 @@ class UpdateStepLoader:
         with naming(name):
             if agree_on_length(len(self.dataset), self._group) == 0:
                 raise ValueError("it holds 0 samples; give it at least 1")
+            self._check_that_something_is_taught()
             self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = self.samples_per_rank * ranks.dp_degree
         with naming("last_update_step"):
@@ -258,6 +269,23 @@ class UpdateStepLoader:
                 settings.last_update_step,
                 settings.max_steps_per_epoch,
             )
+
+    def _check_that_something_is_taught(self) -> None:
+        problem = "it has no target"
+        for index in range(len(self.dataset)):
+            try:
+                if self._kind.teaches(self.dataset[index]):
+                    return
+            except LeftOutError as error:
+                problem = str(error)
+            except SampleError as error:
+                if self.settings.on_bad_sample == "raise":
+                    return  # it is named when it is needed
+                problem = str(error)
+        raise ValueError(
+            f"nothing can be learned from any of its {len(self.dataset)} samples (the last: {problem}); look at "
+            "its labels, at what masks them (train_on_input), and at tokenizer.max_seq_len"
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for the same samples to be in the same update steps."""
