@@ -111,6 +111,32 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return removed
 
 
+def put_aside(folder: Path, run_id: str) -> Path | None:
+    """Moves the checkpoints of earlier runs, whole or not, where a new one does not meet them.
+
+    Else they would be taken for its own: the newest is the one of most update steps.
+
+    Args:
+        folder: that the new run's will be in; may be missing.
+        run_id: of the new run.
+
+    Returns:
+        Where they are now; None if there were none.
+
+    Raises:
+        OSError: they could not be moved.
+    """
+    paths = [path for _, path in _steps(folder)]
+    if not paths:
+        return None
+    aside = folder / f"before_{run_id}"
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    fsync_folder(folder)
+    return aside
+
+
 def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     """Removes whole checkpoints of a recipe from before ``step``, but for the newest ``keep - 1``.
 

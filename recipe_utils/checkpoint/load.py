@@ -52,6 +52,8 @@ class TrainingState:
     config: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     """Weights that are not trained and so not saved -> what they are known by."""
+    run_id: str = ""
+    """Of the run that began it; a resumed training goes on with it."""
 
 
 TEACHER = "teacher_checkpointer"
@@ -67,6 +69,7 @@ def read_state(path: Path) -> TrainingState:
     content = read_json(path / "state.json")
     content.pop("num_target_tokens_seen", None)  # of version 0.1.0
     content.setdefault("frozen", {})  # of versions before 0.3
+    content.setdefault("run_id", "")  # of versions before 0.4.1
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(

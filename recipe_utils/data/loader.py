@@ -151,7 +151,8 @@ class SampleKind(Protocol):
     """What the loader must know of the samples of an objective: text, pairs, views."""
 
     counts: Sequence[str]
-    """Names of what its microbatches count; of these an update step has totals."""
+    """Names of what its microbatches count; of these an update step has totals. From samples that count
+    nothing of the first nothing can be learned."""
     fingerprint_keys: Sequence[str]
     """Keys of a sample by which a resumed training knows its data again."""
 
@@ -167,9 +168,6 @@ class SampleKind(Protocol):
 
     def length(self, sample: Sample) -> int:
         """What the plan knows of a sample."""
-
-    def teaches(self, sample: Sample) -> bool:
-        """Whether anything can be learned from it."""
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch."""
@@ -274,12 +272,14 @@ class UpdateStepLoader:
         problem = "it has no target"
         for index in range(len(self.dataset)):
             try:
-                if self._kind.teaches(self.dataset[index]):
+                counts = self._kind.collate([self.dataset[index]]).counts
+                if counts[self._kind.counts[0]] > 0:
                     return
             except LeftOutError as error:
                 problem = str(error)
-            except SampleError as error:
-                if self.settings.on_bad_sample == "raise":
+            except Exception as error:
+                is_left_out = isinstance(error, SampleError) and self.dataset.skips_bad
+                if not is_left_out:
                     return  # it is named when it is needed
                 problem = str(error)
         raise ValueError(

@@ -193,10 +193,6 @@ class PairSamples:
         lengths = [len(sample[f"{side}_input_ids"]) for side in _SIDES]
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
-    def teaches(self, sample: Sample) -> bool:
-        """True: pairs that teach nothing are left out where they are prepared."""
-        return True
-
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """One microbatch of pairs, at least one; with what is known of their reference's log-probabilities."""
         if self._known is None:

@@ -138,10 +138,6 @@ class TextSamples:
         """Tokens of a sample, by which it is planned."""
         return len(sample["tokens"])
 
-    def teaches(self, sample: Sample) -> bool:
-        """Whether it has a target."""
-        return num_targets_of(sample, self.ignore_index) > 0
-
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """One microbatch of samples, at least one; with what is known of a teacher's word."""
         microbatch = self._collate(samples)

@@ -1,6 +1,8 @@
 """Where a training is, and what it leaves on the disk and in the log."""
 
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +17,7 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.checkpoint.folder import find_newest_whole
+from recipe_utils.checkpoint.folder import find_newest_whole, put_aside
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_options, load
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
@@ -143,6 +145,7 @@ class Run:
         )
         if self._resume_path is None and not self.resumes_from_stock:
             self._check_that_nothing_is_lost()
+        self.run_id = self._new_run()
         if self.resumes_from_stock and ranks.dims.pp > 1:
             raise ConfigError(
                 f"pipeline_parallel_dim={ranks.dims.pp}: a recipe_state.pt can only be resumed from "
@@ -361,6 +364,7 @@ class Run:
             data_fingerprint=self._data_fingerprint,
             config=self._config,
             frozen=self._frozen,
+            run_id=self.run_id,
         )
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
@@ -463,6 +467,28 @@ class Run:
             self.warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
         return path
 
+    def _new_run(self) -> str:
+        """What a run is known by; puts aside what another one has left, unless that is gone on from."""
+        run_id, problem = "", None
+        if self._ranks.is_zero:
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+            if not self.settings.resume_from_checkpoint:
+                try:
+                    aside = put_aside(Path(self.settings.output_dir), run_id)
+                except OSError as error:
+                    problem = f"output_dir={self.settings.output_dir}: checkpoints of an earlier run could not be put aside ({error})"
+                else:
+                    if aside is not None:
+                        found = ", ".join(sorted(path.name for path in aside.iterdir()))
+                        self.warn(
+                            f"output_dir={self.settings.output_dir}: it holds checkpoints of an earlier run ({found}); "
+                            f"they are in {aside} now. resume_from_checkpoint=True would go on from them"
+                        )
+        run_id, problem = gather_objects((run_id, problem), self._group)[0]
+        if problem is not None:
+            raise ConfigError(problem)
+        return run_id
+
     def _check_that_nothing_is_lost(self) -> None:
         """There is no whole checkpoint to go on from. Raises ConfigError, unless that was to be expected."""
         key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
@@ -512,13 +538,15 @@ class Run:
                 f"resume_from_checkpoint: {path} has consumed {state.samples_consumed} samples of an epoch, the "
                 f"dataset has {num_samples}; set the dataset that it was saved with"
             )
+        self.run_id = state.run_id or self.run_id
         self.epoch = state.epoch
         self.samples_consumed = state.samples_consumed
         self.global_step = state.global_step
         if state.seed != self.seed:
             self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
         self.info(
-            f"Goes on from {path}: epoch {state.epoch + 1}, after update step {state.global_step}"
+            f"Goes on from {path}: run {self.run_id}, epoch {state.epoch + 1}, after update step "
+            f"{state.global_step}"
         )
         for key in sorted(changed_options(state.config, self._config)):
             then, now = (

@@ -392,7 +392,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_c
     config = config_of(tiny_config, save_every_n_steps=...)
     shutil.copytree(Path(config["checkpointer"]["checkpoint_dir"]), tmp_path / "weights")
     uninterrupted = resuming_in(tmp_path / "whole", config)
-    run_distributed(run_recipe, world_size, uninterrupted)
+    run_distributed(run_recipe, world_size, {**uninterrupted, "resume_from_checkpoint": False})
     errors = run_distributed(
         run_with_full_disk, world_size, config, "export", 10, 0, 50_000, expect_failures=True
     )

@@ -52,6 +52,34 @@ def stopped_after(num_steps, tiny_config, **changes):
     return config, losses(whole)
 
 
+# ---- Two runs in one folder -----------------------------------------------------------------------
+
+
+def test_a_new_run_puts_aside_what_an_earlier_one_has_left_and_goes_on_from_its_own(tiny_config):
+    first = tiny_config(save_every_n_steps=2, keep_last_n_checkpoints=None)
+    run_recipe(first)
+    second = {**first, "optimizer": {**ADAMW, "lr": 0.05}, "max_steps_per_epoch": 4}
+    whole, warnings = run_recipe_keeping_warnings({**second, "epochs": 2})
+    (aside,) = Path(first["output_dir"]).glob("before_*")
+    told = "it holds checkpoints of an earlier run (step_2, step_4, step_6, step_8)"
+    assert told in " ".join(warnings)
+    assert str(aside) in " ".join(warnings)
+    assert {path.name for path in aside.iterdir()} == {"step_2", "step_4", "step_6", "step_8"}
+    for name in ("step_6", "step_8"):
+        for file in Path(first["output_dir"], name).iterdir():
+            file.unlink()
+        Path(first["output_dir"], name).rmdir()
+    with keep_messages() as messages:
+        resumed = run_recipe({**second, "epochs": 2, **RESUME})
+    assert losses(resumed) == losses(whole)[4:]
+    ids = {
+        json.loads(path.read_text())["run_id"]
+        for path in Path(first["output_dir"]).glob("step_*/state.json")
+    }
+    assert len(ids) == 1
+    assert f"run {ids.pop()}" in " ".join(messages)
+
+
 # ---- Going on with other arguments --------------------------------------------------------------
 
 
