@@ -72,6 +72,7 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             value of another type or out of bounds, every component whose arguments are not those of its
             signature, and everything that the classes' ``problems()`` say.
     """
+    _drop_null_components(cfg)
     values, problems = _check_keys(cfg, settings_class)
     bad = {key for text in problems for key in re.findall(r"^[\w-]+", text)}
     rooms: dict[type, Any] = {}
@@ -89,6 +90,14 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
         raise ConfigError(*problems)
     assert settings is not None
     return settings
+
+
+def _drop_null_components(cfg: DictConfig) -> None:
+    """Sets to null what ``KEY=null`` on torchtune's command line has left a component without a name."""
+    parts: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, part in parts.items():
+        if isinstance(part, dict) and part.get("_component_", "") is None:
+            cfg[key] = None
 
 
 def check_keys(cfg: DictConfig, settings_class: type) -> list[str]:

@@ -262,10 +262,10 @@ class FullFinetuneRecipe:
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
                             **run.throughput(),
                         )
-                        if self.nonfinite.should_stop:
-                            run.save(self.model, self.optimizer)
-                            raise NonfiniteError(self.nonfinite.description)
-                        run.warn(self.nonfinite.description)
+                        run.warn(self.nonfinite.warning)
+                    if run.should_look(step) and self.nonfinite.look(run.global_step):
+                        run.save(self.model, self.optimizer)
+                        raise NonfiniteError(self.nonfinite.description)
                     run.profiler.step()
                     if run.should_validate():
                         run.log_validation(val_loss=self.validate())

@@ -88,7 +88,7 @@ def start_on_two_ranks(started, *arguments, cwd=None):
 def train_on_two_ranks(started, path, output_dir, *launcher_arguments):
     overrides = {
         "output_dir": output_dir,
-        "resume_from_checkpoint": True,
+        "resume_from_checkpoint": "auto",
         "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
         "metric_logger.log_dir": f"{output_dir}/logs",
     }

@@ -138,7 +138,7 @@ class Run:
                  "save_every_n_steps=2", "export_every_n_steps=3", *args.overrides, f"output_dir={output_dir}",
                  "metric_logger._component_=torchtune.training.metric_logging.DiskLogger",
                  f"metric_logger.log_dir={output_dir}/logs", "log_every_n_steps=1",
-                 "resume_from_checkpoint=True"],
+                 "resume_from_checkpoint=auto"],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 

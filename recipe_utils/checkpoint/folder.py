@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|(step|epoch|export_step)_\d+\.old\.tmp")
 _FILE_NAME = re.compile(r"[a-z]+(_\d{5})?\.(json|safetensors)")
 _READ_BYTES = 1 << 24
+_MAX_JSON_BYTES = 1 << 28
 
 
 # ---- Writing ------------------------------------------------------------------------------------
@@ -107,6 +109,32 @@ def remove_leftovers(folder: Path) -> list[Path]:
         shutil.rmtree(path, ignore_errors=True)
         removed.append(path)
     return removed
+
+
+def put_aside(folder: Path, run_id: str) -> Path | None:
+    """Moves the checkpoints of earlier runs, whole or not, where a new one does not meet them.
+
+    Else they would be taken for its own: the newest is the one of most update steps.
+
+    Args:
+        folder: that the new run's will be in; may be missing.
+        run_id: of the new run.
+
+    Returns:
+        Where they are now; None if there were none.
+
+    Raises:
+        OSError: they could not be moved.
+    """
+    paths = [path for _, path in _steps(folder)]
+    if not paths:
+        return None
+    aside = folder / f"before_{run_id}"
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    fsync_folder(folder)
+    return aside
 
 
 def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
@@ -260,6 +288,13 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or holds something else; names the file.
     """
     try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # a pipe would be waited for, a device read for ever
+            raise CheckpointError(f"{path}: it is no regular file")
+        if facts.st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: it has {facts.st_size} bytes, no checkpoint writes as many"
+            )
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error

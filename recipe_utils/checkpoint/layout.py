@@ -178,6 +178,9 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
             for part in tensor["parts"]:
                 chunk = ChunkStorageMetadata(torch.Size(part["offset"]), torch.Size(part["shape"]))
                 chunks.append(chunk)
+                spans = zip(part["offset"], part["shape"], tensor["shape"], strict=True)
+                if any(offset < 0 or size < 0 or offset + size > of for offset, size, of in spans):
+                    raise ValueError(f"a part of {name} lies outside of it")
                 if part["file"] not in known:
                     raise ValueError(f"{part['file']} is no file of the checkpoint")
                 storage[MetadataIndex(name, chunk.offsets)] = part["file"]

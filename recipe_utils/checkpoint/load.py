@@ -52,6 +52,8 @@ class TrainingState:
     config: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     """Weights that are not trained and so not saved -> what they are known by."""
+    run_id: str = ""
+    """Of the run that began it; a resumed training goes on with it."""
 
 
 TEACHER = "teacher_checkpointer"
@@ -67,11 +69,17 @@ def read_state(path: Path) -> TrainingState:
     content = read_json(path / "state.json")
     content.pop("num_target_tokens_seen", None)  # of version 0.1.0
     content.setdefault("frozen", {})  # of versions before 0.3
+    content.setdefault("run_id", "")  # of versions before 0.4.1
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(
             f"{path / 'state.json'}: it has {sorted(content)} instead of {sorted(names)}"
         )
+    for name in ("global_step", "epoch", "samples_consumed", "seed"):
+        if type(content[name]) is not int or content[name] < 0:
+            raise CheckpointError(
+                f"{path / 'state.json'}: {name}={content[name]} is no number that a training counts"
+            )
     return TrainingState(**content)
 
 
@@ -85,6 +93,17 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     ]
 
 
+def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
+    """Arguments of the optimizer that two configs give other values; none if one has no optimizer."""
+    then, now = saved.get("optimizer"), current.get("optimizer")
+    if not then or not now:
+        return set()
+    changed = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)}
+    if saved.get("loraplus_lr_ratio") != current.get("loraplus_lr_ratio"):
+        changed.add("lr")
+    return changed
+
+
 def load(
     path: Path,
     model: nn.Module,
@@ -93,6 +112,7 @@ def load(
     recipe: str,
     data_fingerprint: Mapping[str, Any] | None = None,
     frozen: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint, all ranks together, each its part.
@@ -108,6 +128,8 @@ def load(
         recipe: as saved.
         data_fingerprint: compared with the saved one; None takes any.
         frozen: what :class:`TrainingState` calls so, compared with the saved one.
+        config: of this training. Its ``model`` must be that of the checkpoint's, if it has one; arguments of
+            its ``optimizer`` that are others than then win over what was saved.
         group: a CPU (gloo) group of all ranks.
 
     Returns:
@@ -166,13 +188,28 @@ def load(
             raise CheckpointError(
                 f"model: {path} does not fit it: {problem}; set model and dtype as then"
             )
+        saved_model, own_model = state.config.get("model"), (config or {}).get("model")
+        if (
+            saved_model
+            and own_model
+            and (others := fingerprint_differences(saved_model, own_model))
+        ):
+            raise CheckpointError(
+                "; ".join(f"model.{text}" for text in others) + f" ({path}); set it as then, or "
+                "resume_with_other_model=True"
+            )
         return state, metadata
 
     def restore() -> dict[str, Tensor]:
         saved = _without(OPTIMIZER, metadata.state_dict_metadata)
         try:
             return restore_optimizer(
-                model, optimizer, read_json(path / "optimizer.json"), saved, names_of_other_stages
+                model,
+                optimizer,
+                read_json(path / "optimizer.json"),
+                saved,
+                names_of_other_stages,
+                changed_options(state.config, config or {}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

@@ -156,6 +156,7 @@ def restore_optimizer(
     description: Mapping[str, Any],
     saved: Mapping[str, TensorStorageMetadata],
     names_of_other_stages: Collection[str] = (),
+    keeps: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Gives an optimizer the options and the plain values of a checkpoint, and room for its tensors.
 
@@ -168,6 +169,7 @@ def restore_optimizer(
         description: the second result of :func:`optimizer_contents`.
         saved: shape and dtype of the tensors, named as in its first.
         names_of_other_stages: parameters that other pipeline stages step.
+        keeps: options that stay as they are; the learning rate also as what a schedule multiplies.
 
     Returns:
         The optimizer's new state tensors, to be read into; named likewise, sharded as the parameters.
@@ -206,6 +208,11 @@ def restore_optimizer(
                 f"optimizer={type(part).__name__}: its options are {_some(ours)}; it was saved with "
                 f"{_some(options)}; set the same optimizer"
             )
+        options = dict(options)
+        for key in keeps & group.keys():
+            options[key] = _plain(group[key], key)
+            if key == "lr" and "initial_lr" in options:
+                options["initial_lr"] = options[key]
         new_options.append((group, options))
         for name, parameter in zip(members, group["params"], strict=True):
             state = {}

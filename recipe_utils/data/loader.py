@@ -22,7 +22,14 @@ from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.plan import Microbatches
 from recipe_utils.data.prefetch import Prefetched
 from recipe_utils.data.sampler import epoch_permutation, num_update_steps, update_step_indices
-from recipe_utils.data.samples import CheckedDataset, Sample, fingerprint, load_samples
+from recipe_utils.data.samples import (
+    CheckedDataset,
+    LeftOutError,
+    Sample,
+    SampleError,
+    fingerprint,
+    load_samples,
+)
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings import ROOM, Count, CountOrZero, naming
@@ -144,7 +151,8 @@ class SampleKind(Protocol):
     """What the loader must know of the samples of an objective: text, pairs, views."""
 
     counts: Sequence[str]
-    """Names of what its microbatches count; of these an update step has totals."""
+    """Names of what its microbatches count; of these an update step has totals. From samples that count
+    nothing of the first nothing can be learned."""
     fingerprint_keys: Sequence[str]
     """Keys of a sample by which a resumed training knows its data again."""
 
@@ -220,8 +228,8 @@ class UpdateStepLoader:
             at least as many. What a rank lacks are stand-ins. None runs those.
 
     Raises:
-        recipe_utils.settings.ConfigError: no sample, no update step, or ranks that see datasets of
-            different lengths.
+        recipe_utils.settings.ConfigError: no sample, none from which anything can be learned, no update
+            step, or ranks that see datasets of different lengths.
     """
 
     def __init__(
@@ -249,6 +257,7 @@ class UpdateStepLoader:
         with naming(name):
             if agree_on_length(len(self.dataset), self._group) == 0:
                 raise ValueError("it holds 0 samples; give it at least 1")
+            self._check_that_something_is_taught()
             self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = self.samples_per_rank * ranks.dp_degree
         with naming("last_update_step"):
@@ -258,6 +267,25 @@ class UpdateStepLoader:
                 settings.last_update_step,
                 settings.max_steps_per_epoch,
             )
+
+    def _check_that_something_is_taught(self) -> None:
+        problem = "it has no target"
+        for index in range(len(self.dataset)):
+            try:
+                counts = self._kind.collate([self.dataset[index]]).counts
+                if counts[self._kind.counts[0]] > 0:
+                    return
+            except LeftOutError as error:
+                problem = str(error)
+            except Exception as error:
+                is_left_out = isinstance(error, SampleError) and self.dataset.skips_bad
+                if not is_left_out:
+                    return  # it is named when it is needed
+                problem = str(error)
+        raise ValueError(
+            f"nothing can be learned from any of its {len(self.dataset)} samples (the last: {problem}); look at "
+            "its labels, at what masks them (train_on_input), and at tokenizer.max_seq_len"
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for the same samples to be in the same update steps."""

@@ -320,9 +320,8 @@ class Teacher:
         return self._stopwatch.read_and_restart() if self._live is not None else None
 
     def find(self, samples: Sequence[Sample], num_targets: Sequence[int]) -> Any:
-        """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.find`."""
-        assert self._kept is not None
-        return self._kept.find(samples, num_targets)
+        """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.find`; None before anything is kept."""
+        return self._kept.find(samples, num_targets) if self._kept is not None else None
 
     def fill(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
         """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.fill`; nothing where nothing is kept."""

@@ -69,15 +69,20 @@ class NonfiniteGuard:
 
         Those in a row at the end count on.
         """
-        self._last_read = int(self._num_left_out), int(self._most_in_a_row)
+        self._read(global_step)
         self._num_left_out.zero_()
         self._most_in_a_row = self._num_in_a_row.clone()
-        self._text = (
-            f"{self._last_read[0]} of the last {self._num_seen} update steps up to {global_step} had a "
-            "loss or gradient that is not finite; they were left out, the weights are untouched"
-        )
         self._num_seen = 0
         return self._last_read[0]
+
+    def look(self, global_step: int) -> bool:
+        """Whether what was left out up to ``global_step`` ends the training. Waits for the device.
+
+        Goes on counting; where :meth:`read_and_restart` has just read, what that read.
+        """
+        if self._num_seen:
+            self._read(global_step)
+        return self.should_stop
 
     @property
     def should_stop(self) -> bool:
@@ -86,6 +91,11 @@ class NonfiniteGuard:
         if num_left_out == 0:
             return False
         return self._on_nonfinite == "stop" or in_a_row > self._max_in_a_row
+
+    @property
+    def warning(self) -> str:
+        """What was read last, in words, if the training goes on; empty if nothing was left out."""
+        return "" if self.should_stop else self.description
 
     @property
     def description(self) -> str:
@@ -99,4 +109,11 @@ class NonfiniteGuard:
             f"{self._text}. on_nonfinite={self._on_nonfinite}: {in_a_row} in a row, "
             f"max_nonfinite_steps={self._max_in_a_row}. resume_from_checkpoint=True goes on from here; "
             "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        )
+
+    def _read(self, global_step: int) -> None:
+        self._last_read = int(self._num_left_out), int(self._most_in_a_row)
+        self._text = (
+            f"{self._last_read[0]} of the last {self._num_seen} update steps up to {global_step} had a "
+            "loss or gradient that is not finite; they were left out, the weights are untouched"
         )

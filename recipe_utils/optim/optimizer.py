@@ -204,6 +204,9 @@ def build_lr_scheduler(
         num_training_steps: update steps of the whole training.
         last_epoch: update steps already done, minus one.
     """
+    if last_epoch >= 0:  # resumed, perhaps from a training without a schedule
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
     scheduler = make_lr_scheduler(
         single_optimizers(optimizer)[0],
         num_training_steps=num_training_steps,

@@ -1,6 +1,8 @@
 """Where a training is, and what it leaves on the disk and in the log."""
 
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +17,8 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.checkpoint.folder import find_newest_whole
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, load
+from recipe_utils.checkpoint.folder import find_newest_whole, put_aside
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_options, load
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
@@ -75,10 +77,13 @@ class RunSettings:
     """How many checkpoints to go on from are kept; null keeps all."""
     enable_async_checkpointing: bool = False
     """Copies to the CPU, and writes checkpoints behind the next update steps."""
-    resume_from_checkpoint: bool = False
-    """Goes on from the newest whole checkpoint in ``output_dir``."""
+    resume_from_checkpoint: bool | Literal["auto"] = False
+    """Goes on from the newest whole checkpoint in ``output_dir``; ``auto`` starts anew where there is none, for
+    restarts that nobody watches. Where all are damaged neither does."""
     resume_with_other_data: bool = False
     """Goes on although dataset, tokenizer or global batch are not those of the checkpoint."""
+    resume_with_other_model: bool = False
+    """Goes on although ``model`` is not that of the checkpoint, if its weights fit."""
 
     def problems(self) -> Iterator[str]:
         """Whether the output folder can be made and written to; makes it."""
@@ -121,7 +126,9 @@ class Run:
             group=self._group,
             asynchronous=settings.enable_async_checkpointing,
         )
+        self._passed_over: list[tuple[Path, str]] = []  # checkpoints that cannot be used, and why
         self._metric_logger: Any = None
+        self._has_failed_to_log = False
         self._throughput = Throughput(ranks.world_size)
         self._loader: UpdateStepLoader | None = None
         self._steps: Prefetched[UpdateStep] | None = None
@@ -136,6 +143,9 @@ class Run:
             and self._resume_path is None
             and finds_stock_state(self._config["checkpointer"])
         )
+        if self._resume_path is None and not self.resumes_from_stock:
+            self._check_that_nothing_is_lost()
+        self.run_id = self._new_run()
         if self.resumes_from_stock and ranks.dims.pp > 1:
             raise ConfigError(
                 f"pipeline_parallel_dim={ranks.dims.pp}: a recipe_state.pt can only be resumed from "
@@ -175,6 +185,7 @@ class Run:
         """
         self._loader = loader
         self._data_fingerprint = loader.fingerprint()
+        self._check_that_ranks_see_the_same()
         self._frozen = dict(frozen)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
             self.warn(
@@ -185,9 +196,19 @@ class Run:
         elif self.resumes_from_stock:
             self._load_stock(model, optimizer, loader, stock_checkpoint)
         elif self.settings.resume_from_checkpoint:
-            self.warn(
-                f"resume_from_checkpoint=True: there is no checkpoint in {self.settings.output_dir} yet; "
+            self.info(
+                f"resume_from_checkpoint=auto: there is no checkpoint in {self.settings.output_dir} yet; "
                 "starts with the checkpointer's weights"
+            )
+
+    def _check_that_ranks_see_the_same(self) -> None:
+        of_ranks = gather_objects(self._data_fingerprint, self._group)
+        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
+        if others:
+            hashes = [of_ranks[rank]["hash_of_samples"] for rank in (0, others[0])]
+            raise ConfigError(
+                f"dataset: ranks {', '.join(map(str, others))} see other samples than rank 0 (hash "
+                f"{hashes[1]} instead of {hashes[0]}); give all ranks the same files and the same tokenizer"
             )
 
     def open_log(self, cfg: DictConfig) -> None:
@@ -204,8 +225,8 @@ class Run:
         if self._ranks.is_zero and self.settings.metric_logger is not None:
             with naming("metric_logger"):
                 self._metric_logger = config.instantiate(cfg.metric_logger)
-            self._at_exit.callback(self._metric_logger.close)
-            self._metric_logger.log_config(cfg)
+            self._at_exit.callback(self._logging, "close")
+            self._logging("log_config", cfg)
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left. From now on SIGTERM and SIGINT ask the training to stop."""
@@ -249,6 +270,16 @@ class Run:
         """Whether metrics of this update step are logged."""
         return self.global_step % self.settings.log_every_n_steps == 0
 
+    def should_look(self, step: UpdateStep) -> bool:
+        """Whether it is time to ask if gradients were finite: what is logged or left on the disk rests on it."""
+        return (
+            self.should_log()
+            or self.should_save(step)
+            or self.should_export(step)
+            or step.is_last_of_epoch
+            or step.stop_requested
+        )
+
     def should_validate(self) -> bool:
         """Whether a validation is due."""
         every = self.settings.run_val_every_n_steps
@@ -290,7 +321,18 @@ class Run:
 
     def _log_dict(self, metrics: Mapping[str, Any]) -> None:
         if self._metric_logger is not None:
-            self._metric_logger.log_dict(metrics, step=self.global_step)
+            self._logging("log_dict", metrics, step=self.global_step)
+
+    def _logging(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """A log that cannot be written is no reason to stop."""
+        try:
+            getattr(self._metric_logger, method)(*args, **kwargs)
+        except Exception as error:
+            if not self._has_failed_to_log:
+                self.warn(
+                    f"metric_logger: {error}; training goes on, further failures are not told"
+                )
+            self._has_failed_to_log = True
 
     # ---- What it leaves on the disk ---------------------------------------------------------------
 
@@ -322,6 +364,7 @@ class Run:
             data_fingerprint=self._data_fingerprint,
             config=self._config,
             frozen=self._frozen,
+            run_id=self.run_id,
         )
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
@@ -357,7 +400,12 @@ class Run:
             only=adapters.trained if adapters_only else None,
         )
         error = None
-        if self._ranks.is_zero:
+        if nonfinite := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+            error = (
+                f"{name}: not exported, {len(nonfinite)} of {len(weights)} weights are NaN or infinite, "
+                f"{nonfinite[0]} among them"
+            )
+        elif self._ranks.is_zero:
             dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype)
             try:
                 contents, lost = contents_of_export(weights, adapters, dtype)
@@ -414,14 +462,56 @@ class Run:
         if self._ranks.is_zero:
             found = find_newest_whole(Path(self.settings.output_dir), self._recipe, older_than)
         path, skipped = gather_objects(found, self._group)[0]
+        self._passed_over = skipped
         for other, reason in skipped:
             self.warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
         return path
+
+    def _new_run(self) -> str:
+        """What a run is known by; puts aside what another one has left, unless that is gone on from."""
+        run_id, problem = "", None
+        if self._ranks.is_zero:
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+            if not self.settings.resume_from_checkpoint:
+                try:
+                    aside = put_aside(Path(self.settings.output_dir), run_id)
+                except OSError as error:
+                    problem = f"output_dir={self.settings.output_dir}: checkpoints of an earlier run could not be put aside ({error})"
+                else:
+                    if aside is not None:
+                        found = ", ".join(sorted(path.name for path in aside.iterdir()))
+                        self.warn(
+                            f"output_dir={self.settings.output_dir}: it holds checkpoints of an earlier run ({found}); "
+                            f"they are in {aside} now. resume_from_checkpoint=True would go on from them"
+                        )
+        run_id, problem = gather_objects((run_id, problem), self._group)[0]
+        if problem is not None:
+            raise ConfigError(problem)
+        return run_id
+
+    def _check_that_nothing_is_lost(self) -> None:
+        """There is no whole checkpoint to go on from. Raises ConfigError, unless that was to be expected."""
+        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
+        folder = self.settings.output_dir
+        if self.settings.resume_from_checkpoint and self._passed_over:
+            raise ConfigError(
+                f"{key}: none of the checkpoints in {folder} can be used ("
+                + "; ".join(f"{path.name}: {reason}" for path, reason in self._passed_over[:3])
+                + f"; {len(self._passed_over)} in all); resume_from_checkpoint=False starts anew"
+            )
+        if self.settings.resume_from_checkpoint is True:
+            raise ConfigError(
+                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start where "
+                "there is none"
+            )
 
     def _load(self, path: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Goes on from a step checkpoint, or from an older one."""
         try:
             with_data = None if self.settings.resume_with_other_data else self._data_fingerprint
+            config = dict(self._config)
+            if self.settings.resume_with_other_model:
+                del config["model"]
             state = load(
                 path,
                 model,
@@ -429,6 +519,7 @@ class Run:
                 recipe=self._recipe,
                 data_fingerprint=with_data,
                 frozen=self._frozen,
+                config=config,
                 group=self._group,
             )
         except DamagedError as error:
@@ -440,14 +531,29 @@ class Run:
             self.warn(f"{error}; passed over")
             self._load(older, model, optimizer)
             return
+        assert self._loader is not None
+        num_samples = len(self._loader.dataset)
+        if state.samples_consumed >= num_samples + self._loader.global_batch_size:
+            raise ConfigError(
+                f"resume_from_checkpoint: {path} has consumed {state.samples_consumed} samples of an epoch, the "
+                f"dataset has {num_samples}; set the dataset that it was saved with"
+            )
+        self.run_id = state.run_id or self.run_id
         self.epoch = state.epoch
         self.samples_consumed = state.samples_consumed
         self.global_step = state.global_step
         if state.seed != self.seed:
             self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
         self.info(
-            f"Goes on from {path}: epoch {state.epoch + 1}, after update step {state.global_step}"
+            f"Goes on from {path}: run {self.run_id}, epoch {state.epoch + 1}, after update step "
+            f"{state.global_step}"
         )
+        for key in sorted(changed_options(state.config, self._config)):
+            then, now = (
+                config["optimizer"].get(key, "its default")
+                for config in (state.config, self._config)
+            )
+            self.info(f"optimizer.{key}: {then} in the checkpoint, {now} from now on")
 
     def _load_stock(
         self,

@@ -392,7 +392,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_c
     config = config_of(tiny_config, save_every_n_steps=...)
     shutil.copytree(Path(config["checkpointer"]["checkpoint_dir"]), tmp_path / "weights")
     uninterrupted = resuming_in(tmp_path / "whole", config)
-    run_distributed(run_recipe, world_size, uninterrupted)
+    run_distributed(run_recipe, world_size, {**uninterrupted, "resume_from_checkpoint": False})
     errors = run_distributed(
         run_with_full_disk, world_size, config, "export", 10, 0, 50_000, expect_failures=True
     )
@@ -432,11 +432,15 @@ def test_an_export_within_an_epoch_is_the_model_after_its_step(world_size, tiny_
         assert torch.equal(weight, expected[name]), name
 
 
-def test_with_nothing_to_resume_from_it_starts_anew(tiny_config):
-    config = config_of(tiny_config, resume_from_checkpoint=True, max_steps_per_epoch=2, epochs=1)
-    ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
+def test_with_nothing_to_resume_from_it_starts_anew_where_asked_to(tiny_config):
+    config = config_of(tiny_config, resume_from_checkpoint="auto", max_steps_per_epoch=2, epochs=1)
+    (logged,) = run_distributed(run_recipe, 1, config)
     assert [step for step, _ in losses(logged)] == [1, 2]
-    assert any("there is no checkpoint in" in text for text in warnings)
+    config["resume_from_checkpoint"] = True
+    config["output_dir"] = config["checkpointer"]["output_dir"] = config["output_dir"] + "_other"
+    (error,) = run_distributed(run_recipe, 1, config, expect_failures=True)
+    assert "resume_from_checkpoint=True: there is no checkpoint in" in error
+    assert "set resume_from_checkpoint=auto" in error
 
 
 def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny_config):

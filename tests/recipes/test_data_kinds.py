@@ -106,4 +106,4 @@ def test_adapters_of_a_fusion_model_are_found_under_its_own_names(tiny_config, f
         base = fusion_weights.state_dict()
         assert merged.keys() == base.keys()
         assert {n for n in base if not torch.equal(base[n], merged[n])} == {f"{name}.weight"}
-        config["resume_from_checkpoint"] = True
+        config["resume_from_checkpoint"] = "auto"

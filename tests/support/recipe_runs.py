@@ -5,6 +5,8 @@ import os
 import runpy
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,21 @@ class ListLogger(MetricLoggerInterface):
 
     def close(self) -> None:
         pass
+
+
+class FailingLogger(ListLogger):
+    """As on a full disk, from its third line on."""
+
+    num_lines = 0
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        FailingLogger.num_lines += 1
+        if FailingLogger.num_lines > 2:
+            raise OSError(28, "No space left on device")
+        super().log_dict(payload, step)
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
 
 
 @cache
@@ -183,6 +200,19 @@ def run_recipe_keeping_warnings(
     """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
     warnings = keep_warnings()
     return run_recipe(config, recipe), warnings
+
+
+@contextmanager
+def keep_messages() -> Iterator[list[str]]:
+    """A list that gets the text of every message that this process logs in the block."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    try:
+        yield messages
+    finally:
+        get_logger().removeHandler(handler)
 
 
 def keep_warnings() -> list[str]:

@@ -80,6 +80,7 @@ def test_stop_stops_at_the_first(fused):
     assert not guard.should_stop
     see(guard, [1.0, float("nan"), 1.0])
     assert not guard.should_stop  # until it is read
+    assert guard.look(3)
     guard.read_and_restart(5)
     assert guard.should_stop
     assert "on_nonfinite=stop: 1 in a row" in guard.description
