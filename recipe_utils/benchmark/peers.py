@@ -20,6 +20,7 @@ from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
+from recipe_utils.benchmark.distillation_peers import train_stock_distillation
 from recipe_utils.benchmark.hugging_face_peers import train_hf_trainer, train_trl
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.pair_peers import train_limit_dpo, train_stock_dpo, train_trl_dpo
@@ -40,6 +41,7 @@ from recipe_utils.model.adapters import Adapters
 from recipe_utils.tune.registry import recipe_path
 
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+STOCK_KD_LOSS = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
 # Of what is trained: (file, class) on a single device and on several.
 STOCK_FULL = (
     ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
@@ -52,9 +54,10 @@ STOCK_LORA = (
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
     "full_dpo_update_step": "FullDPORecipe",
+    "knowledge_distillation_update_step": "KDRecipe",
 }
-"""The update-step recipes of which peers can be compared: of text, and of pairs of answers."""
-TEXT, PAIRS = CLASSES
+"""The update-step recipes of which peers can be compared: of text, of pairs of answers, and with a teacher."""
+TEXT, PAIRS, DISTILLATION = CLASSES
 
 
 def train_stock(config: DictConfig, take_model: TakeModel) -> None:
@@ -161,6 +164,10 @@ KINDS: dict[str, dict[str, Callable[[DictConfig, TakeModel], None]]] = {
         "trl": train_trl_dpo,
         "limit": train_limit_dpo,
     },
+    DISTILLATION: {
+        "stock": train_stock_distillation,
+        "update_step": partial(train_update_step, DISTILLATION),
+    },
 }
 """Of each recipe, what trains as a peer of each kind."""
 OWN_KEYS: dict[str, dict[str, set[str]]] = {
@@ -173,6 +180,7 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
         "trl": {"precompute_ref_log_probs", "attn_implementation"},
         "limit": {"pairs_per_row"},
     },
+    DISTILLATION: {},
 }
 """Config keys of a kind that no other one has."""
 
@@ -198,7 +206,8 @@ def why_skipped(
     """
     if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
-    if kind == "limit" and num_ranks > 1:
+    has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")
+    if has_one_process and num_ranks > 1:
         return "runs as one process only"
     if kind == "hf_trainer" and adapters.modules:
         return "trains no adapters, which kind=trl does"
