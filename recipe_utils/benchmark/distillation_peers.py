@@ -77,7 +77,7 @@ def _whole_student(
         model: nn.Module = torchtune_config.instantiate(config.model)
     if config.compile:
         training.compile_model(model)
-    if config.get("enable_activation_checkpointing", False):
+    if config.enable_activation_checkpointing:
         wrapped = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=wrapped)
     model.load_state_dict(base_model_state_dict)

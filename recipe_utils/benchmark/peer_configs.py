@@ -40,6 +40,7 @@ DEFAULTS = {
     "batch_size": 1,
     "compile": False,
     "dtype": "fp32",
+    "enable_activation_checkpointing": False,
     "lr_scheduler": None,
     "optimizer_in_bwd": False,
     "seed": None,
@@ -167,8 +168,8 @@ def peer_of(
         config.setdefault(key, value)
     if settings["kind"] == "stock":
         for key, stock in STOCK_LOSSES[recipe].items():
-            given = str(OmegaConf.select(config, f"{key}._component_"))
-            if key not in overrides and not given.startswith(("torch.", "torchtune.")):
+            loss = str(OmegaConf.select(config, f"{key}._component_"))
+            if key not in overrides and not loss.startswith(("torch.", "torchtune.")):
                 config[key] = stock
     if recipe == DISTILLATION:
         config.metric_logger = {**STOCK_LOSS_LOGGER, "kd_ratio": config.get("kd_ratio", 0.5)}
