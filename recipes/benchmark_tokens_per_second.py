@@ -221,7 +221,7 @@ class BenchmarkTokensPerSecond:
             parts.append(
                 "The loss deviation is that of the first update step: stock divides the mean of each microbatch by "
                 "the number of tokens of the update step, so that its weights are others from then on. Losses hold "
-                "the teacher's entropy, as stock's do."
+                "the teacher's entropy, as stock's do, but for those of kind trl."
             )
         if self.num_ranks > 1:
             parts.append(

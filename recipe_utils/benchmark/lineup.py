@@ -194,7 +194,8 @@ def _add_peer(
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
         adapters = adapters_in(merged)
         recipe, kind = settings.update_step_recipe, of_peer["kind"]
-        reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters)
+        kd_ratio = merged.get("kd_ratio", 0.5)
+        reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters, kd_ratio)
         if reason is not None:
             if name == settings.baseline_name:
                 lineup.problems.append(f"baseline={name}: it {reason}; set it to another peer")

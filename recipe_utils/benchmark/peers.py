@@ -20,7 +20,7 @@ from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
-from recipe_utils.benchmark.distillation_peers import train_stock_distillation
+from recipe_utils.benchmark.distillation_peers import train_stock_distillation, train_trl_gkd
 from recipe_utils.benchmark.hugging_face_peers import train_hf_trainer, train_trl
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.pair_peers import train_limit_dpo, train_stock_dpo, train_trl_dpo
@@ -167,6 +167,7 @@ KINDS: dict[str, dict[str, Callable[[DictConfig, TakeModel], None]]] = {
     DISTILLATION: {
         "stock": train_stock_distillation,
         "update_step": partial(train_update_step, DISTILLATION),
+        "trl": train_trl_gkd,
     },
 }
 """Of each recipe, what trains as a peer of each kind."""
@@ -180,7 +181,7 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
         "trl": {"precompute_ref_log_probs", "attn_implementation"},
         "limit": {"pairs_per_row"},
     },
-    DISTILLATION: {},
+    DISTILLATION: {"trl": {"attn_implementation"}},
 }
 """Config keys of a kind that no other one has."""
 
@@ -193,7 +194,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def why_skipped(
-    recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters
+    recipe: str,
+    kind: str,
+    num_ranks: int,
+    is_packed: bool,
+    adapters: Adapters,
+    kd_ratio: float,
 ) -> str | None:
     """Why a peer of this kind cannot run here; None if it can.
 
@@ -203,6 +209,7 @@ def why_skipped(
         num_ranks: processes that it shall run as.
         is_packed: whether the dataset packs its samples.
         adapters: of its model.
+        kd_ratio: of its loss, where it has a teacher.
     """
     if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
@@ -213,6 +220,10 @@ def why_skipped(
         return "trains no adapters, which kind=trl does"
     if recipe == PAIRS and kind != "update_step" and adapters.modules:
         return "trains no adapters on pairs"
+    if recipe == DISTILLATION and kind == "trl" and adapters.modules:
+        return "trains no adapters with a teacher"
+    if recipe == DISTILLATION and kind == "trl" and kd_ratio != 1:
+        return "computes no cross-entropy; set kd_ratio=1"
     if recipe == TEXT and kind == "trl" and not adapters.modules:
         return "trains adapters only; kind=hf_trainer trains whole models"
     if kind in ("trl", "limit") and any(adapters.frozen.values()):
