@@ -70,6 +70,16 @@ def test_stock_is_left_out_on_several_processes_and_keeps_adapters(read):
     assert [peer.draws_adapters for peer in adapted.peers] == [True, True]
 
 
+def test_a_trainer_without_cross_entropy_takes_part_where_there_is_none(read):
+    peers = {"ours": {"kind": "update_step"}, "trl": {"kind": "trl"}}
+    reason = "skipped: computes no cross-entropy; set kd_ratio=1"
+    assert read(peers=peers, overrides={"kd_ratio": 0.9}).lineup.skipped == {"trl": reason}
+    reason = read(peers=peers, overrides={"kd_ratio": 1.0}).lineup.skipped.get("trl", "")
+    assert "cross-entropy" not in reason
+    adapted = read(base={"model": tiny.adapted(tiny.MODEL)}, peers=peers)
+    assert adapted.lineup.skipped["trl"] == "skipped: trains no adapters with a teacher"
+
+
 # ---- Losses -----------------------------------------------------------------------------------------
 
 
