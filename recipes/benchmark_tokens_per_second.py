@@ -10,6 +10,7 @@ step by step.
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
     tune run benchmark_tokens_per_second --config llama3_2/5M_lora_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_dpo_benchmark
+    tune run benchmark_tokens_per_second --config llama3_2/5M_to_1M_KD_benchmark
 
 Peers are entries of the config; any key of theirs besides ``kind`` overrides the recipe's config:
 ``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``. Leave the machine alone meanwhile.
@@ -39,7 +40,7 @@ from recipe_utils.benchmark.exactness import CRAFTED, crafted_config
 from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.lineup import LineupSettings
 from recipe_utils.benchmark.peer_configs import Peer
-from recipe_utils.benchmark.peers import PAIRS
+from recipe_utils.benchmark.peers import DISTILLATION, PAIRS
 from recipe_utils.benchmark.start_adapters import write_fresh_adapters
 from recipe_utils.benchmark.worker import write_spec
 from recipe_utils.parallel.process_group import ends_at_config_errors
@@ -186,7 +187,11 @@ class BenchmarkTokensPerSecond:
         """Prints the tables; writes benchmark.md, benchmark.json and benchmark.png."""
         folder = self.output_dir
         about = self._about()
-        summaries = report.summarize(self.steps, self.losses, self.baseline, self.other_models)
+        is_distillation = self.baseline_peer.recipe == DISTILLATION
+        losses = self.losses
+        if is_distillation:
+            losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
+        summaries = report.summarize(self.steps, losses, self.baseline, self.other_models)
         limit = next((peer.name for peer in self.peers if peer.kind == "limit"), None)
         batch = "{batch_size} x {gradient_accumulation_steps}".format(**self.peers[0].config)
         setting = (
@@ -211,6 +216,12 @@ class BenchmarkTokensPerSecond:
             parts.append(
                 "Targets are those of both answers. Real tokens are those that go into the trained model: what "
                 "both sides of a pair begin with once where it is shared."
+            )
+        if is_distillation:
+            parts.append(
+                "The loss deviation is that of the first update step: stock divides the mean of each microbatch by "
+                "the number of tokens of the update step, so that its weights are others from then on. Losses hold "
+                "the teacher's entropy, as stock's do, but for those of kind trl."
             )
         if self.num_ranks > 1:
             parts.append(

@@ -1,7 +1,8 @@
 """How far each peer's gradient is from that of one big batch, on update steps that are hard.
 
 The crafted update steps are one epoch of a dataset, of text here, of pairs of answers in
-:mod:`recipe_utils.benchmark.crafted_pairs`. A peer trains on it with learning rate 0, so that
+:mod:`recipe_utils.benchmark.crafted_pairs`, of text with a teacher in
+:mod:`recipe_utils.benchmark.crafted_distillation`. A peer trains on it with learning rate 0, so that
 every update step starts from the same weights, and its gradients are read as its optimizer steps.
 """
 
@@ -74,15 +75,9 @@ class CraftedDataset(Dataset[Sample]):
 
     def loss(self, model: nn.Module, samples: Sequence[Sample], _: DictConfig) -> Tensor:
         """Mean over all targets of the samples as one padded batch, in plain PyTorch, in fp64 [nats]."""
-        longest = max(len(sample["tokens"]) for sample in samples)
-        tokens = torch.zeros(len(samples), longest, dtype=torch.long)
-        labels = torch.full((len(samples), longest), IGNORE_INDEX)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
-            labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
         device = next(model.parameters()).device
-        logits = model(tokens.to(device))[:, :-1].double()
-        targets = labels[:, 1:].to(device)
+        tokens, targets = (each.to(device) for each in one_padded_batch(samples))
+        logits = model(tokens)[:, :-1].double()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def cases(self) -> dict[str, list[Sample]]:
@@ -95,10 +90,22 @@ class CraftedDataset(Dataset[Sample]):
         return found
 
 
+def one_padded_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Tokens [b, s] of b samples, and what is to be predicted at all positions but the last, [b, s - 1]."""
+    longest = max(len(sample["tokens"]) for sample in samples)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels = torch.full((len(samples), longest), IGNORE_INDEX)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
+        labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
+    return tokens, labels[:, 1:]
+
+
 CRAFTED_TEXT = "recipe_utils.benchmark.exactness.CraftedDataset"
 CRAFTED = {
     "full_finetune_update_step": CRAFTED_TEXT,
     "full_dpo_update_step": "recipe_utils.benchmark.crafted_pairs.CraftedPairs",
+    "knowledge_distillation_update_step": "recipe_utils.benchmark.crafted_distillation.CraftedDistillation",
 }
 """The dataset of crafted update steps of each recipe."""
 

@@ -57,10 +57,10 @@ class LineupSettings:
     """What all peers train: a config of ``update_step_recipe``, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
     """Name -> ``kind`` (stock, update_step, hf_trainer, trl or limit) and changes of the config for this one."""
-    update_step_recipe: Literal["full_finetune_update_step", "full_dpo_update_step"] = (
-        "full_finetune_update_step"
-    )
-    """Samples, or pairs of answers; of these there is no hf_trainer."""
+    update_step_recipe: Literal[
+        "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
+    ] = "full_finetune_update_step"
+    """Samples, pairs of answers or samples with a teacher; only of the first there is an hf_trainer."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Changes of the config for all peers."""
     baseline: str | None = None
@@ -142,6 +142,19 @@ def _problems_with_base(base: DictConfig) -> Iterator[str]:
         yield (
             f"overrides.sft_loss_weight={base.sft_loss_weight}: only kind=update_step adds it; set it to 0"
         )
+    kd_loss = base.get("kd_loss") or {}
+    is_forward = kd_loss.get("divergence", "forward") == "forward"
+    of_stock = str(kd_loss.get("_component_", "")).rpartition(".")[2]
+    if of_stock.startswith(("Reverse", "Symmetric")) or not is_forward:
+        yield (
+            f"overrides.kd_loss={of_stock}: losses are compared of the forward divergence only; set "
+            "divergence=forward"
+        )
+    if kd_loss.get("temperature", 1) != 1 or kd_loss.get("teacher_temperature") not in (None, 1):
+        yield (
+            "overrides.kd_loss.temperature: torchtune's recipe has none; set it to 1, and "
+            "teacher_temperature to null"
+        )
     for key in ("tensor_parallel_dim", "pipeline_parallel_dim"):
         if base.get(key, 1) != 1:
             yield (
@@ -181,7 +194,8 @@ def _add_peer(
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
         adapters = adapters_in(merged)
         recipe, kind = settings.update_step_recipe, of_peer["kind"]
-        reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters)
+        kd_ratio = merged.get("kd_ratio", 0.5)
+        reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters, kd_ratio)
         if reason is not None:
             if name == settings.baseline_name:
                 lineup.problems.append(f"baseline={name}: it {reason}; set it to another peer")

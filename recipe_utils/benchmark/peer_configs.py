@@ -11,7 +11,14 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_utils.benchmark.peers import OWN_KEYS, PAIRS, STOCK_LOSS, TEXT
+from recipe_utils.benchmark.peers import (
+    DISTILLATION,
+    OWN_KEYS,
+    PAIRS,
+    STOCK_KD_LOSS,
+    STOCK_LOSS,
+    TEXT,
+)
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
@@ -33,12 +40,20 @@ DEFAULTS = {
     "batch_size": 1,
     "compile": False,
     "dtype": "fp32",
+    "enable_activation_checkpointing": False,
     "lr_scheduler": None,
     "optimizer_in_bwd": False,
     "seed": None,
     "shuffle": True,
 }
 """Of keys that the stock recipes require and the update-step recipe does not."""
+STOCK_LOSSES: dict[str, dict[str, dict[str, str]]] = {
+    TEXT: {"loss": STOCK_LOSS},
+    PAIRS: {},
+    DISTILLATION: {"loss": STOCK_LOSS, "kd_loss": STOCK_KD_LOSS},
+}
+"""Of each recipe, what stock computes in place of losses that it does not know."""
+STOCK_LOSS_LOGGER = {"_component_": "recipe_utils.benchmark.distillation_peers.StockLossLogger"}
 
 
 @dataclass(frozen=True)
@@ -151,10 +166,13 @@ def peer_of(
         config.save_every_n_steps = None
     for key, value in {**DEFAULTS, "device": resolve_device(None).type}.items():
         config.setdefault(key, value)
-    if recipe == TEXT and settings["kind"] == "stock" and "loss" not in overrides:
-        loss = str(OmegaConf.select(config, "loss._component_"))
-        if not loss.startswith(("torch.", "torchtune.")):
-            config.loss = STOCK_LOSS
+    if settings["kind"] == "stock":
+        for key, stock in STOCK_LOSSES[recipe].items():
+            loss = str(OmegaConf.select(config, f"{key}._component_"))
+            if key not in overrides and not loss.startswith(("torch.", "torchtune.")):
+                config[key] = stock
+    if recipe == DISTILLATION:
+        config.metric_logger = {**STOCK_LOSS_LOGGER, "kd_ratio": config.get("kd_ratio", 0.5)}
     of_batch = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
     batch = OmegaConf.create({key: config[key] for key in of_batch if key in config})
     config.gradient_accumulation_steps = read_settings(batch, DataSettings).num_accumulated(

@@ -20,6 +20,7 @@ from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 from torchtune.utils import get_device
 
+from recipe_utils.benchmark.distillation_peers import train_stock_distillation, train_trl_gkd
 from recipe_utils.benchmark.hugging_face_peers import train_hf_trainer, train_trl
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.pair_peers import train_limit_dpo, train_stock_dpo, train_trl_dpo
@@ -40,6 +41,7 @@ from recipe_utils.model.adapters import Adapters
 from recipe_utils.tune.registry import recipe_path
 
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+STOCK_KD_LOSS = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
 # Of what is trained: (file, class) on a single device and on several.
 STOCK_FULL = (
     ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
@@ -52,9 +54,10 @@ STOCK_LORA = (
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
     "full_dpo_update_step": "FullDPORecipe",
+    "knowledge_distillation_update_step": "KDRecipe",
 }
-"""The update-step recipes of which peers can be compared: of text, and of pairs of answers."""
-TEXT, PAIRS = CLASSES
+"""The update-step recipes of which peers can be compared: of text, of pairs of answers, and with a teacher."""
+TEXT, PAIRS, DISTILLATION = CLASSES
 
 
 def train_stock(config: DictConfig, take_model: TakeModel) -> None:
@@ -161,6 +164,11 @@ KINDS: dict[str, dict[str, Callable[[DictConfig, TakeModel], None]]] = {
         "trl": train_trl_dpo,
         "limit": train_limit_dpo,
     },
+    DISTILLATION: {
+        "stock": train_stock_distillation,
+        "update_step": partial(train_update_step, DISTILLATION),
+        "trl": train_trl_gkd,
+    },
 }
 """Of each recipe, what trains as a peer of each kind."""
 OWN_KEYS: dict[str, dict[str, set[str]]] = {
@@ -173,6 +181,7 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
         "trl": {"precompute_ref_log_probs", "attn_implementation"},
         "limit": {"pairs_per_row"},
     },
+    DISTILLATION: {"trl": {"attn_implementation"}},
 }
 """Config keys of a kind that no other one has."""
 
@@ -185,7 +194,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def why_skipped(
-    recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters
+    recipe: str,
+    kind: str,
+    num_ranks: int,
+    is_packed: bool,
+    adapters: Adapters,
+    kd_ratio: float,
 ) -> str | None:
     """Why a peer of this kind cannot run here; None if it can.
 
@@ -195,15 +209,21 @@ def why_skipped(
         num_ranks: processes that it shall run as.
         is_packed: whether the dataset packs its samples.
         adapters: of its model.
+        kd_ratio: of its loss, where it has a teacher.
     """
     if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
-    if kind == "limit" and num_ranks > 1:
+    has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")
+    if has_one_process and num_ranks > 1:
         return "runs as one process only"
     if kind == "hf_trainer" and adapters.modules:
         return "trains no adapters, which kind=trl does"
     if recipe == PAIRS and kind != "update_step" and adapters.modules:
         return "trains no adapters on pairs"
+    if recipe == DISTILLATION and kind == "trl" and adapters.modules:
+        return "trains no adapters with a teacher"
+    if recipe == DISTILLATION and kind == "trl" and kd_ratio != 1:
+        return "computes no cross-entropy; set kd_ratio=1"
     if recipe == TEXT and kind == "trl" and not adapters.modules:
         return "trains adapters only; kind=hf_trainer trains whole models"
     if kind in ("trl", "limit") and any(adapters.frozen.values()):

@@ -57,6 +57,8 @@ RECIPES = {
         "llama3_2/5M_benchmark",
         "llama3_2/5M_lora_benchmark",
         "llama3_2/5M_dpo_benchmark",
+        "llama3_2/5M_to_1M_KD_benchmark",
+        "llama3_2/5M_to_1M_KD_lora_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
         "llama3_2/5M_benchmark_saving",
     ),

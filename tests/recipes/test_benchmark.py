@@ -74,6 +74,19 @@ OF_PAIRS = {
 }
 
 
+PEERS_WITH_A_TEACHER = {
+    "stock": {"kind": "stock"},
+    "in_order": {"kind": "update_step", "microbatching": "in_order"},
+    "packed": {"kind": "update_step", "microbatching": "packed"},
+    "packed_cached": {
+        "kind": "update_step",
+        "microbatching": "packed",
+        "teacher_cache": "hidden",
+    },
+    "trl": {"kind": "trl"},
+}
+
+
 def write_configs(folder, of_recipe=None, **changes):
     """Paths of the benchmark's config and its output."""
     recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2, **(of_recipe or {})}
@@ -306,6 +319,68 @@ def test_gradients_of_pairs_are_those_computed_pair_by_pair(benchmark_of_pairs):
                 assert short is None  # drops the pairs left over
             elif peer.startswith("trl"):
                 assert short > 0.01  # weighs the pairs of a short microbatch more
+
+
+# ---- A student and its teacher --------------------------------------------------------------------
+
+
+def fresh_checkpointer(folder, model, seed):
+    return {
+        "_component_": "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer",
+        "model": model,
+        "checkpoint_dir": f"{folder}/fresh_{seed}",
+        "output_dir": f"{folder}/out",
+        "seed": seed,
+    }
+
+
+@pytest.fixture(scope="module", params=["whole", "adapters", "divergence_alone"])
+def benchmark_of_a_teacher(tmp_path_factory, request):
+    """The JSON of a benchmark of distillation, of a whole student or of its adapters."""
+    is_adapted = request.param == "adapters"
+    folder = tmp_path_factory.mktemp("benchmark_of_a_teacher")
+    config_path, output = write_configs(
+        folder,
+        {
+            "model": tiny.adapted(tiny.MODEL) if is_adapted else tiny.MODEL,
+            "checkpointer": fresh_checkpointer(folder, tiny.MODEL, seed=0),
+            "teacher_model": tiny.TEACHER_MODEL,
+            "teacher_checkpointer": fresh_checkpointer(folder, tiny.TEACHER_MODEL, seed=1),
+            "kd_ratio": 1.0 if request.param == "divergence_alone" else 0.7,
+        },
+        peers=PEERS_WITH_A_TEACHER,
+        update_step_recipe="knowledge_distillation_update_step",
+    )
+    process = started(config_path)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert "Every update step held the same tokens in every peer." in printed
+    assert "The loss deviation is that of the first update step" in printed
+    return json.loads((output / "benchmark.json").read_text())
+
+
+def test_all_peers_learn_from_the_same_teacher_on_the_same_update_steps(benchmark_of_a_teacher):
+    results = benchmark_of_a_teacher
+    takes_trl = results["peers"]["packed"]["config"]["kd_ratio"] == 1 and HAS_TRL
+    assert ran(results) == [name for name in PEERS_WITH_A_TEACHER if takes_trl or name != "trl"]
+    for summary in results["summaries"]:
+        assert summary["has_samples_of_baseline"], summary["peer"]
+        if summary["peer"] != "trl":  # its loss is without the teacher's entropy
+            assert summary["loss_deviation"] < 1e-5, summary["peer"]
+    assert all(step["fingerprint"] == step["expected_fingerprint"] for step in results["steps"])
+    losses = {peer: rounds[0] for peer, rounds in results["losses"].items()}
+    assert len(losses["packed"]) == 3  # with the warm-up step
+    assert losses["packed"] == pytest.approx(losses["in_order"], rel=1e-5)
+    assert losses["packed"] == pytest.approx(losses["packed_cached"], rel=1e-5)
+
+
+def test_gradients_of_a_student_are_those_of_one_big_batch(benchmark_of_a_teacher):
+    errors = benchmark_of_a_teacher["gradient_errors"]
+    of_stock = errors.pop("stock")
+    assert of_stock["uneven"] > 0.9  # divides by the number of targets once more
+    assert of_stock["short_last_step"] is None  # drops the samples left over
+    for peer, per_case in errors.items():
+        assert max(per_case.values()) < 1e-4, peer
 
 
 # ---- What can go wrong ----------------------------------------------------------------------------
