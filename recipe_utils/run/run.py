@@ -115,6 +115,7 @@ class Run:
         self.seed = training.set_seed(
             seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode
         )
+        self.run_id = ""  # from resume() on
         self.stop = threading.Event()  # once set, training saves and ends
         self._recipe = recipe
         self._ranks = ranks
@@ -145,7 +146,6 @@ class Run:
         )
         if self._resume_path is None and not self.resumes_from_stock:
             self._check_that_nothing_is_lost()
-        self.run_id = self._new_run()
         if self.resumes_from_stock and ranks.dims.pp > 1:
             raise ConfigError(
                 f"pipeline_parallel_dim={ranks.dims.pp}: a recipe_state.pt can only be resumed from "
@@ -191,6 +191,7 @@ class Run:
             self.warn(
                 "save_adapter_weights_only=True: the model has no adapters; exports all weights"
             )
+        self.run_id = self._new_run()  # now that nothing else can be refused
         if self._resume_path is not None:
             self._load(self._resume_path, model, optimizer)
         elif self.resumes_from_stock:
@@ -472,22 +473,26 @@ class Run:
         run_id, problem = "", None
         if self._ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-            if not self.settings.resume_from_checkpoint:
-                try:
-                    aside = put_aside(Path(self.settings.output_dir), run_id)
-                except OSError as error:
-                    problem = f"output_dir={self.settings.output_dir}: checkpoints of an earlier run could not be put aside ({error})"
-                else:
-                    if aside is not None:
-                        found = ", ".join(sorted(path.name for path in aside.iterdir()))
-                        self.warn(
-                            f"output_dir={self.settings.output_dir}: it holds checkpoints of an earlier run ({found}); "
-                            f"they are in {aside} now. resume_from_checkpoint=True would go on from them"
-                        )
+            try:
+                if not self.settings.resume_from_checkpoint:
+                    self._put_aside(run_id)
+            except OSError as error:
+                problem = (
+                    f"output_dir: checkpoints of an earlier run could not be put aside: {error}"
+                )
         run_id, problem = gather_objects((run_id, problem), self._group)[0]
         if problem is not None:
             raise ConfigError(problem)
         return run_id
+
+    def _put_aside(self, run_id: str) -> None:
+        aside = put_aside(Path(self.settings.output_dir), run_id)
+        if aside is not None:
+            found = ", ".join(sorted(path.name for path in aside.iterdir()))
+            self.warn(
+                f"output_dir={self.settings.output_dir}: it holds checkpoints of an earlier run ({found}), which "
+                f"are in {aside} now; resume_from_checkpoint=True goes on from them, once they are back"
+            )
 
     def _check_that_nothing_is_lost(self) -> None:
         """There is no whole checkpoint to go on from. Raises ConfigError, unless that was to be expected."""

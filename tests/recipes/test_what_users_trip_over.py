@@ -80,6 +80,16 @@ def test_a_new_run_puts_aside_what_an_earlier_one_has_left_and_goes_on_from_its_
     assert f"run {ids.pop()}" in " ".join(messages)
 
 
+def test_a_run_that_is_refused_leaves_an_earlier_one_s_checkpoints_where_they_are(tiny_config):
+    config = tiny_config(save_every_n_steps=4)
+    run_recipe(config)
+    left = sorted(path.name for path in Path(config["output_dir"]).iterdir())
+    nothing = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "num_without_targets": 8}
+    with pytest.raises(ConfigError, match="nothing can be learned"):
+        run_recipe({**config, "dataset": nothing})
+    assert sorted(path.name for path in Path(config["output_dir"]).iterdir()) == left
+
+
 # ---- Going on with other arguments --------------------------------------------------------------
 
 
