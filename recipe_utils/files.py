@@ -117,6 +117,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     return _write_synced(path, write)
 
 
+def replace_with_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file that is there with all its content or not at all, whatever happens meanwhile.
+
+    A killed writer leaves a hidden file beside it, whose name ends with ``.unfinished``.
+
+    Args:
+        path: replaced if it exists.
+        tensors: by name, of any device.
+
+    Raises:
+        OSError: it could not be written; names the file. Nothing is left of it.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        write_tensors(unfinished, tensors)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
 class _Checksummed:
     """Counts and sums up what is written to a file."""
 

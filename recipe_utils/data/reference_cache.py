@@ -6,7 +6,6 @@ order of pairs or the number of ranks; so each pair is known by a hash of what t
 
 import hashlib
 import json
-import os
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 from torchtune.utils import get_logger
 
 from recipe_utils.data.pairs import digest_of
-from recipe_utils.files import CheckpointError, TensorFile, fsync_folder, write_tensors
+from recipe_utils.files import CheckpointError, TensorFile, replace_with_tensors
 from recipe_utils.parallel.process_group import gather_objects
 
 _log = get_logger("INFO")
@@ -124,10 +123,7 @@ def _write(path: Path, entries: tuple[np.ndarray, np.ndarray]) -> None:
         "log_probs": torch.from_numpy(values),
         "crc32": torch.tensor([_checksum(keys, values)]),
     }
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    write_tensors(unfinished, tensors)
-    os.replace(unfinished, path)
-    fsync_folder(path.parent)
+    replace_with_tensors(path, tensors)
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,6 @@ Shapes: m samples of a part, n rows of a sample (its target tokens).
 
 import hashlib
 import json
-import os
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtune.utils import get_logger
 
-from recipe_utils.files import CheckpointError, TensorFile, fsync_folder, write_tensors
+from recipe_utils.files import CheckpointError, TensorFile, replace_with_tensors
 from recipe_utils.parallel.process_group import gather_objects
 
 _log = get_logger("INFO")
@@ -324,13 +323,7 @@ def _write(path: Path, samples: Mapping[bytes, Mapping[str, Tensor]]) -> None:
     }
     for name in layout:
         tensors[_VALUES + name] = torch.cat([each[name] for each in of_samples])
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        write_tensors(unfinished, tensors)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    replace_with_tensors(path, tensors)
 
 
 def _layout_of(values: Mapping[str, Tensor]) -> _Layout:

@@ -179,8 +179,9 @@ def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
         (4, {"data_parallel_replicate_dim": 2}),
     ):
         logged = run_distributed(run_recipe, world_size, {**config, **changes})[0]
-        # In fp32; which digits differ depends on the kind of CPU, and NF4's products round in another order.
-        assert losses(logged) == pytest.approx(losses(stock), abs=6e-6)
+        # In fp32; NF4's products round in another order, and LoRA's last digits depend on the kind of CPU.
+        tolerance = 6e-6 if kind == "lora" else 5e-6 if kind.startswith("q") else 3e-6
+        assert losses(logged) == pytest.approx(losses(stock), abs=tolerance)
         norms = [metrics["grad_norm"].item() for metrics in stock]
         assert [metrics["grad_norm"] for metrics in logged] == pytest.approx(norms, rel=1e-4)
 
@@ -189,7 +190,7 @@ def test_compiled_layers_keep_doras_norms_alike(tiny_config):
     config = curve_config(tiny_config, model=DORA, microbatching="packed")
     plain = losses(run_distributed(run_recipe, 1, config)[0])
     compiled = losses(run_distributed(run_compiled_recipe, 1, config)[0])
-    assert compiled == pytest.approx(plain, abs=6e-6)
+    assert compiled == pytest.approx(plain, abs=3e-6)
 
 
 def norm_in_the_graph(layer, x):
@@ -383,7 +384,7 @@ def test_a_stopped_training_goes_on_on_any_layout(world_size, dims, saved_after_
     if world_size == 1:
         assert logged == uninterrupted[4:]
         assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
-    assert logged == pytest.approx(uninterrupted[4:], abs=6e-6)
+    assert logged == pytest.approx(uninterrupted[4:], abs=3e-6)
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(saved_after_4):
