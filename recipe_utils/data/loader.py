@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 from torchtune.utils import get_logger
 
 from recipe_utils.components import component_at
@@ -63,6 +65,8 @@ class DataSettings:
     """Update steps per epoch at most."""
     shuffle: bool = True
     """A new order in each epoch, the same on any number of ranks."""
+    data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of that order, which does not depend on ``seed``; with 0 it is torchtune's, whose sampler knows no other."""
     num_workers: CountOrZero = 0
     """DataLoader processes; 0 loads in the background thread."""
     prefetch_update_steps: CountOrZero = 2
@@ -293,6 +297,8 @@ class UpdateStepLoader:
             **fingerprint(self.dataset, self._kind.fingerprint_keys),
             "global_batch_size": self.global_batch_size,
             "shuffle": self.settings.shuffle,
+            # Not where it says nothing: checkpoints of versions before 0.4.2 have none.
+            **({"data_seed": self.settings.data_seed} if self.settings.data_seed else {}),
             "last_update_step": self.settings.last_update_step,
         }
 
@@ -331,7 +337,7 @@ class UpdateStepLoader:
             other ranks: every rank stops before the same update step.
         """
         first = samples_consumed // self.global_batch_size
-        permutation = epoch_permutation(len(self.dataset), epoch, self.settings.shuffle)
+        permutation = self._permutation(epoch)
         indices_per_step = [
             update_step_indices(
                 permutation,
@@ -343,6 +349,10 @@ class UpdateStepLoader:
             for step in range(first, self.steps_per_epoch)
         ]
         return self.of_samples(indices_per_step, first, stop)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        settings = self.settings
+        return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Each sample once that so many epochs consume, in its own order, as many at a time as in them.
@@ -358,8 +368,7 @@ class UpdateStepLoader:
         for epoch in range(num_epochs):
             if len(used) == num_samples:
                 break
-            permutation = epoch_permutation(num_samples, epoch, self.settings.shuffle)
-            used.update(permutation[:consumed].tolist())
+            used.update(self._permutation(epoch)[:consumed].tolist())
         indices = torch.tensor(sorted(used))
         num_steps = -(-len(indices) // self.global_batch_size)
         return num_steps, self.of_samples(

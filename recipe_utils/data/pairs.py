@@ -20,7 +20,13 @@ from torch import Tensor
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.plan import make_plan
-from recipe_utils.data.samples import LeftOutError, Sample, SampleError, load_dataset
+from recipe_utils.data.samples import (
+    LeftOutError,
+    Sample,
+    check_keys,
+    load_dataset,
+    whole_numbers,
+)
 from recipe_utils.data.text import ModelLimits, check_sample, row_multiple_of_packed
 from recipe_utils.settings import ROOM
 
@@ -167,10 +173,8 @@ class PairSamples:
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
         for side in _SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
-            for key in keys:
-                if key not in sample:
-                    raise SampleError(f"{name}: it has no '{key}', only {sorted(sample)}")
-            tokens, labels = (_whole_numbers(sample[key], key, name) for key in keys)
+            check_keys(sample, keys, name)
+            tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             check_sample(
                 {"tokens": tokens, "labels": labels},
                 f"{name}, {side}",
@@ -227,13 +231,6 @@ class PairSamples:
         if self._is_packed:
             return collate_packed_pairs(samples, self._pad_id, self._row_multiple)
         return collate_padded_pairs(samples, self._pad_id)
-
-
-def _whole_numbers(values: Any, key: str, name: str) -> np.ndarray:
-    numbers = np.asarray(values)
-    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-        raise SampleError(f"{name}: its '{key}' is no list of whole numbers")
-    return numbers.astype(np.int64)
 
 
 def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +32,38 @@ class LeftOutError(SampleError):
 
 _NUM_NAMED = 20
 """Samples that are left out may be a tenth of the data; those after so many are only counted."""
+
+
+def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
+    """Refuses what is no mapping with all of these keys.
+
+    Raises:
+        SampleError: says which is missing, by the sample's name.
+    """
+    if not isinstance(sample, Mapping):
+        raise SampleError(
+            f"{name}: it is a {type(sample).__name__}, no mapping with {', '.join(keys)}"
+        )
+    for key in keys:
+        if key not in sample:
+            raise SampleError(f"{name}: it has no '{key}', only {sorted(map(str, sample))}")
+
+
+def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
+    """What a sample has at a key, a list, array or tensor, as an array [n] of int64.
+
+    Raises:
+        SampleError: it is something else; says what, by the sample's name.
+    """
+    values = sample[key]
+    try:
+        numbers = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SampleError(f"{name}: its '{key}' is no list of whole numbers ({error})") from error
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        shown = repr(values) if len(repr(values)) < 60 else f"{repr(values)[:50]}..."
+        raise SampleError(f"{name}: its '{key}' is no list of whole numbers but {shown}")
+    return numbers.astype(np.int64)
 
 
 class CheckedDataset(Dataset[Sample]):

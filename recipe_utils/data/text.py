@@ -3,6 +3,7 @@
 Shapes: b samples, s slots (positions) per sample, n target tokens.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,12 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.components import component_at
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.microbatch import DocumentLengths, Microbatch, Targets
 from recipe_utils.data.plan import MicrobatchCost, make_plan
-from recipe_utils.data.samples import Sample, SampleError
+from recipe_utils.data.samples import Sample, SampleError, check_keys, whole_numbers
 from recipe_utils.settings import ConfigError
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -25,6 +27,10 @@ CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 
 Collate = Callable[[Sequence[Sample]], Microbatch]
 """Samples -> what one forward and backward consumes: one of the two functions below."""
+
+_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+
+_log = get_logger("INFO")
 
 
 class ModelLimits(NamedTuple):
@@ -88,8 +94,10 @@ class TextSamples:
             max_tokens = settings.batch_size * self.max_seq_len
         self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, limits.cost)
 
+        self._is_packed = settings.microbatching == "packed"
+        self._has_said_what_is_ignored = False
         self._collate: Collate
-        if settings.microbatching == "packed":
+        if self._is_packed:
             row_multiple = row_multiple_of_packed(limits, max_tokens)
             self._collate = partial(
                 collate_packed_microbatch,
@@ -140,14 +148,28 @@ class TextSamples:
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """One microbatch of samples, at least one; with what is known of a teacher's word."""
+        if not self._has_said_what_is_ignored:
+            self._say_what_is_ignored(samples[0])
         microbatch = self._collate(samples)
         if self._known is None:
             return microbatch
         num_targets = [num_targets_of(sample, self.ignore_index) for sample in samples]
         return microbatch.with_teacher(self._known.find(samples, num_targets))
 
+    def _say_what_is_ignored(self, sample: Sample) -> None:
+        self._has_said_what_is_ignored = True
+        ignored = sorted(map(str, sample.keys() - _TEXT_KEYS))
+        if ignored and self._is_packed:
+            log_rank_zero(
+                _log,
+                f"microbatching=packed: rows hold text only; of samples {', '.join(ignored)} is ignored",
+                logging.WARNING,
+            )
+
     def stand_in(self, sample: Sample) -> Microbatch:
         """See :func:`collate_empty_microbatch`."""
+        if self._is_packed:
+            sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
         return collate_empty_microbatch(sample, self._collate, self.ignore_index)
 
 
@@ -198,13 +220,12 @@ def check_sample(
         limits_length: whose it is.
 
     Raises:
-        SampleError: no labels, other than one label per token, no tokens, more than ``max_seq_len``
-            tokens, or a token or label outside the vocabulary.
+        SampleError: no mapping, no whole numbers, other than one label per token, no tokens, more than
+            ``max_seq_len`` tokens, or a token or label outside the vocabulary.
     """
-    for key in ("tokens", "labels"):
-        if key not in sample:
-            raise SampleError(f"{name}: it has no '{key}', only {sorted(sample)}")
-    num_tokens, num_labels = len(sample["tokens"]), len(sample["labels"])
+    check_keys(sample, ("tokens", "labels"), name)
+    tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
+    num_tokens, num_labels = len(tokens), len(labels)
     if num_tokens == 0:
         raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
     if num_tokens != num_labels:
@@ -214,13 +235,12 @@ def check_sample(
             f"{name}: {num_tokens} tokens are more than {limits_length} max_seq_len={max_seq_len}; set "
             f"tokenizer.max_seq_len={max_seq_len} to truncate samples"
         )
-    tokens, labels = torch.as_tensor(sample["tokens"]), torch.as_tensor(sample["labels"])
     targets = labels[labels != ignore_index]
     for what, ids in (("token", tokens), ("label", targets)):
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
             raise SampleError(
-                f"{name}: {what} {outside[0].item()} is outside the model's vocabulary of "
+                f"{name}: {what} {outside[0]} is outside the model's vocabulary of "
                 f"{vocab_size}; use the tokenizer that belongs to the model"
             )
 
@@ -284,16 +304,15 @@ def collate_packed_microbatch(
             padding.
 
     Raises:
-        ValueError: a sample holds something else than text.
+        ValueError: a sample holds images; what else there is besides text is ignored.
     """
     tokens, labels, positions = [], [], []
     lengths: list[int] = []
     for sample in samples:
-        other = sorted(sample.keys() - {"tokens", "labels", "mask", "input_pos", "seq_lens"})
-        if other:
+        if "encoder_input" in sample:
             raise ValueError(
-                f"microbatching=packed: rows hold text only, a sample has {', '.join(other)}, too; set "
-                "microbatching=least_padding"
+                "microbatching=packed: rows hold text only, a sample has encoder_input, too; set "
+                "microbatching=least_padding, and collate_fn for images"
             )
         num_real = num_real_tokens(sample, ignore_index)
         padded = num_real < len(sample["tokens"])

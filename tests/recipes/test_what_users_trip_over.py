@@ -311,6 +311,91 @@ def test_where_all_checkpoints_are_torn_it_does_not_start_anew_by_itself(resume,
         run_recipe({**config, "resume_from_checkpoint": resume})
 
 
+# ---- Samples of any kind ---------------------------------------------------------------------------
+
+ODD_SAMPLES = {
+    "nothing": None,
+    "strings": {"tokens": ["a", "b"], "labels": ["a", "b"]},
+    "too large": {"tokens": [1, 2**70], "labels": [1, 2**70]},
+    "two dimensions": {"tokens": torch.ones(2, 2).long(), "labels": torch.ones(2, 2).long()},
+    "bools": {"tokens": [True, False], "labels": [True, False]},
+    "floats": {"tokens": [1.0, 2.0], "labels": [1.0, 2.0]},
+}
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 24}
+
+
+def run_with_odd_samples(config, odd):
+    """Each odd sample once, in the third update step of two samples on each rank."""
+    samples = tiny.make_samples(24)
+    samples[8 : 8 + len(odd)] = odd
+    with tiny.samples_of_the_test(samples):
+        return run_recipe_keeping_warnings(config)
+
+
+@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_are_none_are_skipped_by_name(microbatching, world_size, tiny_config):
+    config = tiny_config(
+        dataset={"_component_": "tiny.samples_dataset"},
+        shuffle=False,
+        microbatching=microbatching,
+        on_bad_sample="skip",
+    )
+    results = run_distributed(run_with_odd_samples, world_size, config, list(ODD_SAMPLES.values()))
+    warnings = " ".join(text for _, texts in results for text in texts)
+    for index in range(8, 8 + len(ODD_SAMPLES)):
+        assert f"sample {index} of dataset: it" in warnings
+    num_targets = [
+        sum(label != tiny.IGNORE for label in sample["labels"][1:])
+        for index, sample in enumerate(tiny.make_samples(24))
+        if not 8 <= index < 8 + len(ODD_SAMPLES)
+    ]
+    assert sum(metrics["num_tokens"] for metrics in results[0][0]) == sum(num_targets)
+
+
+@pytest.mark.parametrize("case", ODD_SAMPLES)
+def test_a_sample_that_is_none_is_named_and_all_ranks_leave_together(case, tiny_config):
+    config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, shuffle=False)
+    good, bad = run_distributed(
+        run_with_odd_samples, 2, config, [tiny.make_samples(9)[8], ODD_SAMPLES[case]],
+        expect_failures=True, timeout_seconds=15,
+    )  # fmt: skip
+    assert "SampleError: sample 9 of dataset: it" in bad
+    assert "rank(s) [1] could not prepare the next update step" in good
+
+
+def test_packed_rows_ignore_what_samples_hold_besides_text_and_say_so_once(tiny_config):
+    """As ``datasets.map`` leaves it behind."""
+    plain = run_recipe(tiny_config(dataset=DATA, microbatching="packed"))
+    samples = [{**s, "id": i, "prompt": "Why?"} for i, s in enumerate(tiny.make_samples(24))]
+    config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, microbatching="packed")
+    with tiny.samples_of_the_test(samples):
+        logged, warnings = run_recipe_keeping_warnings(config)
+    assert losses(logged) == losses(plain)
+    told = [text for text in warnings if "ignored" in text]
+    assert told == ["microbatching=packed: rows hold text only; of samples id, prompt is ignored"]
+
+
+# ---- Seeds -----------------------------------------------------------------------------------------
+
+
+def test_the_order_of_samples_follows_its_own_seed(tiny_config):
+    of = {
+        (seed, data_seed): losses(run_recipe(tiny_config(seed=seed, data_seed=data_seed)))
+        for seed, data_seed in ((0, 0), (1, 0), (0, 1))
+    }
+    assert of[0, 0] == losses(run_recipe(tiny_config()))
+    assert of[1, 0] == of[0, 0]
+    assert of[0, 1] != of[0, 0]
+
+
+def test_going_on_with_another_order_is_refused(tiny_config):
+    config, whole = stopped_after(4, tiny_config, data_seed=3)
+    assert losses(run_recipe({**config, **RESUME})) == whole[4:]
+    with pytest.raises(CheckpointError, match="data_seed=4: the checkpoint was saved with 3"):
+        run_recipe({**config, **RESUME, "data_seed": 4})
+
+
 # ---- What should not end a training ---------------------------------------------------------------
 
 

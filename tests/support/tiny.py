@@ -163,6 +163,23 @@ def tiny_dataset(
     return PackedDataset(dataset, max_seq_len=64) if packed else dataset
 
 
+_of_the_test: list[Any] = []
+
+
+@contextmanager
+def samples_of_the_test(samples: list[Any]) -> Iterator[None]:
+    """Makes ``tiny.samples_dataset`` one of these, whatever they are, in this process."""
+    _of_the_test[:] = samples
+    try:
+        yield
+    finally:
+        _of_the_test.clear()
+
+
+def samples_dataset(tokenizer: Any) -> Dataset[Any]:
+    return Samples(list(_of_the_test))
+
+
 PAIR_KINDS = ("masked", "multi_turn", "train_on_input", "nothing_common", "alike_beginnings")
 
 

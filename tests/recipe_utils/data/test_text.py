@@ -207,9 +207,9 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
     assert sum(merged.inputs["document_lengths"][0]) == merged.counts["slots"]
 
 
-def test_samples_of_more_than_text_are_not_packed():
-    with pytest.raises(ValueError, match="a sample has image"):
-        collate_packed_microbatch([{**tiny.make_samples(1)[0], "image": 0}], tiny.IGNORE)
+def test_samples_with_images_are_not_packed():
+    with pytest.raises(ValueError, match="a sample has encoder_input"):
+        collate_packed_microbatch([{**tiny.make_samples(1)[0], "encoder_input": 0}], tiny.IGNORE)
 
 
 @pytest.mark.parametrize("kind", ["text", "packed", "with_image"])
@@ -360,6 +360,19 @@ def test_samples_that_may_be_longer_than_a_microbatch_are_told_before_training(
         ({"tokens": [1, -1], "labels": [1, 1]}, "token -1 is outside"),
         ({"tokens": [1, 1], "labels": [1, 99]}, "label 99 is outside"),
         ({"tokens": [1, 1], "labels": [1, -1]}, "label -1 is outside"),
+        (None, "it is a NoneType, no mapping with tokens, labels"),
+        ([1, 2], "it is a list, no mapping"),
+        ({"tokens": None, "labels": None}, "its 'tokens' is no list of whole numbers but None"),
+        ({"tokens": 7, "labels": 7}, "its 'tokens' is no list of whole numbers but 7"),
+        ({"tokens": ["a", "b"], "labels": [1, 1]}, r"its 'tokens' is no list .* \['a', 'b'\]"),
+        ({"tokens": [1, 2**70], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
+        ({"tokens": [1, 2], "labels": [1, 2**63]}, "label -9223372036854775808 is outside"),
+        ({"tokens": [[1], [1, 2]], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
+        ({"tokens": torch.ones(1, 2).long(), "labels": [1]}, "its 'tokens' is no list of whole"),
+        ({"tokens": [1, 1], "labels": [True, False]}, "its 'labels' is no list of whole"),
+        ({"tokens": [1.0, 1.0], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
+        ({"tokens": torch.ones(2), "labels": [1, 1]}, "its 'tokens' is no list of whole"),
+        ({"tokens": torch.ones(2).bfloat16(), "labels": [1, 1]}, "its 'tokens' is no list"),
     ],
 )
 def test_an_untrainable_sample_is_refused_by_name(sample, message):
