@@ -43,7 +43,7 @@ from recipe_utils.benchmark.peer_configs import Peer
 from recipe_utils.benchmark.peers import DISTILLATION, PAIRS
 from recipe_utils.benchmark.start_adapters import write_fresh_adapters
 from recipe_utils.benchmark.worker import write_spec
-from recipe_utils.parallel.process_group import ends_at_config_errors
+from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings import ROOM, Count, Positive, read_settings
 from recipe_utils.tune.registry import RECIPES, config_path
 
@@ -361,8 +361,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-@config.parse
-@ends_at_config_errors
+@entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
     # A killed benchmark ends its peers, as an interrupted one does.

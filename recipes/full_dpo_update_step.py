@@ -1,7 +1,6 @@
 """Preference tuning (DPO and its relatives) whose loop goes over update steps. One process or many.
 
-Trains all weights against a frozen reference; or the adapters alone, if the model's builder gave it some
-(LoRA, DoRA, QLoRA), against the model without them.
+Trains all weights against a frozen reference, or a model's adapters against the model without them.
 
 A sample is a pair of answers. Each pair weighs the same, however those of an update step are split over
 microbatches and ranks: a microbatch's summed losses are multiplied by one scale. Packed, what both answers
@@ -40,6 +39,7 @@ from recipe_utils.loss.preference import PreferenceSettings, make_preference_los
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.generation import generate
 from recipe_utils.model.reference import Reference, ReferenceSettings
 from recipe_utils.model.sizes import limits_of
 from recipe_utils.model.weights import load_weights
@@ -52,8 +52,9 @@ from recipe_utils.optim.optimizer import (
     try_out,
 )
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ends_at_config_errors, mean_over_ranks
+from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
@@ -103,8 +104,7 @@ class Settings:
         yield from self.ranks.problems_without_stages()
         yield from self.modules.problems_with(self.ranks)
         yield from self.updates.problems_with(self.data, self.ranks)
-        if self.run.run_val_every_n_steps is not None and self.dataset_val is None:
-            yield f"run_val_every_n_steps={self.run.run_val_every_n_steps}: set dataset_val, too"
+        yield from self.run.problems_with(self.ranks, self.dataset_val)
 
 
 class FullDPORecipe:
@@ -123,30 +123,27 @@ class FullDPORecipe:
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
         make_ref_checkpointer = partial(config.instantiate, cfg.get("ref_checkpointer"))
-        from_stock = {"should_load_recipe_state": run.resumes_from_stock}
-        tokenizer, self.loss_fn, self.checkpointer, whole, _ = make_all(
+        self.tokenizer, self.loss_fn, self.checkpointer, whole, _ = make_all(
             tokenizer=partial(config.instantiate, cfg.tokenizer),
             loss=partial(make_preference_loss, partial(config.instantiate, cfg.loss)),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **from_stock),
+            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
             model=partial(build_on_meta, make_model, modules),
             optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
         )
 
         # ---- Data: what a sample is, and how update steps are made of them
-        validates = settings.run.run_val_every_n_steps is not None
-        if not validates and settings.dataset_val is not None:
-            run.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        validates = run.validates_on(settings.dataset_val)
         self.reference = Reference(settings.reference, self.loss_fn, settings.run.output_dir, ranks)
         dataset, dataset_val, ref_checkpointer, _ = make_all(
-            dataset=partial(load_pairs, cfg.dataset, tokenizer),
-            dataset_val=partial(load_pairs, cfg.dataset_val if validates else None, tokenizer),
+            dataset=partial(load_pairs, cfg.dataset, self.tokenizer),
+            dataset_val=partial(load_pairs, cfg.dataset_val if validates else None, self.tokenizer),
             ref_checkpointer=partial(
                 self.reference.check, make_ref_checkpointer, whole, run.resumes_from_stock
             ),
             loraplus_lr_ratio=partial(updates.check_model, whole),
         )
         limits = limits_of(whole, ranks.device, modules.compile)
-        pairs = PairSamples(data, tokenizer, limits, settings.pairs, self.reference)
+        pairs = PairSamples(data, self.tokenizer, limits, settings.pairs, self.reference)
         self.loader = UpdateStepLoader(dataset, pairs, data, ranks, "dataset")
         self.loader.say_what_an_epoch_is()
         held_out = (dataset_val, pairs, data.of_validation(), ranks, "dataset_val")
@@ -320,6 +317,10 @@ class FullDPORecipe:
                     run.profiler.step()
                     if run.should_validate():
                         run.log_validation(**self.validate())
+                        if run.is_best:  # so far, and keep_best_checkpoint
+                            run.export(self.checkpointer, self.model, "best")
+                    if run.should_sample():
+                        run.log_answers(generate(self.model, self.tokenizer, *run.questions))
                     if step.stop_requested:  # on all ranks alike
                         run.save_and_stop(self.model, self.optimizer)
                         return
@@ -335,11 +336,9 @@ class FullDPORecipe:
             run.finish_epoch(self.model, self.optimizer, problem)
 
 
-@config.parse
-@ends_at_config_errors
+@entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
-    config.log_config(recipe_name="FullDPORecipe", cfg=cfg)
     recipe = FullDPORecipe(cfg)
     with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
         recipe.setup(cfg)

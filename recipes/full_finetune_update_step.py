@@ -39,6 +39,7 @@ from recipe_utils.loss.head import attach_head
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.generation import generate
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
 from recipe_utils.model.sizes import limits_of
@@ -52,8 +53,9 @@ from recipe_utils.optim.optimizer import (
     try_out,
 )
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ends_at_config_errors, mean_over_ranks
+from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
@@ -92,8 +94,7 @@ class Settings:
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
-        if self.run.run_val_every_n_steps is not None and self.dataset_val is None:
-            yield f"run_val_every_n_steps={self.run.run_val_every_n_steps}: set dataset_val, too"
+        yield from self.run.problems_with(self.ranks, self.dataset_val)
 
 
 class FullFinetuneRecipe:
@@ -111,33 +112,32 @@ class FullFinetuneRecipe:
         make_model = partial(config.instantiate, cfg.model)
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
-        from_stock = {"should_load_recipe_state": run.resumes_from_stock}
-        tokenizer, loss_fn, self.checkpointer, whole, _ = make_all(
+        self.tokenizer, loss_fn, self.checkpointer, whole, _ = make_all(
             tokenizer=partial(config.instantiate, cfg.tokenizer),
             loss=partial(config.instantiate, cfg.loss),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **from_stock),
+            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
             model=partial(build_on_meta, make_model, modules),
             optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
         )
 
         # ---- Data: what a sample is, and how update steps are made of them
-        validates = settings.run.run_val_every_n_steps is not None
-        if not validates and settings.dataset_val is not None:
-            run.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        validates = run.validates_on(settings.dataset_val)
         dataset, dataset_val, _ = make_all(
-            dataset=partial(load_dataset, cfg.dataset, tokenizer),
-            dataset_val=partial(load_dataset, cfg.dataset_val if validates else None, tokenizer),
+            dataset=partial(load_dataset, cfg.dataset, self.tokenizer),
+            dataset_val=partial(
+                load_dataset, cfg.dataset_val if validates else None, self.tokenizer
+            ),
             loraplus_lr_ratio=partial(updates.check_model, whole),
         )
         limits = limits_of(whole, ranks.device, modules.compile)
         fill = settings.pipeline.fill(ranks)
-        text = TextSamples(settings.data, tokenizer, loss_fn.ignore_index, limits)
+        text = TextSamples(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
         self.loader = UpdateStepLoader(dataset, text, settings.data, ranks, "dataset", fill)
         self.loader.say_what_an_epoch_is()
         self.val_loader = None
         if validates:
             data = settings.data.of_validation()
-            val_text = TextSamples(data, tokenizer, loss_fn.ignore_index, limits)
+            val_text = TextSamples(data, self.tokenizer, loss_fn.ignore_index, limits)
             self.val_loader = UpdateStepLoader(
                 dataset_val, val_text, data, ranks, "dataset_val", fill
             )
@@ -269,6 +269,10 @@ class FullFinetuneRecipe:
                     run.profiler.step()
                     if run.should_validate():
                         run.log_validation(val_loss=self.validate())
+                        if run.is_best:  # so far, and keep_best_checkpoint
+                            run.export(self.checkpointer, self.model, "best")
+                    if run.should_sample():
+                        run.log_answers(generate(self.model, self.tokenizer, *run.questions))
                     if step.stop_requested:  # on all ranks alike
                         run.save_and_stop(self.model, self.optimizer)
                         return
@@ -283,11 +287,9 @@ class FullFinetuneRecipe:
             run.finish_epoch(self.model, self.optimizer, problem)
 
 
-@config.parse
-@ends_at_config_errors
+@entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
-    config.log_config(recipe_name="FullFinetuneRecipe", cfg=cfg)
     recipe = FullFinetuneRecipe(cfg)
     with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
         recipe.setup(cfg)

@@ -12,9 +12,8 @@ update step, each cut by its own costs.
       --config llama3_2/5M_to_1M_KD_update_step pipeline_parallel_dim=2
 
 Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
-on what. To change any of it: ``tune cp knowledge_distillation_update_step my_recipe.py``; nothing in
-``recipe_utils`` calls back into it but ``prepare`` and a pipeline's objective. All keys: ``python -m
-recipe_utils.settings knowledge_distillation_update_step``.
+on what. To change any of it: ``tune cp knowledge_distillation_update_step my_recipe.py``; it is called back
+for ``prepare`` and a pipeline's objective. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -41,6 +40,7 @@ from recipe_utils.loss.head import attach_head
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.generation import generate
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
 from recipe_utils.model.sizes import limits_of
@@ -55,8 +55,9 @@ from recipe_utils.optim.optimizer import (
     try_out,
 )
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import ends_at_config_errors, mean_over_ranks
+from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
@@ -112,8 +113,7 @@ class Settings:
             yield f"tensor_parallel_dim={self.ranks.tensor_parallel_dim}: not with a teacher; set it to 1"
         if self.updates.optimizer_in_bwd:
             yield "optimizer_in_bwd=True: not with a teacher; set it to False"
-        if self.run.run_val_every_n_steps is not None and self.dataset_val is None:
-            yield f"run_val_every_n_steps={self.run.run_val_every_n_steps}: set dataset_val, too"
+        yield from self.run.problems_with(self.ranks, self.dataset_val)
 
 
 class KDRecipe:
@@ -132,7 +132,6 @@ class KDRecipe:
         make_model = partial(config.instantiate, cfg.model)
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
-        from_stock = {"should_load_recipe_state": run.resumes_from_stock}
         make_teacher = partial(config.instantiate, cfg.get("teacher_model"))
         make_teacher_checkpointer = partial(config.instantiate, cfg.get("teacher_checkpointer"))
         make_teacher_tokenizer = partial(config.instantiate, cfg.get("teacher_tokenizer"))
@@ -140,7 +139,7 @@ class KDRecipe:
             tokenizer=partial(config.instantiate, cfg.tokenizer),
             loss=partial(config.instantiate, cfg.loss),
             kd_loss=partial(config.instantiate, cfg.get("kd_loss")),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **from_stock),
+            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
             model=partial(build_on_meta, make_model, modules),
             optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
             teacher_model=partial(self.teacher.take_model, make_teacher, modules),
@@ -154,9 +153,7 @@ class KDRecipe:
         self.metrics = SUMS if self.teacher.is_asked else SUMS[:1]
 
         # ---- Data: what a sample is, and how update steps are made of them
-        validates = settings.run.run_val_every_n_steps is not None
-        if not validates and settings.dataset_val is not None:
-            run.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        validates = run.validates_on(settings.dataset_val)
         dataset, dataset_val, *_ = make_all(
             dataset=partial(load_dataset, cfg.dataset, tokenizer),
             dataset_val=partial(load_dataset, cfg.dataset_val if validates else None, tokenizer),
@@ -165,6 +162,7 @@ class KDRecipe:
         )
         limits = self.teacher.narrow(limits_of(whole, ranks.device, modules.compile))
         fill = settings.pipeline.fill(ranks)
+        self.tokenizer = tokenizer
         of_text = (tokenizer, loss_fn.ignore_index, limits, self.teacher.known)
         text = TextSamples(settings.data, *of_text)
         self.loader = UpdateStepLoader(dataset, text, settings.data, ranks, "dataset", fill)
@@ -320,6 +318,10 @@ class KDRecipe:
                     run.profiler.step()
                     if run.should_validate():
                         run.log_validation(**self.validate())
+                        if run.is_best:  # so far, and keep_best_checkpoint
+                            run.export(self.checkpointer, self.model, "best")
+                    if run.should_sample():
+                        run.log_answers(generate(self.model, self.tokenizer, *run.questions))
                     if step.stop_requested:  # on all ranks alike
                         run.save_and_stop(self.model, self.optimizer)
                         return
@@ -334,11 +336,9 @@ class KDRecipe:
             run.finish_epoch(self.model, self.optimizer, problem)
 
 
-@config.parse
-@ends_at_config_errors
+@entry_point
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
-    config.log_config(recipe_name="KDRecipe", cfg=cfg)
     recipe = KDRecipe(cfg)
     with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
         recipe.setup(cfg)

@@ -30,7 +30,7 @@ TEMPORARY_EXPORT = "export.tmp"
 """Where a model is while it is being exported."""
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|(step|epoch|export_step)_\d+\.old\.tmp")
+_LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
 _FILE_NAME = re.compile(r"[a-z]+(_\d{5})?\.(json|safetensors)")
 _READ_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 28

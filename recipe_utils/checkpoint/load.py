@@ -54,6 +54,10 @@ class TrainingState:
     """Weights that are not trained and so not saved -> what they are known by."""
     run_id: str = ""
     """Of the run that began it; a resumed training goes on with it."""
+    num_tokens_seen: int = 0
+    """Target tokens of all update steps that are done."""
+    best_val_loss: float | None = None
+    """Of the run so far."""
 
 
 TEACHER = "teacher_checkpointer"
@@ -70,12 +74,14 @@ def read_state(path: Path) -> TrainingState:
     content.pop("num_target_tokens_seen", None)  # of version 0.1.0
     content.setdefault("frozen", {})  # of versions before 0.3
     content.setdefault("run_id", "")  # of versions before 0.4.1
+    content.setdefault("num_tokens_seen", 0)  # of versions before 0.4.2
+    content.setdefault("best_val_loss", None)
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(
             f"{path / 'state.json'}: it has {sorted(content)} instead of {sorted(names)}"
         )
-    for name in ("global_step", "epoch", "samples_consumed", "seed"):
+    for name in ("global_step", "epoch", "samples_consumed", "seed", "num_tokens_seen"):
         if type(content[name]) is not int or content[name] < 0:
             raise CheckpointError(
                 f"{path / 'state.json'}: {name}={content[name]} is no number that a training counts"

@@ -6,6 +6,7 @@ dataset also ``input_pos`` and ``seq_lens``.
 """
 
 import hashlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
     try:
         numbers = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise SampleError(f"{name}: its '{key}' is no list of whole numbers ({error})") from error
+        raise SampleError(f"{name}: its '{key}' is no list of whole numbers ({error})") from None
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         shown = repr(values) if len(repr(values)) < 60 else f"{repr(values)[:50]}..."
         raise SampleError(f"{name}: its '{key}' is no list of whole numbers but {shown}")
@@ -107,18 +108,19 @@ class CheckedDataset(Dataset[Sample]):
         return self.prepare(sample, name)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
-        """What a DataLoader calls: the samples, with the error in place of a bad one that is skipped."""
+        """What a DataLoader calls: the samples, with the error in place of a bad one."""
         samples: list[Sample | SampleError] = []
         for index in indices:
             try:
                 samples.append(self[index])
             except SampleError as error:
-                if not self._leaves_out(error):
-                    raise
+                if error.__cause__ is not None:  # which does not come along from a worker
+                    error.add_note("".join(traceback.format_exception(error.__cause__)))
                 samples.append(error)
         return samples
 
-    def _leaves_out(self, error: SampleError) -> bool:
+    def leaves_out(self, error: SampleError) -> bool:
+        """Whether training goes on without this sample."""
         return self.skips_bad or isinstance(error, LeftOutError)
 
     def name_left_out(self, error: SampleError) -> None:
@@ -143,7 +145,7 @@ class CheckedDataset(Dataset[Sample]):
             try:
                 return self[index]
             except SampleError as error:
-                if not self._leaves_out(error):
+                if not self.leaves_out(error):
                     raise
         return self[len(self) - 1]
 
@@ -189,6 +191,9 @@ def load_samples(
 
     Yields:
         The samples of the next update step, in the order of its indices, without those that are left out.
+
+    Raises:
+        SampleError: of the first sample that is bad, unless such are skipped; as it is loaded.
     """
     for samples in DataLoader(
         dataset,
@@ -200,6 +205,8 @@ def load_samples(
     ):
         for sample in samples:
             if isinstance(sample, SampleError):
+                if not dataset.leaves_out(sample):
+                    raise sample
                 dataset.name_left_out(sample)
         yield [sample for sample in samples if not isinstance(sample, SampleError)]
 

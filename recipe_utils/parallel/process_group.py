@@ -5,6 +5,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -20,8 +21,9 @@ from recipe_utils.settings import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 _POLL_SECONDS = 0.001
+_LAST_WORDS = f"last_words/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _PATIENCE_SECONDS = 30.0
-"""How long a rank that has found a config wrong waits for rank 0 to say so."""
+"""How long a rank that leaves waits for another to say why."""
 
 
 def world_size_from_env() -> int:
@@ -138,14 +140,13 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return gathered
 
 
-# ---- A config that cannot work ----------------------------------------------------------------------
+# ---- Last words -------------------------------------------------------------------------------------
 
 
 def ends_at_config_errors(recipe_main: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a recipe's entry point end where its config cannot work: no traceback, one text, one exit code.
+    """Makes a function end where a config cannot work: no traceback, one text, one exit code.
 
-    Rank 0 prints the problems. The other ranks leave once it has, since the launcher ends all ranks as
-    soon as one leaves; a problem that rank 0 does not have is printed by the rank that has it.
+    Of recipes that were copied before :func:`recipe_utils.run.entry_point.entry_point`, which does more.
     """
 
     @wraps(recipe_main)
@@ -153,38 +154,41 @@ def ends_at_config_errors(recipe_main: Callable[..., Any]) -> Callable[..., Any]
         try:
             return recipe_main(*args, **kwargs)
         except (ConfigError, CheckpointError) as error:
-            if not _rank_zero_tells():
-                print(error, file=sys.stderr, flush=True)  # noqa: T201
-            if os.environ.get("RANK") == "0":
-                _say_that_rank_zero_told()
+            tell_last(str(error))
             sys.exit(CONFIG_ERROR_EXIT_CODE)
 
     return main
 
 
-def _rank_zero_tells() -> bool:
-    """On other ranks: whether rank 0 has printed its problems, waiting for it."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        return False
-    try:
-        store = _launchers_store()
-        store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
-        store.wait([_told_key()])
-        return True
-    except Exception:  # rank 0 has no problem, or is gone
-        return False
+def tell_last(text: str | None) -> None:
+    """Prints why the ranks leave, once, on rank 0; where that does not come within half a minute, here.
 
+    To be called on all ranks that leave. None returns before it is printed, since the launcher ends all ranks
+    as soon as one has left.
 
-def _say_that_rank_zero_told() -> None:
-    if world_size_from_env() > 1:
-        _launchers_store().set(_told_key(), "told")
+    Args:
+        text: goes to stderr; of rank 0 if it has one, else of the first that has. None where another rank's
+            tells why.
+    """
+    store = None
+    with suppress(Exception):  # alone, or what holds the store is gone
+        if world_size_from_env() > 1:
+            store = _launchers_store()
+            store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
+            if os.environ["RANK"] == "0":
+                text = text or store.get(f"{_LAST_WORDS}/text").decode()
+            else:
+                if text is not None:
+                    store.set(f"{_LAST_WORDS}/text", text)
+                store.wait([f"{_LAST_WORDS}/told"])
+                return
+    if text is not None:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    if store is not None:
+        with suppress(Exception):
+            store.set(f"{_LAST_WORDS}/told", "told")
 
 
 def _launchers_store() -> Store:
     store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return store
-
-
-def _told_key() -> str:
-    return f"config_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

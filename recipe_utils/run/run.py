@@ -1,93 +1,43 @@
 """Where a training is, and what it leaves on the disk and in the log."""
 
+import math
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config, training, utils
+from torchtune import config, training
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
-from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.checkpoint.folder import find_newest_whole, put_aside
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_options, load
+from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
-from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
-from recipe_utils.components import Component, MadeWith
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.prefetch import Prefetched
-from recipe_utils.files import problems_with_folder
 from recipe_utils.model.merge import contents_of_export
 from recipe_utils.model.stages import adapters_of
 from recipe_utils.model.weights import gather_weights
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.run.lock import FolderLock, LockedError
+from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
 from recipe_utils.run.profiler import UpdateStepProfiler
+from recipe_utils.run.resume import Resume
+from recipe_utils.run.screen import bar_text, progress_bar
+from recipe_utils.run.settings import PROFILER, RunSettings
 from recipe_utils.run.stop_signals import set_on_signals
+from recipe_utils.run.summary import (
+    what_validation_said,
+    what_was_done,
+    write_generation_config,
+)
 from recipe_utils.run.throughput import Throughput
-from recipe_utils.settings import ROOM, ConfigError, Count, Positive, naming
-
-_log = utils.get_logger("INFO")
-
-_PROFILER = "torchtune.training.setup_torch_profiler"
-
-
-@dataclass(frozen=True, config=ROOM)
-class RunSettings:
-    """How long a training goes, what it logs, and when it saves what."""
-
-    output_dir: str
-    """Where checkpoints and exported models go; all ranks must see the same folder."""
-    epochs: Count = 1
-    """Passes over the dataset."""
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Of dropout and the like, not of the order of samples, which is torchtune's; null draws one."""
-    cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
-    """As ``torch.set_deterministic_debug_mode`` takes it."""
-    log_every_n_steps: Count = 1
-    """Update steps; the host waits for the device only on those."""
-    metric_logger: Component | None = None
-    """Where metrics go, such as torchtune.training.metric_logging.DiskLogger."""
-    log_peak_memory_stats: bool = False
-    """Logs memory, too, but on a CPU."""
-    profiler: Annotated[dict[str, Any], MadeWith(default=_PROFILER)] | None = None
-    """torchtune's; one of its steps is one update step."""
-    run_val_every_n_steps: Count | None = None
-    """Update steps between validations on ``dataset_val``; null for none."""
-    save_every_n_steps: Count | None = None
-    """Update steps between checkpoints; null saves at epoch ends only."""
-    save_every_n_minutes: Positive | None = None
-    """A checkpoint by rank 0's clock, too."""
-    export_every_n_steps: Count | None = None
-    """Exports the model in the checkpointer's format within epochs, too; all are kept."""
-    export_dtype: Literal["fp32", "bf16"] | None = None
-    """Of exported models; null is ``dtype``. Where adapters are merged into bf16, much of a small change is lost."""
-    save_adapter_weights_only: bool = False
-    """Exports the adapters without the model that they are merged into."""
-    keep_last_n_checkpoints: Count | None = 2
-    """How many checkpoints to go on from are kept; null keeps all."""
-    enable_async_checkpointing: bool = False
-    """Copies to the CPU, and writes checkpoints behind the next update steps."""
-    resume_from_checkpoint: bool | Literal["auto"] = False
-    """Goes on from the newest whole checkpoint in ``output_dir``; ``auto`` starts anew where there is none, for
-    restarts that nobody watches. Where all are damaged neither does."""
-    resume_with_other_data: bool = False
-    """Goes on although dataset, tokenizer or global batch are not those of the checkpoint."""
-    resume_with_other_model: bool = False
-    """Goes on although ``model`` is not that of the checkpoint, if its weights fit."""
-
-    def problems(self) -> Iterator[str]:
-        """Whether the output folder can be made and written to; makes it."""
-        yield from problems_with_folder("output_dir", self.output_dir)
+from recipe_utils.settings import ConfigError, naming
 
 
 class Run:
@@ -104,7 +54,8 @@ class Run:
         cfg: the whole config, to be saved with each checkpoint.
 
     Raises:
-        recipe_utils.settings.ConfigError: a stock recipe's state with pipeline stages.
+        recipe_utils.settings.ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entering, another run
+            that writes to ``output_dir``.
     """
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
@@ -116,6 +67,8 @@ class Run:
             seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode
         )
         self.run_id = ""  # from resume() on
+        self.num_tokens_seen = 0  # target tokens of the update steps that are done
+        self.is_best = False  # the last validation is, and keep_best_checkpoint asks for it
         self.stop = threading.Event()  # once set, training saves and ends
         self._recipe = recipe
         self._ranks = ranks
@@ -127,35 +80,28 @@ class Run:
             group=self._group,
             asynchronous=settings.enable_async_checkpointing,
         )
-        self._passed_over: list[tuple[Path, str]] = []  # checkpoints that cannot be used, and why
-        self._metric_logger: Any = None
-        self._has_failed_to_log = False
+        self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
+        self._shown: dict[str, Any] = {}  # metrics before the bar
+        self._best_val_loss: float | None = None
+        self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
         self._loader: UpdateStepLoader | None = None
         self._steps: Prefetched[UpdateStep] | None = None
-        self._bar: Any = None
         self._unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # left last: what is still being written is waited for
 
-        self._resume_path = self._find_checkpoint() if settings.resume_from_checkpoint else None
-        self.resumes_from_stock = (
-            settings.resume_from_checkpoint
-            and self._resume_path is None
-            and finds_stock_state(self._config["checkpointer"])
-        )
-        if self._resume_path is None and not self.resumes_from_stock:
-            self._check_that_nothing_is_lost()
-        if self.resumes_from_stock and ranks.dims.pp > 1:
-            raise ConfigError(
-                f"pipeline_parallel_dim={ranks.dims.pp}: a recipe_state.pt can only be resumed from "
-                "without a pipeline; set it to 1 until the next step checkpoint"
-            )
+        self._resume = Resume(recipe, settings, self._config, ranks, self._group, self._log)
+        self.resumes_from_stock = self._resume.from_stock
+        if ranks.is_zero:
+            config.log_config(recipe, cfg)
 
     def __enter__(self) -> "Run":
         self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._ranks.leave)
+        self._lock_folder()
         self._at_exit.callback(lambda: self._report(self._checkpoints.close()))
+        self._at_exit.callback(self._log.close)
         return self
 
     def __exit__(self, *reason: Any) -> None:
@@ -191,16 +137,33 @@ class Run:
             self.warn(
                 "save_adapter_weights_only=True: the model has no adapters; exports all weights"
             )
-        self.run_id = self._new_run()  # now that nothing else can be refused
-        if self._resume_path is not None:
-            self._load(self._resume_path, model, optimizer)
+        self.run_id = self._resume.new_run()  # now that nothing else can be refused
+        if self._resume.path is not None:
+            state = self._resume.load(
+                model, optimizer, loader, self._data_fingerprint, self._frozen
+            )
+            self._go_to(state)
         elif self.resumes_from_stock:
-            self._load_stock(model, optimizer, loader, stock_checkpoint)
+            self.epoch = self._resume.load_stock(
+                model, optimizer, loader, stock_checkpoint, self.seed
+            )
+            self.global_step = self.epoch * loader.steps_per_epoch
         elif self.settings.resume_from_checkpoint:
             self.info(
                 f"resume_from_checkpoint=auto: there is no checkpoint in {self.settings.output_dir} yet; "
                 "starts with the checkpointer's weights"
             )
+
+    def _go_to(self, state: TrainingState) -> None:
+        self.run_id = state.run_id or self.run_id
+        self.epoch = state.epoch
+        self.samples_consumed = state.samples_consumed
+        self.global_step = state.global_step
+        self.num_tokens_seen = state.num_tokens_seen
+        self._best_val_loss = state.best_val_loss
+        if state.seed != self.seed:
+            self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
+        self._resume.say_where(state, self.run_id)
 
     def _check_that_ranks_see_the_same(self) -> None:
         of_ranks = gather_objects(self._data_fingerprint, self._group)
@@ -215,7 +178,7 @@ class Run:
     def open_log(self, cfg: DictConfig) -> None:
         """Makes ``metric_logger`` and ``profiler``; once nothing else can be refused any more."""
         cfg_profiler = OmegaConf.create(self.settings.profiler or {"enabled": False})
-        cfg_profiler.setdefault("_component_", _PROFILER)
+        cfg_profiler.setdefault("_component_", PROFILER)
         with naming("profiler"):
             profiler, settings = config.instantiate(cfg_profiler)
         self.profiler = UpdateStepProfiler(
@@ -225,36 +188,42 @@ class Run:
         )
         if self._ranks.is_zero and self.settings.metric_logger is not None:
             with naming("metric_logger"):
-                self._metric_logger = config.instantiate(cfg.metric_logger)
-            self._at_exit.callback(self._logging, "close")
-            self._logging("log_config", cfg)
+                self._log.add("metric_logger", config.instantiate(cfg.metric_logger))
+            self._log.log_config(cfg)
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left. From now on SIGTERM and SIGINT ask the training to stop."""
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
+        self._log.begin(self.global_step, self.run_id)
         self.profiler.start()
+        began = self.global_step, self.num_tokens_seen, time.perf_counter()
         yield from range(self.epoch, self.settings.epochs)
+        self._say_what_was_done(*began)
 
     def progress(self, steps: Prefetched[UpdateStep]) -> Iterator[UpdateStep]:
         """The update steps of an epoch, with a progress bar on rank 0."""
         assert self._loader is not None
         self._steps = steps
         self._throughput.restart()
-        with tqdm(
+        num_epochs, world_size = self.settings.epochs, self._ranks.world_size
+        with progress_bar(
             total=self._loader.steps_per_epoch,
             initial=self.samples_consumed // self._loader.global_batch_size,
-            disable=not self._ranks.is_zero,
-        ) as self._bar:
+            shown=self._ranks.is_zero,
+        ) as bar:
             for step in steps:
                 yield step
-                self._bar.update(1)
+                text = bar_text(self.epoch, num_epochs, self._shown, world_size)
+                bar.set_description_str(text, refresh=False)  # with the step that it is of
+                bar.update(1)
 
     def advance(self, step: UpdateStep) -> None:
         """An update step is done."""
         assert self._steps is not None
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
+        self.num_tokens_seen += step.totals.get("target_tokens", 0)
         self._throughput.add(step, self._steps.wait_seconds)
 
     def skip(self, step: UpdateStep, why: str) -> None:
@@ -277,6 +246,7 @@ class Run:
             self.should_log()
             or self.should_save(step)
             or self.should_export(step)
+            or (self.settings.keep_best_checkpoint and self.should_validate())
             or step.is_last_of_epoch
             or step.stop_requested
         )
@@ -284,6 +254,28 @@ class Run:
     def should_validate(self) -> bool:
         """Whether a validation is due."""
         every = self.settings.run_val_every_n_steps
+        return every is not None and self.global_step % every == 0
+
+    @property
+    def from_stock(self) -> dict[str, bool]:
+        """What a checkpointer is told besides its own arguments."""
+        return {"should_load_recipe_state": self.resumes_from_stock}
+
+    def validates_on(self, dataset_val: Any) -> bool:
+        """Whether there are validations at all; says so if there are data but none."""
+        validates = self.settings.run_val_every_n_steps is not None
+        if not validates and dataset_val is not None:
+            self.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+        return validates
+
+    @property
+    def questions(self) -> tuple[list[str], int]:
+        """``sample_prompts``, and how many tokens an answer may have."""
+        return self.settings.sample_prompts or [], self.settings.sample_max_new_tokens
+
+    def should_sample(self) -> bool:
+        """Whether the model is to be asked ``sample_prompts``."""
+        every = self.settings.sample_every_n_steps
         return every is not None and self.global_step % every == 0
 
     def log(self, **metrics: float | Tensor | None) -> None:
@@ -295,15 +287,22 @@ class Run:
         }
         if not found.get("num_nonfinite_steps", 1):
             del found["num_nonfinite_steps"]  # there are hardly ever any
-        if "loss" in found:
-            self._bar.set_description(f"{self.epoch + 1}|{self.global_step}|Loss: {found['loss']}")
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             found |= training.get_memory_stats(device=self._ranks.device)
         self._log_dict(found)
 
     def log_validation(self, **metrics: float) -> None:
-        """Logs what a validation found; its time is no training time."""
+        """Logs what a validation found; its time is no training time. Says whether it :attr:`is_best`."""
         self._log_dict(metrics)
+        val_loss, best = metrics.get("val_loss", math.nan), self._best_val_loss
+        is_lower = math.isfinite(val_loss) and (best is None or val_loss < best)
+        self._best_val_loss = val_loss if is_lower else best
+        self.is_best = is_lower and self.settings.keep_best_checkpoint
+        self._throughput.restart()
+
+    def log_answers(self, answers: Sequence[str]) -> None:
+        """Logs what the model answers to ``sample_prompts``; its time is no training time."""
+        self._log.write_answers(self.global_step, self.settings.sample_prompts or [], answers)
         self._throughput.restart()
 
     def throughput(self) -> dict[str, float]:
@@ -312,28 +311,37 @@ class Run:
 
     def warn(self, text: str) -> None:
         """Logs a warning on rank 0, unless it is empty."""
-        if text and self._ranks.is_zero:
-            _log.warning(text)
+        self._log.warn(text)
 
     def info(self, text: str) -> None:
         """Logs a line on rank 0."""
-        if self._ranks.is_zero:
-            _log.info(text)
+        self._log.info(text)
 
     def _log_dict(self, metrics: Mapping[str, Any]) -> None:
-        if self._metric_logger is not None:
-            self._logging("log_dict", metrics, step=self.global_step)
+        self._shown |= metrics
+        also = {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
+        self._log.write(self.global_step, metrics, also)
 
-    def _logging(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """A log that cannot be written is no reason to stop."""
+    def _say_what_was_done(self, first_step: int, first_tokens: int, began_seconds: float) -> None:
+        num_steps = self.global_step - first_step
+        epochs, folder = self.settings.epochs, Path(self.settings.output_dir)
+        if not num_steps:
+            self.info(
+                f"Nothing left: {self.epoch} of {epochs} epochs are done; epochs={self.epoch + 1} goes on"
+            )
+        if not num_steps or not self._ranks.is_zero:
+            return
+        seconds = time.perf_counter() - began_seconds
+        self.info(what_was_done(num_steps, self.num_tokens_seen - first_tokens, seconds))
         try:
-            getattr(self._metric_logger, method)(*args, **kwargs)
-        except Exception as error:
-            if not self._has_failed_to_log:
-                self.warn(
-                    f"metric_logger: {error}; training goes on, further failures are not told"
-                )
-            self._has_failed_to_log = True
+            self.info(what_validation_said(read_metrics(folder / "logs" / METRICS_FILE)))
+            if self._last_export is not None:
+                path, device = folder / "generation.yaml", self._ranks.device.type
+                self.info(f"Model: {self._last_export}")
+                if write_generation_config(self._config, self._last_export, path, device):
+                    self.info(f"Ask it: tune run generate --config {path} prompt.user='...'")
+        except OSError as error:
+            self.warn(f"output_dir: {error}")
 
     # ---- What it leaves on the disk ---------------------------------------------------------------
 
@@ -366,6 +374,8 @@ class Run:
             config=self._config,
             frozen=self._frozen,
             run_id=self.run_id,
+            num_tokens_seen=self.num_tokens_seen,
+            best_val_loss=self._best_val_loss,
         )
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
@@ -410,7 +420,8 @@ class Run:
             dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype)
             try:
                 contents, lost = contents_of_export(weights, adapters, dtype)
-                self.info(f"Exported to {export(checkpointer, contents, name)}")
+                self._last_export = export(checkpointer, contents, name)
+                self.info(f"Exported to {self._last_export}")
                 if lost > 0.01:
                     self.warn(
                         f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
@@ -455,126 +466,24 @@ class Run:
         if outcome is not None:
             self.warn(outcome.warning or "")
 
-    # ---- Going on ---------------------------------------------------------------------------------
+    def _lock_folder(self) -> None:
+        """Keeps other runs out of ``output_dir`` until this one's end.
 
-    def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
-        """The newest whole checkpoint, by names and sizes; the same on all ranks."""
-        found = None
+        Raises:
+            recipe_utils.settings.ConfigError: one is there, on all ranks.
+        """
+        folder, problem = self.settings.output_dir, None
         if self._ranks.is_zero:
-            found = find_newest_whole(Path(self.settings.output_dir), self._recipe, older_than)
-        path, skipped = gather_objects(found, self._group)[0]
-        self._passed_over = skipped
-        for other, reason in skipped:
-            self.warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
-        return path
-
-    def _new_run(self) -> str:
-        """What a run is known by; puts aside what another one has left, unless that is gone on from."""
-        run_id, problem = "", None
-        if self._ranks.is_zero:
-            run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             try:
-                if not self.settings.resume_from_checkpoint:
-                    self._put_aside(run_id)
-            except OSError as error:
+                self._at_exit.callback(FolderLock(Path(folder)).release)
+            except LockedError as error:
                 problem = (
-                    f"output_dir: checkpoints of an earlier run could not be put aside: {error}"
+                    f"output_dir={folder}: another run writes to it ({error}); wait for its end, stop it, or set "
+                    "another folder"
                 )
-        run_id, problem = gather_objects((run_id, problem), self._group)[0]
+            except OSError as error:  # no reason not to train
+                self.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
+        problem = gather_objects(problem, self._group)[0]
         if problem is not None:
+            self._at_exit.close()
             raise ConfigError(problem)
-        return run_id
-
-    def _put_aside(self, run_id: str) -> None:
-        aside = put_aside(Path(self.settings.output_dir), run_id)
-        if aside is not None:
-            found = ", ".join(sorted(path.name for path in aside.iterdir()))
-            self.warn(
-                f"output_dir={self.settings.output_dir}: it holds checkpoints of an earlier run ({found}), which "
-                f"are in {aside} now; resume_from_checkpoint=True goes on from them, once they are back"
-            )
-
-    def _check_that_nothing_is_lost(self) -> None:
-        """There is no whole checkpoint to go on from. Raises ConfigError, unless that was to be expected."""
-        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
-        folder = self.settings.output_dir
-        if self.settings.resume_from_checkpoint and self._passed_over:
-            raise ConfigError(
-                f"{key}: none of the checkpoints in {folder} can be used ("
-                + "; ".join(f"{path.name}: {reason}" for path, reason in self._passed_over[:3])
-                + f"; {len(self._passed_over)} in all); resume_from_checkpoint=False starts anew"
-            )
-        if self.settings.resume_from_checkpoint is True:
-            raise ConfigError(
-                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start where "
-                "there is none"
-            )
-
-    def _load(self, path: Path, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Goes on from a step checkpoint, or from an older one."""
-        try:
-            with_data = None if self.settings.resume_with_other_data else self._data_fingerprint
-            config = dict(self._config)
-            if self.settings.resume_with_other_model:
-                del config["model"]
-            state = load(
-                path,
-                model,
-                optimizer,
-                recipe=self._recipe,
-                data_fingerprint=with_data,
-                frozen=self._frozen,
-                config=config,
-                group=self._group,
-            )
-        except DamagedError as error:
-            older = self._find_checkpoint(older_than=path)
-            if older is None:
-                raise DamagedError(
-                    f"{error}; there is no older one. resume_from_checkpoint=False starts anew"
-                ) from error
-            self.warn(f"{error}; passed over")
-            self._load(older, model, optimizer)
-            return
-        assert self._loader is not None
-        num_samples = len(self._loader.dataset)
-        if state.samples_consumed >= num_samples + self._loader.global_batch_size:
-            raise ConfigError(
-                f"resume_from_checkpoint: {path} has consumed {state.samples_consumed} samples of an epoch, the "
-                f"dataset has {num_samples}; set the dataset that it was saved with"
-            )
-        self.run_id = state.run_id or self.run_id
-        self.epoch = state.epoch
-        self.samples_consumed = state.samples_consumed
-        self.global_step = state.global_step
-        if state.seed != self.seed:
-            self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
-        self.info(
-            f"Goes on from {path}: run {self.run_id}, epoch {state.epoch + 1}, after update step "
-            f"{state.global_step}"
-        )
-        for key in sorted(changed_options(state.config, self._config)):
-            then, now = (
-                config["optimizer"].get(key, "its default")
-                for config in (state.config, self._config)
-            )
-            self.info(f"optimizer.{key}: {then} in the checkpoint, {now} from now on")
-
-    def _load_stock(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        loader: UpdateStepLoader,
-        saved: Mapping[str, Any],
-    ) -> None:
-        """Goes on at the end of an epoch, from the recipe state that a stock recipe has saved."""
-        check_stock_state(saved)
-        load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self._ranks.device)
-        for key, here in (
-            (training.SEED_KEY, self.seed),
-            (training.MAX_STEPS_KEY, loader.settings.max_steps_per_epoch),
-        ):
-            if saved[key] != here:
-                self.warn(f"{key}={here}: the checkpoint was saved with {saved[key]}")
-        self.epoch = saved[training.EPOCHS_KEY]
-        self.global_step = self.epoch * loader.steps_per_epoch

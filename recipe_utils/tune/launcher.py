@@ -4,16 +4,25 @@ torchrun, which ``tune run`` starts ranks with, answers a signal by ending its r
 reports a failure, even if all of them have saved and ended as they should.
 """
 
+import logging
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
+import torch.distributed.elastic.multiprocessing.api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api
 
 CONFIG_ERROR_EXIT_CODE = 2
 """Of every rank, and of the launcher, where the config cannot work."""
+TOLD_EXIT_CODE = 3
+"""Of a rank that has told what is wrong, or left to another to do so."""
+_ENDED_BY_LAUNCHER = {-signal.SIGTERM, -signal.SIGKILL}
 
 
 def wait_for_ranks() -> None:
@@ -23,10 +32,10 @@ def wait_for_ranks() -> None:
     code 0, so does the launcher. If one does not, the launcher ends as torchrun does at a signal, and
     never restarts them. A second signal acts as the first would have without this.
 
-    Ranks that leave because the config cannot work are not restarted either, and the launcher adds no
-    traceback to what rank 0 has said.
+    Ranks that leave because the config cannot work are not restarted either. Neither to this nor to anything
+    else that a rank has told does the launcher add a word of its own.
     """
-    torch_start, torch_wait = PContext.start, PContext.wait
+    torch_start, torch_wait, torch_launch = PContext.start, PContext.wait, api.launch_agent
     received: list[signal.Signals] = []
 
     def raise_if_received() -> None:
@@ -57,11 +66,32 @@ def wait_for_ranks() -> None:
         result = torch_wait(ranks, timeout, period)
         if result is not None and result.is_failed():
             raise_if_received()
-            # The ranks that have not left yet were ended with a signal.
-            exit_codes = {failure.exitcode for failure in result.failures.values()}
-            if exit_codes - {-signal.SIGTERM, -signal.SIGKILL} == {CONFIG_ERROR_EXIT_CODE}:
+            if _exit_codes(result.failures) == {CONFIG_ERROR_EXIT_CODE}:
                 raise SystemExit(CONFIG_ERROR_EXIT_CODE)
         return result
 
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return torch_launch(*args, **kwargs)
+        except ChildFailedError as error:
+            if _exit_codes(error.failures) == {TOLD_EXIT_CODE}:
+                raise SystemExit(1) from None
+            raise
+
+    api.launch_agent = launch
+    logging.getLogger(multiprocessing_api.__name__).addFilter(_says_more_than_ranks_have)
     PContext.start = start  # type: ignore[method-assign, assignment]
     PContext.wait = wait  # type: ignore[method-assign, assignment]
+
+
+def _exit_codes(failures: Mapping[int, ProcessFailure]) -> set[int]:
+    """Of the ranks that left by themselves; the launcher then ends the others with a signal."""
+    return {failure.exitcode for failure in failures.values()} - _ENDED_BY_LAUNCHER
+
+
+def _says_more_than_ranks_have(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    has_told = any(
+        f"(exitcode: {code})" in text for code in (CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE)
+    )
+    return not has_told and not text.startswith("Sending process")

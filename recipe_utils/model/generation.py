@@ -1,0 +1,80 @@
+"""What a model answers to prompts in the middle of a training, in whatever way it is sharded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtune.data import Message
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
+) -> list[str]:
+    """The likeliest token after the other, of all prompts at once. All ranks together.
+
+    All tokens go through the model each time: no cache is made whose memory training would miss, and the
+    shapes stay the same. Draws no random number, so the training goes on as without it.
+
+    Args:
+        model: a decoder, or a fusion model with one at ``decoder``; sharded or not, in one piece.
+        tokenizer: of torchtune; makes tokens of messages.
+        prompts: of a user, at least one.
+        max_new_tokens: of an answer, unless the model's ``max_seq_len`` ends it.
+
+    Returns:
+        The answers, the same on all ranks.
+    """
+    rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
+    ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))
+    decoder: Any = getattr(model, "decoder", model)
+    longest = min(max(map(len, rows)) + max_new_tokens, decoder.max_seq_len)
+    device = next(model.parameters()).device
+    tokens = torch.full((len(rows), longest), tokenizer.pad_id, device=device)
+    for row, given in zip(tokens, rows, strict=True):
+        row[: len(given)] = torch.tensor(given[:longest], device=device)
+    lengths = torch.tensor([min(len(given), longest) for given in rows], device=device)
+    index = torch.arange(len(rows), device=device)
+
+    def last_only(_: nn.Module, __: Any, hidden: Tensor) -> Tensor:
+        return hidden[index, lengths - 1].unsqueeze(1)  # else logits would be [b, s, v]
+
+    trains = model.training
+    hook = decoder.norm.register_forward_hook(last_only)
+    model.eval()
+    try:
+        goes_on = lengths < longest
+        for _ in range(max_new_tokens):
+            if not goes_on.any():
+                break
+            best = _logits(model(tokens)).argmax(-1)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(best, src=0)  # equal up to a last digit, which may decide
+            tokens[index[goes_on], lengths[goes_on]] = best[goes_on]
+            lengths += goes_on
+            is_end = torch.tensor([token in ends for token in best.tolist()], device=device)
+            goes_on &= ~is_end & (lengths < longest)
+    finally:
+        hook.remove()
+        model.train(trains)
+    answers = []
+    for row, length, given in zip(tokens.tolist(), lengths.tolist(), rows, strict=True):
+        answers.append(tokenizer.decode([t for t in row[len(given) : length] if t not in ends]))
+    return answers
+
+
+def _tokens_of(tokenizer: Any, prompt: str) -> list[int]:
+    messages = [Message(role="user", content=prompt), Message(role="assistant", content="")]
+    tokens: list[int] = tokenizer({"messages": messages}, inference=True)["tokens"]
+    return tokens
+
+
+def _logits(output: Any) -> Tensor:
+    """[b, v] of a model's output, which may be in chunks, for one position."""
+    logits = torch.cat(output, dim=1) if isinstance(output, list) else output
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    return logits[:, -1].float()
