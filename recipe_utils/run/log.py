@@ -69,7 +69,7 @@ class Log:
     def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
         """Says what a model makes of prompts, and keeps it in ``samples.jsonl``."""
         for prompt, answer in zip(prompts, answers, strict=True):
-            self.info(f"update step {step} | {prompt} -> {answer}")
+            self.info(f"update step {step} | {prompt} -> {' '.join(answer.split())}")
         if self._is_shown:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)

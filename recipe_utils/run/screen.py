@@ -74,7 +74,7 @@ def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size
         parts.append(f"loss {metrics['loss']:.3f}")
     if "lr" in metrics:
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
-        parts.append(f"lr {mantissa}e{int(exponent)}")
+        parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
     if "tokens_per_second_per_gpu" in metrics:
         rate = tqdm.format_sizeof(metrics["tokens_per_second_per_gpu"] * world_size)
         parts.append(f"{rate} tok/s")
