@@ -64,14 +64,29 @@ class Program:
     """The numbers that the descriptors sent along have in the program."""
     has_own_session: bool
     parent: int
+    deadline: float
+    """By which it has its parent."""
 
 
 def tune(
     *arguments: Any, cwd: Any = None, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """What ``tune`` printed with these arguments, and its exit code."""
+    return _completed([TUNE, *arguments], cwd, env, timeout)
+
+
+def python(
+    *arguments: Any, cwd: Any = None, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """The same of this Python: ``-m`` and a module, ``-c`` and a program, or a file, and arguments."""
+    return _completed([sys.executable, *arguments], cwd, env, timeout)
+
+
+def _completed(
+    command: list[Any], cwd: Any, env: dict[str, str] | None, timeout: float
+) -> subprocess.CompletedProcess[str]:
     with Popen(
-        [TUNE, *map(str, arguments)],
+        list(map(str, command)),
         cwd=cwd,
         env=env,
         stdout=subprocess.PIPE,
@@ -131,6 +146,7 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *rest
         descriptors=[0, 1, 2, *sorted(pass_fds)],
         has_own_session=rest[-2],
         parent=os.getpid(),
+        deadline=time.monotonic() + 60,
     )
     with _lock:
         starter = _own_starter()
@@ -230,6 +246,8 @@ def _become(program: Program, descriptors: list[int], own_path: list[str]) -> No
     try:
         while os.getppid() != program.parent:
             time.sleep(0.001)
+            if time.monotonic() > program.deadline:
+                os._exit(70)  # who asked for it has been killed meanwhile
         Path("/proc/self/comm").write_text(Path(program.argv[0]).name)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -248,8 +266,8 @@ def _become(program: Program, descriptors: list[int], own_path: list[str]) -> No
         traceback.print_exc()
         os._exit(70)
     code = _run(program)
-    _starter.close()
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(starter_pid, signal.SIGKILL)
         os.waitpid(starter_pid, 0)
     os._exit(code)
 
