@@ -1,4 +1,7 @@
-"""The recipe as users start it: `tune ls`, `tune cp`, `tune validate` and `tune run`."""
+"""The recipe as users start it: `tune ls`, `tune cp`, `tune validate` and `tune run`.
+
+Some of these processes are warm, see warm_tune.py; the tests whose docstrings say "Cold" start real ones.
+"""
 
 import os
 import re
@@ -9,18 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from recipe_runs import tiny_config as make_tiny_config
+from warm_tune import cold_tune, tune
 
-TUNE = str(Path(sys.executable).with_name("tune"))
 NAME = "full_finetune_update_step"
 DEFAULT = "llama3_2/5M_full_update_step"
 LORA_NAME = "lora_finetune_update_step"
 LORA_DEFAULT = "llama3_2/5M_lora_update_step"
-
-
-def tune(*arguments, cwd):
-    return subprocess.run(
-        [TUNE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def logged_losses(folder):
@@ -46,22 +43,25 @@ def by_name(weights_folder, tmp_path_factory):
 
 
 def test_ls_lists_the_recipes_and_their_configs(tmp_path):
-    listed = tune("ls", cwd=tmp_path).stdout
+    """Cold: how `import torch` calls the registration, in this test as in the next two."""
+    listed = cold_tune("ls", cwd=tmp_path).stdout
     for name, default in ((NAME, DEFAULT), (LORA_NAME, LORA_DEFAULT)):
         assert re.search(rf"^{name} +{default}", listed, re.M)
     assert "full_finetune_single_device" in listed
 
 
 def test_validate_knows_configs_by_name_and_by_path(tmp_path):
-    assert "well-formed" in tune("validate", DEFAULT, cwd=tmp_path).stdout
+    """Cold, the first."""
+    assert "well-formed" in cold_tune("validate", DEFAULT, cwd=tmp_path).stdout
     tune("cp", DEFAULT, "copy.yaml", cwd=tmp_path)
     assert "well-formed" in tune("validate", "copy.yaml", cwd=tmp_path).stdout
     assert "well-formed" in tune("validate", LORA_DEFAULT, cwd=tmp_path).stdout
 
 
 def test_two_names_of_a_recipe_give_the_same_copy(tmp_path):
-    for name in (NAME, LORA_NAME):
-        assert tune("cp", name, f"{name}.py", cwd=tmp_path).returncode == 0
+    """Cold, one of the two."""
+    for name, run in ((NAME, cold_tune), (LORA_NAME, tune)):
+        assert run("cp", name, f"{name}.py", cwd=tmp_path).returncode == 0
     copies = [(tmp_path / f"{name}.py").read_text() for name in (NAME, LORA_NAME)]
     assert copies[0] == copies[1]
 
@@ -75,9 +75,10 @@ def test_run_by_name_and_from_a_copy_give_the_same_losses(by_name):
 
 
 def test_two_processes_log_the_losses_of_one(by_name):
+    """Cold: ranks that torchrun starts by `exec`."""
     batch = ["global_batch_size=4", "~gradient_accumulation_steps"]
     output_dir = f"output_dir={by_name}/two"
-    two = tune(
+    two = cold_tune(
         "run", "--nproc_per_node", "2", NAME, "--config", "my.yaml", *batch, output_dir, cwd=by_name
     )
     assert two.returncode == 0, two.stderr
@@ -85,6 +86,24 @@ def test_two_processes_log_the_losses_of_one(by_name):
     assert len(losses) == 3
     assert losses == pytest.approx(logged_losses(by_name / "out"), rel=1e-5)
     assert two.stderr.count("100%") <= 3, "more than one rank shows a bar"
+
+
+def test_a_warm_run_gives_the_losses_of_a_cold_one(by_name):
+    """Cold, one of the two: what stands for the real command everywhere else is its equal."""
+    arguments = ("run", NAME, "--config", "my.yaml", f"output_dir={by_name}/cold")
+    cold = cold_tune(*arguments, cwd=by_name)
+    assert cold.returncode == 0, cold.stderr
+    assert logged_losses(by_name / "cold") == logged_losses(by_name / "out")
+
+
+def test_a_warm_run_refuses_a_config_with_the_words_of_a_cold_one(by_name):
+    """Cold, one of the two."""
+    arguments = ("run", NAME, "--config", "my.yaml", "output_dir=refused", "batchsize=3")
+    warm, cold = (run(*arguments, cwd=by_name) for run in (tune, cold_tune))
+    assert warm.returncode == cold.returncode == 2
+    last_lines = [done.stderr.splitlines()[-40:] for done in (warm, cold)]
+    assert last_lines[0] == last_lines[1]
+    assert "did you mean batch_size?" in last_lines[0][-1]
 
 
 def test_a_missing_config_is_said_so(tmp_path):

@@ -2,28 +2,18 @@
 
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torchtune import config
+from warm_tune import tune
 
 from recipe_utils.tune.registry import config_path
 
-TUNE = str(Path(sys.executable).with_name("tune"))
-
 
 def tune_run(*arguments):
-    done = subprocess.run(
-        [TUNE, "run", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = tune("run", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -223,15 +213,9 @@ def test_the_student_s_export_has_its_teacher_s_tokenizer_and_samples(distilled,
     ],
 )
 def test_where_the_first_default_was_not_trained_the_error_says_how(recipe, default, key, tmp_path):
-    done = subprocess.run(
-        [
-            *(TUNE, "run", recipe, "--config", default),
-            *(f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = tune(
+        *("run", recipe, "--config", default),
+        *(f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there"),
     )
     assert done.returncode == 2
     said = done.stdout + done.stderr

@@ -1,11 +1,14 @@
-"""A training that is killed at any moment, through `tune run`, resumes as if it had not been."""
+"""A training that is killed at any moment, through `tune run`, resumes as if it had not been.
+
+All processes here are warm, see warm_tune.py, so that what is killed has mostly begun to train. A kill
+during the seconds of its imports finds nothing to leave behind.
+"""
 
 import contextlib
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,9 +16,7 @@ import pytest
 import tiny
 import yaml
 from recipe_runs import KD, SFT, tiny_config, tiny_kd_config
-
-TUNE = str(Path(sys.executable).with_name("tune"))
-SCRIPT = ["-m", "recipe_utils.benchmark.kill_and_resume"]
+from warm_tune import TUNE, Popen, children_of, python
 
 
 def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
@@ -51,11 +52,10 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
 ):
     make = tiny_kd_config if recipe == KD else tiny_config
     path = write_config(weights_folder, tmp_path, make, **changes)
-    done = subprocess.run(
-        [sys.executable, *SCRIPT, "--recipe", recipe, "--config", str(path), "--kills", "3",
-         "--nproc_per_node", str(nproc_per_node)],
-        capture_output=True, text=True, timeout=900, check=False,
+    arguments = (
+        "--recipe", recipe, "--config", path, "--kills", "3", "--nproc_per_node", nproc_per_node,
     )  # fmt: skip
+    done = python("-m", "recipe_utils.benchmark.kill_and_resume", *arguments, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert "3 kills" in last
@@ -70,14 +70,14 @@ def started():
     processes = []
     yield processes
     for process in processes:
-        for pid in [*workers_of(process.pid), process.pid]:
+        for pid in [*children_of(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
 def start_on_two_ranks(started, *arguments, cwd=None):
-    process = subprocess.Popen(
+    process = Popen(
         [TUNE, "run", "--nproc_per_node=2", *map(str, arguments)],
         cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -115,14 +115,6 @@ def wait_for(condition, process):
         time.sleep(0.01)
 
 
-def workers_of(pid):
-    """The ranks that a launcher has started."""
-    listed = subprocess.run(
-        ["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False
-    )
-    return [int(each) for each in listed.stdout.split()]
-
-
 def assert_gone(pids):
     assert len(pids) == 2
     for pid in pids:
@@ -137,7 +129,7 @@ def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
     undisturbed = train_on_two_ranks(started, path, tmp_path / "undisturbed")
     killed = train_on_two_ranks(started, path, tmp_path / "killed", "--max-restarts=3")
     wait_for(lambda: list((tmp_path / "killed").glob("step_*5")), killed)
-    os.kill(workers_of(killed.pid)[-1], signal.SIGKILL)
+    os.kill(children_of(killed.pid)[-1], signal.SIGKILL)
     assert killed.wait(240) == 0
     assert undisturbed.wait(240) == 0
     assert len(losses_in(tmp_path / "undisturbed")) == 50
@@ -151,7 +143,7 @@ def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     path = write_config(weights_folder, tmp_path, save_every_n_steps=1000, num_workers=1)
     process = train_on_two_ranks(started, path, tmp_path / "out")
     wait_for(lambda: losses_in(tmp_path / "out"), process)
-    workers = workers_of(process.pid)
+    workers = children_of(process.pid)
     process.terminate()
     assert process.wait(240) == 0
     logged = losses_in(tmp_path / "out")
@@ -175,7 +167,7 @@ def test_ranks_that_die_of_the_signal_are_not_restarted_and_the_launcher_fails(t
     arguments = ("--max-restarts=3", "any.py", "--config", "any")
     process = start_on_two_ranks(started, *arguments, cwd=tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("0_*"))) == 2, process)
-    workers = workers_of(process.pid)
+    workers = children_of(process.pid)
     process.terminate()
     assert process.wait(240) == 1
     assert not list(tmp_path.glob("1_*"))
@@ -195,7 +187,7 @@ def test_a_second_signal_to_the_launcher_ends_ranks_that_go_on(tmp_path, started
     (tmp_path / "any.py").write_text(RECIPE_THAT_WAITS_FOR_A_SECOND_SIGNAL)
     process = start_on_two_ranks(started, "any.py", "--config", "any", cwd=tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("runs_*"))) == 2, process)
-    workers = workers_of(process.pid)
+    workers = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     wait_for(lambda: len(list(tmp_path.glob("asked_*"))) == 2, process)
     process.terminate()

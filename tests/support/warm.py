@@ -6,6 +6,9 @@ import gc
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import recipe_runs
+import torch.distributed.run  # noqa: F401
+import torchtune._cli.tune  # noqa: F401
+import warm_tune  # noqa: F401
 
 with contextlib.suppress(Exception):  # a recipe that does not load is for the tests to report
     recipe_runs.recipe_class()
