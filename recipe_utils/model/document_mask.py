@@ -66,6 +66,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
             attention._attention_call = _within_documents(attention._attention_call)
 
     decoder: Any = getattr(model, "decoder", model)
+    decoder.longest_document = decoder.max_seq_len  # where its positions end
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
     def lengths_to_mask(

@@ -31,7 +31,8 @@ def generate(
     rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
     ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))
     decoder: Any = getattr(model, "decoder", model)
-    longest = min(max(map(len, rows)) + max_new_tokens, decoder.max_seq_len)
+    max_seq_len = getattr(decoder, "longest_document", decoder.max_seq_len)
+    longest = min(max(map(len, rows)) + max_new_tokens, max_seq_len)
     device = next(model.parameters()).device
     tokens = torch.full((len(rows), longest), tokenizer.pad_id, device=device)
     for row, given in zip(tokens, rows, strict=True):

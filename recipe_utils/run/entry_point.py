@@ -1,5 +1,6 @@
 """How a recipe starts from the command line, and how it ends where the user can mend what is wrong."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -40,6 +41,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         taken_out = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("~")]
         has_started = False
+        # Components of the user's own, as torchtune finds them; ranks of a launcher are checked before it does.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
 
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started

@@ -31,7 +31,7 @@ _OVER = {"step": "update steps", "num_tokens_seen": "target tokens"}
 def curve(
     metrics: Sequence[Mapping[str, Any]], name: str, over: str
 ) -> tuple[list[Any], list[Any]]:
-    """x and y of a metric, where it was logged and is a number.
+    """The points of a metric, where it was logged and is a number.
 
     Args:
         metrics: of the update steps, as :func:`recipe_utils.run.log.read_metrics` reads them.

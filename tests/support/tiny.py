@@ -123,6 +123,13 @@ def tiny_tokenizer(max_seq_len: int | None = 64) -> TinyTokenizer:
     return TinyTokenizer(max_seq_len)
 
 
+def answering_tokenizer(max_seq_len: int | None = 64) -> TinyTokenizer:
+    """As torchtune's recipe for generation asks of a tokenizer."""
+    tokenizer = TinyTokenizer(max_seq_len)
+    tokenizer.stop_tokens = [tokenizer.eos_id]  # type: ignore[attr-defined]
+    return tokenizer
+
+
 class Samples(Dataset[dict[str, Any]]):
     def __init__(self, samples: list[dict[str, Any]]) -> None:
         self.samples = samples

@@ -1,0 +1,75 @@
+"""One run at a time writes to an output folder, and a dead one keeps nobody out."""
+
+import os
+import signal
+import time
+
+import pytest
+from distributed_runs import fork_context
+
+from recipe_utils.run.lock import LOCK_FILE, FolderLock, LockedError
+
+
+def hold(folder, has_it, forks):
+    lock = FolderLock(folder)
+    if forks and os.fork() == 0:
+        time.sleep(60)
+    has_it.set()
+    time.sleep(60)
+    lock.release()
+
+
+@pytest.fixture
+def held_by_another(tmp_path):
+    processes = []
+
+    def start(forks=False):
+        has_it = fork_context.Event()
+        process = fork_context.Process(target=hold, args=(tmp_path, has_it, forks))
+        process.start()
+        processes.append(process)
+        assert has_it.wait(60)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_who_has_it_is_named(held_by_another, tmp_path):
+    process = held_by_another()
+    with pytest.raises(LockedError, match=rf"process {process.pid} on .*, since 20\d\d-"):
+        FolderLock(tmp_path)
+    with pytest.raises(LockedError):  # a failed try has not let the other's go
+        FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "its child lives on"])
+def test_a_killed_holder_keeps_nobody_out(forks, held_by_another, tmp_path):
+    process = held_by_another(forks)
+    children = []
+    if forks:
+        listed = os.popen(f"ps --ppid {process.pid} -o pid=").read().split()
+        children = [int(pid) for pid in listed]
+        assert children
+    process.kill()
+    process.join()
+    try:
+        FolderLock(tmp_path).release()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_nothing_is_left_of_a_lock_that_is_released(tmp_path):
+    for _ in range(2):
+        lock = FolderLock(tmp_path)
+        assert (tmp_path / LOCK_FILE).exists()
+        lock.release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_says_that_nobody_holds_does_not_count(tmp_path):
+    (tmp_path / LOCK_FILE).write_text('{"host": "elsewhere", "pid": 1, "since": "1970"}')
+    FolderLock(tmp_path).release()
