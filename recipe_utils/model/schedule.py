@@ -84,16 +84,17 @@ class PipelineSettings:
         num_ranks = ranks.dims.pp
         if num_ranks == 1:
             return None
-        has_warned = not ranks.is_zero
+        # Of training's first update step, which is a full one: validations and an epoch's end may be short.
+        is_asked = not ranks.is_zero
 
         def to_run(num_microbatches: int) -> int:
-            nonlocal has_warned
-            if num_microbatches < num_ranks and not has_warned:
-                has_warned = True
+            nonlocal is_asked
+            if num_microbatches < num_ranks and not is_asked:
                 _log.warning(
                     f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
                     "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
                 )
+            is_asked = True
             return self.num_microbatches_to_run(num_microbatches, num_ranks)
 
         return to_run

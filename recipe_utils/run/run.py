@@ -148,7 +148,9 @@ class Run:
                 model, optimizer, loader, stock_checkpoint, self.seed
             )
             self.global_step = self.epoch * loader.steps_per_epoch
-        elif self.settings.resume_from_checkpoint:
+        else:
+            self.info(f"Run {self.run_id} begins in {self.settings.output_dir}")
+        if self.settings.resume_from_checkpoint == "auto" and not self.global_step:
             self.info(
                 f"resume_from_checkpoint=auto: there is no checkpoint in {self.settings.output_dir} yet; "
                 "starts with the checkpointer's weights"
