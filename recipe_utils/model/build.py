@@ -18,6 +18,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.components import Component
 from recipe_utils.model.adapters import Adapters, find_adapters, freeze_base
+from recipe_utils.model.kernels import speed_up_layers
 from recipe_utils.model.nf4 import check_nf4, drop_widening_hooks, without_quantising
 from recipe_utils.model.qat import simulate_quantisation
 from recipe_utils.model.schedule import PipelineSettings, stages_of_rank
@@ -264,6 +265,8 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         training.compile_model(model, verbose=ranks.is_zero)
+    else:
+        speed_up_layers(model)
     if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
         parallelize_module(
