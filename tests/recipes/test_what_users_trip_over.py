@@ -337,3 +337,17 @@ def test_a_component_that_the_command_line_sets_to_null_is_absent(key, tiny_conf
     config = tiny_config(**{key: {**given[key], "_component_": None}})
     expected = tiny_config(**{key: None})
     assert losses(run_recipe(config)) == losses(run_recipe(expected))
+
+
+# ---- Files ----------------------------------------------------------------------------------------
+
+
+def test_a_tilde_leads_home_and_makes_no_folder_of_that_name(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(max_steps_per_epoch=1)
+    config["output_dir"] = "~/out"
+    config["checkpointer"]["output_dir"] = "${output_dir}"
+    run_recipe(config)
+    assert (tmp_path / "home/out/epoch_0").is_dir()
+    assert not (tmp_path / "~").exists()
