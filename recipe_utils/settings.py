@@ -105,7 +105,7 @@ def _drop_null_components(cfg: DictConfig) -> None:
 
 
 def _expand_home(cfg: DictConfig) -> None:
-    """Puts the home directory where a path begins with ``~``: a shell leaves that of ``KEY=~/x`` as it is.
+    """Puts the home directory where a path begins with ``~``: in a YAML no shell does, of ``KEY=~/x`` not all.
 
     Paths are told by their keys, at any depth, and what a path begins with as ``${key}`` is one.
     """
