@@ -101,6 +101,7 @@ def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
     )
     assert "What does `os.path.join` do?\n\n" in printed
     assert "Time for inference" in printed
+    assert not list((trained / "epoch_0").glob(".*"))
 
 
 @pytest.fixture(scope="module")
