@@ -4,7 +4,7 @@ torchtune 0.6.1 keeps its recipes in a module-level list and has no way to add t
 PyTorch calls every entry point of the group ``torch.backends`` at the end of ``import torch``;
 ``tune`` imports torchtune first, so at that moment the list can be extended before it is read.
 This is the only module that touches a private name of torchtune's command line. It runs at every
-``import torch`` of the environment, so it imports nothing heavy and does nothing outside ``tune``.
+``import torch`` beside torchtune (:mod:`recipe_utils.tune.registration`), so it imports nothing heavy.
 """
 
 import sys
@@ -80,7 +80,9 @@ def register() -> None:
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
-    if "torchtune" not in sys.modules:
+    if (
+        "torchtune" not in sys.modules
+    ):  # metadata of 0.4 in a checkout's root calls this at every `import torch`
         return
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 

@@ -1,0 +1,29 @@
+"""What PyTorch calls at the end of every ``import torch``, so that ``tune`` knows this project's recipes.
+
+An installation has this file in site-packages as ``torchtune_update_step_registration``, an editable one,
+too: PyTorch's import fails with an entry point that cannot be imported or that raises, and a checkout may
+have been moved since. So it imports nothing of the project at its top, and no exception leaves it.
+"""
+
+import sys
+from pathlib import Path
+
+
+def register() -> None:
+    """Calls :func:`recipe_utils.tune.registry.register` where torchtune is being imported.
+
+    What goes wrong is said in one line by ``tune``, which goes on with torchtune's own recipes. Elsewhere
+    nothing is said: programs of this environment may want no more than ``import torch``.
+    """
+    if "torchtune" not in sys.modules:
+        return
+    try:
+        from recipe_utils.tune.registry import register as register_recipes
+
+        register_recipes()
+    except Exception as error:
+        if Path(sys.argv[0]).name == "tune":
+            sys.stderr.write(
+                f"torchtune-update-step: `tune` cannot know its recipes ({type(error).__name__}: {error}). Where its "
+                "checkout was moved, run `pip install -e .` in it; to be rid of it, `pip uninstall torchtune-update-step`\n"
+            )
