@@ -1,12 +1,15 @@
-"""The benchmark as users start it, with tiny models; what it times here means nothing."""
+"""The benchmark as users start it, with tiny models; what it times here means nothing.
 
+It and its peers are warm, see warm_tune.py.
+"""
+
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +19,8 @@ import tiny
 import yaml
 from omegaconf import OmegaConf
 from torchtune import config as torchtune_config
+from warm_tune import TUNE, Popen
 
-TUNE = str(Path(sys.executable).with_name("tune"))
 RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 HAS_TRL = HAS_HUGGING_FACE and all(importlib.util.find_spec(name) for name in ("peft", "trl"))
@@ -107,7 +110,7 @@ def write_configs(folder, of_recipe=None, **changes):
 
 
 def started(config_path, *overrides):
-    return subprocess.Popen(
+    return Popen(
         [TUNE, "run", RECIPE, "--config", str(config_path), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,14 +120,12 @@ def started(config_path, *overrides):
 
 
 def workers_of(folder):
-    """Ids of the peers' processes of the benchmark that writes to this folder."""
+    """Ids of the peers' processes of the benchmark that writes to this folder: their output goes there."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"{folder}/peers/".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if str(path.readlink()).startswith(f"{folder}/peers/"):
+                found.append(int(path.parts[2]))
     return found
 
 
