@@ -4,8 +4,6 @@ Some of these processes are warm, see warm_tune.py; the tests whose docstrings s
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest

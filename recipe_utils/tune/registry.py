@@ -7,8 +7,11 @@ This is the only module that touches a private name of torchtune's command line.
 ``import torch`` beside torchtune (:mod:`recipe_utils.tune.registration`), so it imports nothing heavy.
 """
 
+import os
 import sys
 from pathlib import Path
+
+from recipe_utils.tune.registration import OURS, be_quiet_about_kernels
 
 # A wheel carries recipes/ and configs/ inside the package; a checkout has links to them there.
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,9 +83,7 @@ def register() -> None:
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
-    if (
-        "torchtune" not in sys.modules
-    ):  # metadata of 0.4 in a checkout's root calls this at every `import torch`
+    if "torchtune" not in sys.modules:  # metadata of 0.4 calls this at every `import torch`
         return
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
@@ -106,6 +107,8 @@ def register() -> None:
     if is_tune and sys.argv[1:2] == ["run"] and any(map(_is_ours, sys.argv[2:])):
         from recipe_utils.tune.launcher import wait_for_ranks
 
+        os.environ[OURS] = "1"
+        be_quiet_about_kernels()
         wait_for_ranks()
     if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
         known = {config for configs in RECIPES.values() for config in configs}
