@@ -36,7 +36,7 @@ from recipe_utils.data.samples import load_dataset
 from recipe_utils.data.text import TextSamples
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.distillation import SUMS, LinearDistillationLoss, make_distillation_loss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
@@ -186,7 +186,7 @@ class KDRecipe:
             checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
             frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
         if modules.compile:
-            training.compile_loss(loss_fn, verbose=ranks.is_zero)
+            compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
         self.pipeline = build_pipeline(
             self.model, settings.pipeline, modules.torch_dtype, ranks, len(self.metrics)
