@@ -113,7 +113,7 @@ def test_a_missing_config_is_said_so(tmp_path):
 
 
 def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
-    """The registration runs at every `import torch` of the environment."""
+    """Cold: the registration runs at every `import torch` of the environment."""
     script = "import sys, torch; print([m for m in sys.modules if m.startswith(('recipe_utils', 'torchtune'))])"
     done = subprocess.run(
         [sys.executable, "-c", script],
