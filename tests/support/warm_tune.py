@@ -116,10 +116,10 @@ def cold_tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[s
 
 
 def preload(*modules: str) -> None:
-    """Lets the programs that this process starts from now on have these modules imported, too."""
+    """Lets the programs that are started from now on have these modules imported besides, and no others."""
     global _starter
-    _preloaded.extend(modules)
-    _starter = None
+    _preloaded[:] = modules
+    _starter = None  # the next program starts another, and the one that nobody can ask ends
 
 
 def children_of(pid: int) -> list[int]:
@@ -211,7 +211,8 @@ def _own_starter() -> socket.socket:
 
 def _serve_first(requests: socket.socket, modules: list[str]) -> None:
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # for those who use it to report
+            importlib.import_module(module)
     asked = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     own_path = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
     _serve(requests, own_path)
@@ -262,6 +263,9 @@ def _become(
         _starter, theirs = map(_moved_up, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         starter_pid = os.fork()
         if starter_pid == 0:
+            # As objects, too: one that is left would later close what has its number by then.
+            requests.close()
+            _starter.close()
             _close_all_but({0, 1, 2, theirs.fileno()})
             _serve(theirs, own_path)
         _lock = threading.Lock()
