@@ -109,25 +109,6 @@ def test_a_missing_config_is_said_so(tmp_path):
     assert "The '--config' argument is required" in done.stderr
 
 
-<<<<<<< HEAD
-=======
-def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
-    """Cold: the registration runs at every `import torch` of the environment."""
-    script = "import sys, torch; print([m for m in sys.modules if m.startswith(('recipe_utils', 'torchtune'))])"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (
-        done.stdout.strip() == "['recipe_utils', 'recipe_utils.tune', 'recipe_utils.tune.registry']"
-    )
-
-
->>>>>>> suite-time
 def test_a_config_that_cannot_work_is_said_once_without_a_traceback(by_name, tmp_path):
     done = tune(
         "run", "--nproc_per_node", "2", NAME, "--config", f"{by_name}/my.yaml", "output_dir=out",
