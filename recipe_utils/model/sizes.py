@@ -8,7 +8,7 @@ from torch import nn
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.utils import get_logger
 
-from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
+from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.text import ModelLimits
 from recipe_utils.model.document_mask import other_attention
 from recipe_utils.parallel.ranks import Ranks
@@ -25,6 +25,7 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
         compiles: whether its layers will be compiled.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
     num_row_lengths = None
     if compiles or device.type != "cpu":
         # Compiled code and flex attention are made for each shape that they meet.
@@ -32,9 +33,12 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        MicrobatchCost(equal_attention_length=equal_attention_length(model)),
+        MicrobatchCost(
+            costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
+        ),
         other_attention(model),
         num_row_lengths,
+        costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 
 
@@ -79,8 +83,8 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
 
 
 def equal_attention_length(model: nn.Module) -> float:
-    """Of :class:`recipe_utils.data.plan.MicrobatchCost` [tokens]: N / (L * d) over attention's slowness."""
+    """Of :class:`recipe_utils.data.plan.MicrobatchCost` [tokens], if attention were no slower: N / (L * d)."""
     decoder: Any = getattr(model, "decoder", model)
     num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
     embed_dim = decoder.num_heads * decoder.head_dim
-    return num_parameters / (len(decoder.layers) * embed_dim) / ATTENTION_SLOWNESS
+    return num_parameters / (len(decoder.layers) * embed_dim)
