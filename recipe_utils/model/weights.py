@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,6 +216,11 @@ def _shard_like(  # a tensor, what it is to be like, and what of
     else:
         slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
         local = full[slices].to(device, dtype, copy=True)
+    if local.device.type != like.device_mesh.device_type:
+        # fsdp_cpu_offload. DTensor.from_local would move it to the mesh's device, where FSDP2 refuses it.
+        assert like._spec.tensor_meta is not None
+        meta = like._spec.tensor_meta._replace(dtype=local.dtype)
+        return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(
         local,
         like.device_mesh,
