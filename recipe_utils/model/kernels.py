@@ -65,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_scale = (grad * normed).flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
-            of_normed = grad * scale
+            of_normed = (grad * scale).to(normed.dtype)
             mean = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1).div_(normed.size(-1))
             grad_x = of_normed.addcmul_(normed, mean, value=-1).mul_(inverse)
         return grad_x, grad_scale, None
