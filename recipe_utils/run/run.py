@@ -327,21 +327,22 @@ class Run:
     def _say_what_was_done(self, first_step: int, first_tokens: int, began_seconds: float) -> None:
         num_steps = self.global_step - first_step
         epochs, folder = self.settings.epochs, Path(self.settings.output_dir)
-        if not num_steps:
+        if num_steps:
+            seconds = time.perf_counter() - began_seconds
+            self.info(what_was_done(num_steps, self.num_tokens_seen - first_tokens, seconds))
+        elif self._last_export is None:
             self.info(
                 f"Nothing left: {self.epoch} of {epochs} epochs are done; epochs={self.epoch + 1} goes on"
             )
-        if not num_steps or not self._ranks.is_zero:
+        if self._last_export is None:  # or another rank's to tell
             return
-        seconds = time.perf_counter() - began_seconds
-        self.info(what_was_done(num_steps, self.num_tokens_seen - first_tokens, seconds))
+        path, metrics = folder / "generation.yaml", folder / "logs" / METRICS_FILE
         try:
-            self.info(what_validation_said(read_metrics(folder / "logs" / METRICS_FILE)))
-            if self._last_export is not None:
-                path, device = folder / "generation.yaml", self._ranks.device.type
-                self.info(f"Model: {self._last_export}")
-                if write_generation_config(self._config, self._last_export, path, device):
-                    self.info(f"Ask it: tune run generate --config {path} prompt.user='...'")
+            self.info(what_validation_said(read_metrics(metrics) if metrics.exists() else []))
+            self.info(f"Model: {self._last_export}")
+            device = self._ranks.device.type
+            if write_generation_config(self._config, self._last_export, path, device):
+                self.info(f"Ask it: tune run generate --config {path} prompt.user='...'")
         except OSError as error:
             self.warn(f"output_dir: {error}")
 

@@ -401,7 +401,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_c
     for error in errors:
         assert "out/epoch_1: it could not be exported (" in error
         assert "resume_from_checkpoint=True exports the trained model" in error
-    assert sorted(os.listdir(config["output_dir"])) == ["epoch_0", "step_10", "step_5"]
+    assert sorted(os.listdir(config["output_dir"])) == ["epoch_0", "logs", "step_10", "step_5"]
     resumed = run_distributed(run_recipe, world_size, {**config, "resume_from_checkpoint": True})
     assert resumed[0] == []
     (ours,) = Path(config["output_dir"], "epoch_1").glob("*.bin")
