@@ -88,13 +88,17 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
     def mask_of(lengths: DocumentLengths) -> Any:
-        way, problem = attention.way, attention.problem
-        if getattr(lengths, "of_parts", None) is not None:
-            way, problem = attention.way_with_two_ends, attention.problem_with_two_ends or problem
+        way, why, problem = attention.way, attention.why, attention.problem
+        if getattr(lengths, "of_parts", None) is not None and attention.way_with_two_ends != way:
+            way, why = (
+                attention.way_with_two_ends,
+                "documents have two ends, and varlen has no mask",
+            )
+            problem = attention.problem_with_two_ends or problem
         if problem is not None:
             raise ConfigError(problem)
         if device.type != "cpu":  # where there is a choice
-            _say_once(f"packed_attention={way}: {attention.why}")
+            _say_once(f"Packed rows attend by {way}: {why}")
         return _make_mask(lengths, way, device)
 
     def lengths_to_mask(

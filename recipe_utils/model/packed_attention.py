@@ -22,6 +22,7 @@ from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
 Way = Literal["varlen", "flex", "by_document", "dense"]
 
+_DTYPES_OF_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64
 """Variants of one compiled function: lengths of rows, times training and validation, times models."""
 
@@ -88,7 +89,7 @@ def choose(model: nn.Module, device: torch.device) -> PackedAttention:
         return PackedAttention("by_document", f"the device is {device.type}")
 
     against_varlen = _against_varlen(model, dtype, device)
-    way, why = asked, f"packed_attention={asked}"
+    way, why = asked, "packed_attention asks for it"
     if asked is None:
         way, why = _by_itself(model, dtype, against_varlen)
     problem = None
@@ -96,24 +97,21 @@ def choose(model: nn.Module, device: torch.device) -> PackedAttention:
         problem = (
             f"packed_attention=varlen: {against_varlen}; set packed_attention=flex, or leave it out"
         )
-    key = (
-        f"packed_attention={way}"
-        if asked
-        else f"packed_attention=null: it is {way} here ({why}) and"
-    )
-    of_flex = _problem_of_flex(model, dtype, key if way == "flex" else None)
-    return PackedAttention(
-        way,
-        why,
-        of_flex if way == "flex" else problem,
-        of_flex if way == "varlen" else None,
-    )
+    subject = "packed_attention=flex: it"
+    if asked is None:
+        subject = f"packed_attention=null: it is flex here ({why}), and it"
+    if way == "varlen":
+        subject = f"packed_attention={asked or 'null'}: pairs with prefix_sharing take flex attention, which"
+    of_flex = None if way == "by_document" else _problem_of_flex(model, dtype, subject)
+    if way == "flex":
+        return PackedAttention(way, why, of_flex)
+    return PackedAttention(way, why, problem, of_flex)
 
 
 def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None) -> tuple[Way, str]:
     if _dropout(model) > 0:
         return "by_document", f"attn_dropout={_dropout(model)}, which the others have not"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in _DTYPES_OF_KERNELS:
         return "by_document", f"no kernel of the others computes in {dtype}"
     if against_varlen is not None:
         return "flex", against_varlen
@@ -122,7 +120,7 @@ def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None)
             "flex",
             "cudnn_deterministic_mode asks for the same bits, and FlashAttention's backward adds in any order",
         )
-    return "varlen", f"FlashAttention computes in {str(dtype).removeprefix('torch.')}"
+    return "varlen", f"FlashAttention computes in {_name(dtype)}"
 
 
 def _dropout(model: nn.Module) -> float:
@@ -132,7 +130,7 @@ def _dropout(model: nn.Module) -> float:
 def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
     """What FlashAttention does not take; as torch 2.11 to 2.15 check it in flash_api.cpp."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention does not compute in {str(dtype).removeprefix('torch.')}"
+        return f"FlashAttention does not compute in {_name(dtype)}"
     if _dropout(model) > 0:
         return f"it has no attn_dropout={_dropout(model)}"
     for head_dim in {attention.head_dim for attention in self_attentions(model)}:
@@ -144,20 +142,21 @@ def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     return None
 
 
-def _problem_of_flex(model: nn.Module, dtype: torch.dtype, key: str | None) -> str | None:
-    """What flex attention lacks here; ``key`` is what asked for it, None if documents with two ends do."""
+def _problem_of_flex(model: nn.Module, dtype: torch.dtype, subject: str) -> str | None:
+    """What flex attention lacks here, in a sentence about ``subject``."""
     instead = "set packed_attention=by_document"
-    if key is None:
-        key = "packed_attention=varlen: prefix_sharing takes flex attention, which"
-        instead += " or prefix_sharing=False"
     if _dropout(model) > 0:
-        return f"{key}: it has no attn_dropout={_dropout(model)}; {instead}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{key}: it does not compute in {str(dtype).removeprefix('torch.')}; {instead}"
+        return f"{subject} has no attn_dropout={_dropout(model)}; {instead}"
+    if dtype not in _DTYPES_OF_KERNELS:
+        return f"{subject} does not compute in {_name(dtype)}; {instead}"
     missing = missing_for_triton()
     if missing is not None:
-        return f"{key} compiles with Triton, which needs {missing}; install that, or {instead}"
+        return f"{subject} compiles with Triton, which needs {missing}; install that, or {instead}"
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def missing_for_triton() -> str | None:

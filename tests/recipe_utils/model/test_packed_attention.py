@@ -14,6 +14,7 @@ from torchtune import config
 from torchtune.modules import RMSNorm
 
 from recipe_utils.data.documents import Documents
+from recipe_utils.data.text import row_multiple_of_packed
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.document_mask import (
     DocumentMask,
@@ -150,7 +151,8 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert "set packed_attention=by_document" in flex
     varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
     assert varlen.packing_problem is None
-    assert "prefix_sharing=False" in varlen.with_two_ends().packing_problem
+    two_ends = varlen.with_two_ends().packing_problem
+    assert two_ends.startswith("packed_attention=null: pairs with prefix_sharing take flex")
     documents = limits_of(on_meta(packed_attention="by_document"), CUDA, False)
     assert documents.packing_problem is documents.with_two_ends().packing_problem is None
 
@@ -183,6 +185,21 @@ def test_rows_that_cannot_be_computed_are_refused_in_the_forward_too():
 def test_ways_that_a_cpu_has_not_are_refused_by_key(settings, words):
     problems = "\n".join(ModelSettings(**settings).problems_with(RankSettings(device="cpu")))
     assert (words in problems) if words else (problems == "")
+
+
+def test_compiled_layers_are_refused_where_triton_lacks_something(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    (problem,) = ModelSettings(compile=True)._problems_of_kernels(CUDA)
+    assert problem.startswith("compile=True: Triton needs ")
+    assert problem.endswith("set compile=False")
+
+
+def test_packed_rows_are_refused_by_their_kinds(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    limits = limits_of(on_meta(dtype="bf16"), CUDA, False)
+    assert row_multiple_of_packed(limits, 1000) == 128
+    with pytest.raises(ConfigError, match="prefix_sharing"):
+        row_multiple_of_packed(limits.with_two_ends(), 1000)
 
 
 # ---- What they give -------------------------------------------------------------------------------
