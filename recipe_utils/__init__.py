@@ -4,11 +4,11 @@ One folder per floor: ``data`` makes update steps, ``model``, ``loss`` and ``opt
 through, ``parallel`` is the ranks, ``checkpoint`` the disk, ``run`` the notebook of a training. Settings
 stand beside the code that takes them (:mod:`recipe_utils.settings`).
 
-This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` at every
-``import torch`` of the environment.
+This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` wherever torchtune
+is imported.
 """
 
-__version__ = "0.4.1"
+__version__ = "0.4.2"
 
 
 def check_version(written_for: str, recipe: str) -> None:

@@ -35,6 +35,8 @@ Count = Annotated[int, Field(ge=1, le=_MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
 Positive = Annotated[float, Field(gt=0)]
 
+_NAMES_A_PATH = re.compile(r"(dir|path|file|folder|checkpoint)s?$")
+
 AS_WRITTEN = object()
 """Marks a mapping whose ``${...}`` refer to keys of a config that it will be a part of."""
 
@@ -64,7 +66,8 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     it as ``${key}``.
 
     Args:
-        cfg: the config; ``null`` is a value like any other.
+        cfg: the config; ``null`` is a value like any other. It is changed: ``~`` in front of a path
+            becomes the home directory.
         settings_class: a pydantic dataclass. Its fields are rooms (such dataclasses themselves) or keys.
 
     Raises:
@@ -73,6 +76,7 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             signature, and everything that the classes' ``problems()`` say.
     """
     _drop_null_components(cfg)
+    _expand_home(cfg)
     values, problems = _check_keys(cfg, settings_class)
     bad = {key for text in problems for key in re.findall(r"^[\w-]+", text)}
     rooms: dict[type, Any] = {}
@@ -98,6 +102,31 @@ def _drop_null_components(cfg: DictConfig) -> None:
     for key, part in parts.items():
         if isinstance(part, dict) and part.get("_component_", "") is None:
             cfg[key] = None
+
+
+def _expand_home(cfg: DictConfig) -> None:
+    """Puts the home directory where a path begins with ``~``: in a YAML no shell does, of ``KEY=~/x`` not all.
+
+    Paths are told by their keys, at any depth, and what a path begins with as ``${key}`` is one.
+    """
+    parts: Any = OmegaConf.to_container(cfg, resolve=False)
+    paths = list(_paths_in(cfg, parts))
+    for *_, path in list(paths):
+        if (begin := re.match(r"\$\{(\w+)\}", path)) and isinstance(parts.get(begin[1]), str):
+            paths.append((cfg, begin[1], parts[begin[1]]))
+    for config, key, path in paths:
+        if path.startswith("~"):
+            config[key] = os.path.expanduser(path)
+
+
+def _paths_in(config: Any, parts: Any, are_paths: bool = False) -> Iterator[tuple[Any, Any, str]]:
+    """(config that it is in, key, path as written) of everything whose key, or one around it, names a path."""
+    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        is_path = are_paths or bool(_NAMES_A_PATH.search(str(key)))
+        if isinstance(part, dict | list):
+            yield from _paths_in(config[key], part, is_path)
+        elif is_path and isinstance(part, str):
+            yield config, key, part
 
 
 def check_keys(cfg: DictConfig, settings_class: type) -> list[str]:

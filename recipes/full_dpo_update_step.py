@@ -44,6 +44,7 @@ from recipe_utils.model.reference import Reference, ReferenceSettings
 from recipe_utils.model.sizes import limits_of
 from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
@@ -174,9 +175,8 @@ class FullDPORecipe:
         # ---- Optimizer, and back to where the training was
         self.optimizer = build_optimizer(make_optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(
-            self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
-        )
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
+        self.moved = WeightsMoved(self.optimizer, ranks.device)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = build_lr_scheduler(
             make_lr_scheduler,
@@ -308,6 +308,7 @@ class FullDPORecipe:
                             num_pairs=step.totals["pairs"],
                             num_left_out=step.num_left_out,
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
+                            **self.moved.read(step),
                             **run.throughput(),
                         )
                         run.warn(self.nonfinite.warning)

@@ -35,7 +35,7 @@ from recipe_utils.data.microbatch import Microbatch, mark_last
 from recipe_utils.data.samples import load_dataset
 from recipe_utils.data.text import TextSamples
 from recipe_utils.data.to_device import to_device_ahead
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
@@ -45,6 +45,7 @@ from recipe_utils.model.schedule import PipelineSettings
 from recipe_utils.model.sizes import limits_of
 from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
@@ -155,7 +156,7 @@ class FullFinetuneRecipe:
             checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
             frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
         if modules.compile:
-            training.compile_loss(loss_fn, verbose=ranks.is_zero)
+            compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
         self.pipeline = build_pipeline(self.model, settings.pipeline, modules.torch_dtype, ranks)
         self.offloading = training.get_act_offloading_ctx_manager(
@@ -165,9 +166,8 @@ class FullFinetuneRecipe:
         # ---- Optimizer, and back to where the training was
         self.optimizer = build_optimizer(make_optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(
-            self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
-        )
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
+        self.moved = WeightsMoved(self.optimizer, ranks.device)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = build_lr_scheduler(
             make_lr_scheduler,
@@ -181,8 +181,7 @@ class FullFinetuneRecipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Cross-entropy summed over the microbatch's target tokens [nats], shape [1].
 
-        The loss is the model's head (``attach_head`` above): there FSDP2 holds the output weight
-        gathered.
+        The loss is the model's head (``attach_head`` above): there FSDP2 has gathered the output weight.
         """
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
@@ -260,6 +259,7 @@ class FullFinetuneRecipe:
                             grad_norm=grad_norm,
                             num_tokens=step.totals["target_tokens"],
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
+                            **self.moved.read(step),
                             **run.throughput(),
                         )
                         run.warn(self.nonfinite.warning)

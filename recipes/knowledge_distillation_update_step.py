@@ -36,7 +36,7 @@ from recipe_utils.data.samples import load_dataset
 from recipe_utils.data.text import TextSamples
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.distillation import SUMS, LinearDistillationLoss, make_distillation_loss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.model.adapted_linear import speed_up_adapters
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.document_mask import attend_within_documents
@@ -47,6 +47,7 @@ from recipe_utils.model.sizes import limits_of
 from recipe_utils.model.teacher import Teacher, TeacherSettings
 from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
@@ -186,7 +187,7 @@ class KDRecipe:
             checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
             frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
         if modules.compile:
-            training.compile_loss(loss_fn, verbose=ranks.is_zero)
+            compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
         self.pipeline = build_pipeline(
             self.model, settings.pipeline, modules.torch_dtype, ranks, len(self.metrics)
@@ -199,9 +200,8 @@ class KDRecipe:
         # ---- Optimizer, and back to where the training was
         self.optimizer = build_optimizer(make_optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(
-            self.optimizer, ranks.device, updates.on_nonfinite, updates.max_nonfinite_steps
-        )
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
+        self.moved = WeightsMoved(self.optimizer, ranks.device)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = build_lr_scheduler(
             make_lr_scheduler,
@@ -308,6 +308,7 @@ class KDRecipe:
                             grad_norm=grad_norm,
                             num_tokens=step.totals["target_tokens"],
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
+                            **self.moved.read(step),
                             teacher_seconds=self.teacher.read_seconds(),
                             **run.throughput(),
                         )

@@ -3,10 +3,7 @@
 Some of these processes are warm, see warm_tune.py; the tests whose docstrings say "Cold" start real ones.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,22 +107,6 @@ def test_a_missing_config_is_said_so(tmp_path):
     done = tune("run", NAME, cwd=tmp_path)
     assert done.returncode == 2
     assert "The '--config' argument is required" in done.stderr
-
-
-def test_importing_torch_alone_imports_nothing_heavy(tmp_path):
-    """The registration runs at every `import torch` of the environment."""
-    script = "import sys, torch; print([m for m in sys.modules if m.startswith(('recipe_utils', 'torchtune'))])"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (
-        done.stdout.strip() == "['recipe_utils', 'recipe_utils.tune', 'recipe_utils.tune.registry']"
-    )
 
 
 def test_a_config_that_cannot_work_is_said_once_without_a_traceback(by_name, tmp_path):

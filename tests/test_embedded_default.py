@@ -91,6 +91,7 @@ def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
     )
     assert "What does `os.path.join` do?\n\n" in printed
     assert "Time for inference" in printed
+    assert not list((trained / "epoch_0").glob(".*"))
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +231,12 @@ def test_what_is_exported_loads_in_transformers_with_equal_logits(exported, trai
     cfg = OmegaConf.load(config_path("llama3_2/5M_generation"))
     cfg.output_dir = str(trained)
     model = config.instantiate(cfg.model)
-    cfg.checkpointer.checkpoint_dir = str(trained / exported)
+    cfg.checkpoint_dir = str(trained / exported)
     model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
     hugging_face = transformers.LlamaForCausalLM.from_pretrained(trained / exported)
     tokens = torch.randint(4096, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (model(tokens) - hugging_face(tokens).logits).abs().max() < 1e-4
+    text = "What does `os.path.join` do? — 你好"
+    ids = transformers.AutoTokenizer.from_pretrained(trained / exported)(text).input_ids
+    assert ids == config.instantiate(cfg.tokenizer).encode(text, add_eos=False)

@@ -41,7 +41,11 @@ def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
         (
             SFT,
             2,
-            {"enable_async_checkpointing": True, "model": tiny.adapted(tiny.MODEL, use_dora=True)},
+            {
+                "enable_async_checkpointing": True,
+                "model": tiny.adapted(tiny.MODEL, use_dora=True),
+                "max_steps_per_epoch": 30,
+            },
         ),
         (KD, 2, {"teacher_cache": "hidden", "pipeline_parallel_dim": 2, "max_steps_per_epoch": 30}),
     ],

@@ -22,7 +22,7 @@ from torch import nn
 from torchtune import config, training
 
 from recipe_utils.data.microbatch import Targets
-from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
+from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.loss.head import attach_head
 from recipe_utils.model.sizes import equal_attention_length, vocab_size_and_max_seq_len
 from recipe_utils.tune.registry import config_path
@@ -69,11 +69,15 @@ def main() -> None:
     for (rows, longest), measured, fit in zip(shapes, times, fitted, strict=True):
         print(f"| {rows} x {longest} | {rows * longest} | {measured * 1e3:.2f} | {fit * 1e3:.2f} |")
     print(f"\nMedian relative error of the fit: {np.median(np.abs(fitted / times - 1)):.1%}")
-    print(f"overhead_slots: fitted {c / a:.0f}, used {MicrobatchCost().overhead_slots:.0f}")
-    theory = equal_attention_length(model) * ATTENTION_SLOWNESS
+    used = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
+    print(
+        f"overhead_slots: fitted {c / a:.0f}, used {used.overhead_slots:.0f}; microbatch_overhead_slots in a "
+        "config sets it"
+    )
+    theory = equal_attention_length(model)
     print(
         f"equal_attention_length: fitted {a / b:.0f}, N / (L * d) {theory:.0f}; "
-        f"attention's slowness: fitted {theory * b / a:.1f}, used {ATTENTION_SLOWNESS:.1f}"
+        f"attention's slowness: fitted {theory * b / a:.1f}, used {used.attention_slowness:.1f}"
     )
 
 

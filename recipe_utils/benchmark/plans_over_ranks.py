@@ -27,7 +27,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torchtune import config
 
-from recipe_utils.data.plan import PLANS, MicrobatchCost, Microbatches, Plan
+from recipe_utils.data.plan import MEASURED_COSTS, PLANS, MicrobatchCost, Microbatches, Plan
 from recipe_utils.data.samples import Sample
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import equal_attention_length
@@ -49,7 +49,10 @@ def main() -> None:
     samples = [dataset[i] for i in range(len(dataset))]
 
     model = build_on_meta(partial(config.instantiate, cfg.model), ModelSettings())
-    cost = MicrobatchCost(equal_attention_length=equal_attention_length(model))
+    costs = MEASURED_COSTS["cpu"]
+    cost = MicrobatchCost(
+        costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
+    )
     max_tokens = cfg.get("max_tokens_per_microbatch") or cfg.batch_size * tokenizer.max_seq_len
 
     print(

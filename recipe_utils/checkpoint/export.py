@@ -20,7 +20,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     """Saves a model, its adapters or both as a folder of the checkpointer's output folder.
 
     The checkpointer writes into a temporary folder, which gets its name once everything in it is on
-    the disk. What was there under that name is replaced then.
+    the disk. What was there under that name is replaced then. Whoever the umask allows may read it.
 
     Args:
         checkpointer: one of torchtune's, which has loaded the weights to start from.
@@ -54,6 +54,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
                 contents[training.ADAPTER_KEY],
                 contents[training.ADAPTER_CONFIG],
             )
+        _allow_what_the_umask_does(temporary)
         fsync_tree(temporary)
         replace_folder(temporary / "epoch_0", output_dir / name)
     except Exception as error:
@@ -61,3 +62,15 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return output_dir / name
+
+
+def _allow_what_the_umask_does(folder: Path) -> None:
+    """Gives files below ``folder`` the mode of new ones: safetensors' are 0600, copies keep their source's."""
+    # The umask itself can only be read by setting it, for all threads of the process.
+    new = folder / "new"
+    new.touch()
+    mode = new.stat().st_mode
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)

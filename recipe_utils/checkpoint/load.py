@@ -192,7 +192,7 @@ def load(
         problem = describe_mismatch(saved, tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
-                f"model: {path} does not fit it: {problem}; set model and dtype as then"
+                f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then"
             )
         saved_model, own_model = state.config.get("model"), (config or {}).get("model")
         if (

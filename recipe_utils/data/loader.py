@@ -21,7 +21,7 @@ from recipe_utils.components import component_at
 from recipe_utils.data.balance import exchange_samples, group_samples
 from recipe_utils.data.count import RankCounts, StepCounts, count_over_ranks
 from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.plan import Microbatches
+from recipe_utils.data.plan import MicrobatchCost, Microbatches
 from recipe_utils.data.prefetch import Prefetched
 from recipe_utils.data.sampler import epoch_permutation, num_update_steps, update_step_indices
 from recipe_utils.data.samples import (
@@ -34,7 +34,7 @@ from recipe_utils.data.samples import (
 )
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks, RankSettings
-from recipe_utils.settings import ROOM, Count, CountOrZero, naming
+from recipe_utils.settings import ROOM, Count, CountOrZero, Positive, naming
 
 _log = get_logger("INFO")
 
@@ -57,6 +57,9 @@ class DataSettings:
     max_tokens_per_microbatch: Count | None = None
     """Bound on a microbatch's slots, not with ``in_order``: a row's tokens, or rows times longest row;
     null is ``batch_size`` times ``tokenizer.max_seq_len``."""
+    microbatch_overhead_slots: Positive | None = None
+    """What one microbatch more costs ``least_padding``, in slots; null is 75, as measured on CPUs, and 400, an
+    estimate, elsewhere. ``python -m recipe_utils.benchmark.microbatch_cost`` measures it."""
     balance_over_ranks: bool | None = None
     """Samples move between ranks, so that each computes about as much; null is True unless ``in_order``."""
     last_update_step: Literal["train", "drop"] = "train"
@@ -136,6 +139,24 @@ class DataSettings:
                 "(~gradient_accumulation_steps on the command line takes that one out)"
             )
         return needed
+
+    def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:
+        """What a microbatch costs, as the config says or as the device does."""
+        if self.microbatch_overhead_slots is None:
+            return of_device
+        return of_device._replace(overhead_slots=self.microbatch_overhead_slots)
+
+    def warns_of_costs(self, are_estimated: bool) -> Iterator[str]:
+        """That a plan rests on costs that nobody has measured."""
+        if (
+            are_estimated
+            and self.microbatching == "least_padding"
+            and self.microbatch_overhead_slots is None
+        ):
+            yield (
+                "microbatching=least_padding: what a microbatch costs on this device is an estimate; python -m "
+                "recipe_utils.benchmark.microbatch_cost measures it, and microbatch_overhead_slots sets it"
+            )
 
     def of_one_pass(self) -> "DataSettings":
         """All samples in their own order, as many at a time as in an update step."""

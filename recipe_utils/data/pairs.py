@@ -141,7 +141,8 @@ class PairSamples:
         """Bound on a row, padding included, in validation, too [slots]."""
         if max_tokens is None and max_seq_len is not None:
             max_tokens = 2 * settings.batch_size * max_seq_len
-        cost = limits.cost
+        cost = settings.cost(limits.cost)
+        self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
         if self._is_packed:
             of_rows = limits.with_two_ends() if self._shares_prefixes else limits
             self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
@@ -156,7 +157,8 @@ class PairSamples:
         return {**self.__dict__, "_known": None}
 
     def warnings(self) -> Iterator[str]:
-        """Whether pairs may be longer than a microbatch."""
+        """Whether pairs may be longer than a microbatch, and whether plans rest on guesses."""
+        yield from self._warnings_of_costs
         bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
         if bound is not None and (longest is None or bound < 2 * longest):
             yield (

@@ -47,8 +47,20 @@ class MicrobatchCost(NamedTuple):
         return length * (1 + length / self.equal_attention_length)
 
 
-ATTENTION_SLOWNESS = 3.6
-"""Time of an operation in attention over that of one in a matrix product, measured on a CPU."""
+class DeviceCosts(NamedTuple):
+    """What a plan must know of a kind of device."""
+
+    overhead_slots: float
+    """See :class:`MicrobatchCost`."""
+    attention_slowness: float
+    """Time of an operation in attention over that of one in a matrix product."""
+
+
+MEASURED_COSTS = {"cpu": DeviceCosts(MicrobatchCost().overhead_slots, 3.6)}
+"""By the kind of device, where :mod:`recipe_utils.benchmark.microbatch_cost` has run."""
+ESTIMATED_COSTS = DeviceCosts(400.0, 2.0)
+"""Of other devices, by arithmetic: launching a microbatch's kernels takes some 5 ms, in which a GPU would compute
+300 to 500 slots of a model of a billion parameters; its attention runs at about half the speed of its products."""
 
 _DEFAULT_COST = MicrobatchCost()
 

@@ -56,6 +56,8 @@ class ModelLimits(NamedTuple):
     """The same where documents may have two ends; None for no problem of their own."""
     limits_length: str = "the model's"
     """Whose ``max_seq_len`` it is, for errors."""
+    costs_are_estimated: bool = False
+    """Whether ``cost`` was never measured on such a device."""
 
     def with_two_ends(self) -> "ModelLimits":
         """Those of rows whose documents may have two ends."""
@@ -117,7 +119,9 @@ class TextSamples:
         """Bound on a row, padding included, in validation, too [slots]."""
         if max_tokens is None and self.max_seq_len is not None:
             max_tokens = settings.batch_size * self.max_seq_len
-        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, limits.cost)
+        cost = settings.cost(limits.cost)
+        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
+        self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
 
         self._is_packed = settings.microbatching == "packed"
         self._has_said_what_is_ignored = False
@@ -146,7 +150,8 @@ class TextSamples:
         return {**self.__dict__, "_known": None}
 
     def warnings(self) -> Iterator[str]:
-        """Whether samples may be longer than a microbatch."""
+        """Whether samples may be longer than a microbatch, and whether plans rest on guesses."""
+        yield from self._warnings_of_costs
         bound = self._max_tokens_per_microbatch
         if bound is not None and (self.max_seq_len is None or bound < self.max_seq_len):
             yield (

@@ -8,13 +8,35 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import nn
 from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
+from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once
+from recipe_utils.embedded.build_once import build_once, changes, write_whole
+
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+"""Argument of torchtune's builder -> its name in a ``config.json``."""
+_FIXED = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+_DEFAULTS = {"rope_base": 500_000, "norm_eps": 1e-5, "tie_word_embeddings": True}
+_MADE_FROM = "made_from"
+"""The key in the metadata of the weights' file."""
+
+_log = get_logger("INFO")
 
 
 def fresh_llama_checkpointer(
@@ -28,8 +50,9 @@ def fresh_llama_checkpointer(
 ) -> FullModelHFCheckpointer:
     """A Hugging Face checkpointer over a checkpoint that it first makes from fresh weights.
 
-    The checkpoint is a plain Hugging Face folder (``config.json``, ``model.safetensors``), made once:
-    what is saved from it loads with ``transformers``, too.
+    The checkpoint is a plain Hugging Face folder (``config.json``, ``model.safetensors``): what is saved
+    from it loads with ``transformers``, too. It is made once, and anew where ``model`` or ``seed`` are no
+    longer those that it was made from. Weights that something else has put there stay as they are.
 
     Args:
         model: component of a Llama model, ``torchtune.models.llama3_2.llama3_2`` with
@@ -50,21 +73,33 @@ def fresh_llama_checkpointer(
             "torchtune.models.llama3_2.llama3_2 with scale_factor=1 only"
         )
     weights = Path(checkpoint_dir) / "model.safetensors"
+    described = weights.with_name("config.json")
+    hf_config = _hf_config(model)
+    made_from = {f"model.{name}": hf_config[_HF_NAMES[name]] for name in _HF_NAMES} | {"seed": seed}
+
+    def is_current() -> bool:
+        recorded = _recorded(weights)
+        if recorded is None:
+            return True
+        is_described = described.exists() and json.loads(described.read_text()) == hf_config
+        return is_described and not changes(recorded, made_from)
 
     def build() -> None:
-        hf_config = _hf_config(model)
-        (Path(checkpoint_dir) / "config.json").write_text(json.dumps(hf_config, indent=2))
+        recorded = _recorded(weights) if weights.exists() else None
+        if changed := changes(recorded or {}, made_from):
+            _log.info(f"{weights}: fresh weights are made anew, because {changed}")
         state_dict = tune_to_hf(
             fresh_state_dict(config.instantiate(OmegaConf.create(dict(model))), seed),
             num_heads=model["num_heads"],
             num_kv_heads=model["num_kv_heads"],
             dim=model["embed_dim"],
         )
-        unfinished = weights.with_name(".model.unfinished")
-        save_file({name: t.contiguous() for name, t in state_dict.items()}, unfinished)
-        unfinished.rename(weights)
+        tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        # The weights first, which hold the record: what a kill leaves half replaced is not taken for current.
+        write_whole(weights, save(tensors, {"format": "pt", _MADE_FROM: json.dumps(made_from)}))
+        write_whole(described, json.dumps(hf_config, indent=2))
 
-    build_once(weights, build)
+    build_once(weights, build, is_current)
     return FullModelHFCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=[weights.name],
@@ -93,20 +128,26 @@ def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
     return model.state_dict()
 
 
+def _recorded(weights: Path) -> dict[str, Any] | None:
+    """What fresh weights were made from, as far as it is known; None if they are not of this module."""
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    if metadata is not None:  # as others write, too: transformers asks for it
+        return json.loads(metadata[_MADE_FROM]) if _MADE_FROM in metadata else None
+    # Up to 0.4.1 there was no record, but the config.json beside it.
+    described = weights.with_name("config.json")
+    if not described.exists():
+        return None
+    hf_config = json.loads(described.read_text())
+    if hf_config.keys() != {*_HF_NAMES.values(), *_FIXED, "head_dim"}:
+        return None
+    return {f"model.{name}": hf_config[_HF_NAMES[name]] for name in _HF_NAMES}
+
+
 def _hf_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**_DEFAULTS, **model}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model["vocab_size"],
-        "hidden_size": model["embed_dim"],
-        "intermediate_size": model["intermediate_dim"],
-        "num_hidden_layers": model["num_layers"],
-        "num_attention_heads": model["num_heads"],
-        "num_key_value_heads": model["num_kv_heads"],
+        **_FIXED,
+        **{_HF_NAMES[name]: given[name] for name in _HF_NAMES},
         "head_dim": model["embed_dim"] // model["num_heads"],
-        "max_position_embeddings": model["max_seq_len"],
-        "rope_theta": float(model.get("rope_base", 500_000)),
-        "rms_norm_eps": model.get("norm_eps", 1e-5),
-        "tie_word_embeddings": model.get("tie_word_embeddings", True),
-        "torch_dtype": "float32",
     }

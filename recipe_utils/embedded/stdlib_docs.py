@@ -5,25 +5,38 @@ Thousands of question/answer samples from the docstrings of the standard library
 """
 
 import ast
-import base64
+import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 from torchtune.models.llama3 import Llama3Tokenizer
-from torchtune.models.llama3._tokenizer import CL100K_PATTERN
+from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once, write_whole
+from recipe_utils.embedded.build_once import build_once, changes, write_whole
+from recipe_utils.embedded.byte_pairs import (
+    BEGIN,
+    END,
+    PAD,
+    Ranks,
+    hugging_face_files,
+    ranks_of_tiktoken_file,
+    tiktoken_file,
+    train_byte_pairs,
+)
 from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, question_answer_dataset
 from recipe_utils.embedded.stdlib_sources import definitions, library_dir, library_sources
 
+VOCAB_SIZE = 4096
 SPECIAL_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|finetune_right_pad_id|>",
+    BEGIN,
+    END,
+    PAD,
     "<|step_id|>",
     "<|start_header_id|>",
     "<|end_header_id|>",
@@ -32,6 +45,8 @@ SPECIAL_TOKENS = (
     "<|python_tag|>",
     "<|image|>",
 )
+
+_log = get_logger("INFO")
 
 
 def docstring_dataset(
@@ -96,54 +111,53 @@ def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
 def docstring_tokenizer(
     path: str,
     docstrings_path: str | None = None,
-    vocab_size: int = 4096,
+    vocab_size: int | None = None,
     max_seq_len: int | None = None,
     copied_from: str | None = None,
 ) -> Llama3Tokenizer:
     """A Llama 3 tokenizer whose byte-pair merges are learned from the training text.
 
     The first call trains it, some seconds, or copies another model's, and writes it to ``path`` in the
-    format of Llama 3's own ``tokenizer.model``; later calls and other processes read it from there.
+    format of Llama 3's own ``tokenizer.model``; later calls and other processes read it from there. It is
+    made anew where ``vocab_size``, the text or the other model's are no longer those that it was made from.
 
     Args:
-        path: the tokenizer's file; its special tokens are written beside it as
-            ``special_tokens.json``.
+        path: the tokenizer's file; its special tokens are written beside it as ``special_tokens.json``,
+            and for transformers ``tokenizer.json`` and ``tokenizer_config.json``. Exports take all of
+            them along, but not the record of what they were made from, and are only read.
         docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None only reads or copies.
-        vocab_size: tokens in all, the special ones included; read from the file if that is there.
+        vocab_size: tokens in all, the special ones included; None takes what is there, and trains 4096.
         max_seq_len: samples are truncated to it [tokens].
         copied_from: the file of another model, which has the same tokens; instead of training one.
 
     Raises:
         ValueError: there is no tokenizer to read or to copy, and no text to train one on.
     """
+    file = Path(path)
     if copied_from is not None:
         _check_there_is("copied_from", copied_from)
-    elif docstrings_path is None:
-        _check_there_is("path", path)
-    special_tokens_path = Path(path).with_name("special_tokens.json")
-
-    def copy() -> None:
-        assert copied_from is not None
         source = Path(copied_from)
-        special_tokens_path.write_text(source.with_name(special_tokens_path.name).read_text())
-        write_whole(Path(path), source.read_text())
+        _follow(file, lambda _: {"copied_from": _digest(source)}, lambda _: _read(source))
+    elif docstrings_path is not None:
+        texts = Path(docstrings_path)
 
-    def train() -> None:
-        assert docstrings_path is not None
-        ranks = _train_byte_pairs(
-            docstring_pairs(docstrings_path), vocab_size - len(SPECIAL_TOKENS)
-        )
-        special_tokens = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-        special_tokens_path.write_text(json.dumps(special_tokens, indent=2))
-        lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
-        write_whole(Path(path), "\n".join(lines) + "\n")
+        def made_from(before: Mapping[str, Any]) -> dict[str, Any]:
+            docstring_pairs(docstrings_path)
+            num_tokens = vocab_size or before.get("vocab_size", VOCAB_SIZE)
+            return {"vocab_size": num_tokens, "docstrings_path": _digest(texts)}
 
-    build_once(Path(path), train if copied_from is None else copy)
-    return Llama3Tokenizer(
-        path=str(path),
-        special_tokens=json.loads(special_tokens_path.read_text()),
-        max_seq_len=max_seq_len,
-    )
+        def train(now: Mapping[str, Any]) -> tuple[Ranks, dict[str, int]]:
+            text = [
+                f"{question}\n\n{answer}" for question, answer in docstring_pairs(docstrings_path)
+            ]
+            ranks = train_byte_pairs(text, now["vocab_size"] - len(SPECIAL_TOKENS))
+            return ranks, {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
+
+        _follow(file, made_from, train)
+    else:
+        _check_there_is("path", path)
+    with _no_cache_of_tiktoken():
+        return Llama3Tokenizer(str(file), _special_tokens_of(file), max_seq_len)
 
 
 def _check_there_is(argument: str, path: str) -> None:
@@ -154,34 +168,85 @@ def _check_there_is(argument: str, path: str) -> None:
         )
 
 
-def _train_byte_pairs(pairs: Pairs, num_tokens: int) -> dict[bytes, int]:
-    """Byte-pair encoding over the training text: token bytes -> rank, lowest merged first."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+def _follow(
+    file: Path,
+    made_from: Callable[[Mapping[str, Any]], dict[str, Any]],
+    make: Callable[[Mapping[str, Any]], tuple[Ranks, dict[str, int]]],
+) -> None:
+    """Makes a tokenizer's files where they are not what they would be made from now.
 
-    tokenizer = Tokenizer(models.BPE())
-    # Llama 3's own pre-tokenizer, so that the learned merges are those that encoding will use.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(CL100K_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=num_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = [f"{question}\n\n{answer}" for question, answer in pairs]
-    tokenizer.train_from_iterator(text, trainer)
-    byte_of = _byte_of_printable()
-    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return {bytes(byte_of[char] for char in token): rank for token, rank in vocab}
+    Args:
+        file: ``tokenizer.model``; the others lie beside it.
+        made_from: argument -> value now, given what is recorded.
+        make: the tokens and the special ones, given what they are made from.
+    """
+    record = file.with_name(f".{file.name}.made_from.json")
+    for_transformers = file.with_name("tokenizer.json")
+
+    def recorded() -> dict[str, Any]:
+        if record.exists():
+            return json.loads(record.read_text())
+        if not file.exists():
+            return {}
+        # Up to 0.4.1 nothing was recorded; this much the file itself says.
+        ranks, special_tokens = _read(file)
+        known = {"vocab_size": len(ranks) + len(special_tokens), "copied_from": _digest(file)}
+        return {argument: known[argument] for argument in made_from(known) if argument in known}
+
+    def is_current() -> bool:
+        if not record.exists():  # an export, or files of 0.4.1
+            return for_transformers.exists()
+        before = recorded()
+        return for_transformers.exists() and not changes(before, made_from(before))
+
+    def build() -> None:
+        before = recorded()
+        now = made_from(before)
+        changed = changes(before, now)
+        if changed:
+            _log.info(f"{file}: the tokenizer is made anew, because {changed}")
+        if changed or not file.exists():
+            ranks, special_tokens = make(now)
+            # It is there again once all others are: what a kill leaves is not taken for current.
+            file.unlink(missing_ok=True)
+        else:
+            ranks, special_tokens = _read(file)
+        write_whole(record, json.dumps(now))
+        write_whole(_special_tokens_path(file), json.dumps(special_tokens, indent=2))
+        for name, content in hugging_face_files(ranks, special_tokens).items():
+            write_whole(file.with_name(name), content)
+        write_whole(file, tiktoken_file(ranks))
+
+    build_once(file, build, is_current)
 
 
-def _byte_of_printable() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes (GPT-2's table) -> the bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table
+def _read(file: Path) -> tuple[Ranks, dict[str, int]]:
+    return ranks_of_tiktoken_file(file.read_text()), _special_tokens_of(file)
+
+
+def _special_tokens_path(file: Path) -> Path:
+    return file.with_name("special_tokens.json")
+
+
+def _special_tokens_of(file: Path) -> dict[str, int]:
+    special_tokens: dict[str, int] = json.loads(_special_tokens_path(file).read_text())
+    return special_tokens
+
+
+def _digest(path: Path) -> str:
+    """Tells one content from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+@contextmanager
+def _no_cache_of_tiktoken() -> Iterator[None]:
+    """Lets tiktoken read the file: it keeps a copy of each by its path alone, and never looks for changes."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+        else:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before

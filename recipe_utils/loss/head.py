@@ -4,11 +4,13 @@ A loss here is a *sum*; the recipe multiplies it by the update step's scale befo
 computed inside the model's forward, because there FSDP2 holds the output weight unsharded.
 """
 
+import os
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtune import training
 
 from recipe_utils.data.microbatch import Targets
 from recipe_utils.loss.stock import SummedLoss
@@ -117,3 +119,19 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
         return torch.stack([summed_loss(logits, targets_in_forward.pop())])
 
     model.register_forward_hook(logits_to_loss)
+
+
+def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
+    """Compiles what a loss does with a chunk of logits, in place; not the loop over chunks.
+
+    Compiled whole, a loss would be compiled again for each number of targets. A stock loss that is called with
+    all logits at once is left as it is, and so is a divergence from a teacher. The backend is torchtune's, ``TORCH_COMPILE_BACKEND`` in the environment.
+
+    Args:
+        loss_fn: of the model's head.
+        verbose: says so.
+    """
+    if hasattr(loss_fn, "compile_chunks"):
+        loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
+    elif hasattr(loss_fn, "num_output_chunks") and not hasattr(loss_fn, "takes_hidden_states"):
+        training.compile_loss(loss_fn, verbose=verbose)

@@ -3,6 +3,9 @@
 Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target tokens, c those of a chunk.
 """
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
@@ -38,6 +41,25 @@ class LinearCrossEntropyLoss(nn.Module):
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
+        self._cross_entropy = _cross_entropy
+
+    def compile_chunks(self, backend: Any) -> None:
+        """Compiles the arithmetic on logits: with and without a gradient, once for chunks of any length.
+
+        Args:
+            backend: of ``torch.compile``.
+        """
+        compiled = torch.compile(_cross_entropy, dynamic=True, backend=backend)
+
+        def of_any_length(
+            logits: Tensor, labels: Tensor, needs_gradient: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            # Else one row would have code of its own, and so would each length of what labels are a slice of.
+            if len(logits) == 1:
+                return _cross_entropy(logits, labels, needs_gradient)
+            return compiled(logits, labels.clone(), needs_gradient)
+
+        self._cross_entropy = of_any_length
 
     def forward(
         self,
@@ -60,15 +82,9 @@ class LinearCrossEntropyLoss(nn.Module):
         def of_chunk(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            log_probs = F.log_softmax(logits, dim=-1)
-            del logits
-            label = labels[rows].unsqueeze(1)
-            loss = -log_probs.gather(1, label).sum().view(1)
-            if not needs_gradient:
-                return loss, None
-            # d loss / d logits = softmax(logits) - one_hot(label)
-            gradient = log_probs.exp_()
-            return loss, gradient.scatter_add_(1, label, gradient.new_full((), -1).expand_as(label))
+            given = [logits]
+            del logits  # or two names would keep it longer than it is needed
+            return self._cross_entropy(given.pop(), labels[rows], needs_gradient)
 
         return sum_over_chunks(
             output,
@@ -79,3 +95,18 @@ class LinearCrossEntropyLoss(nn.Module):
             num_output_chunks=self.num_output_chunks,
             backward_in_parts=backward_in_parts,
         ).squeeze(0)
+
+
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Takes logits [c, v] and labels [c] -> the sum [1], and its gradient for the logits [c, v]."""
+    log_probs = F.log_softmax(logits, dim=-1)
+    del logits
+    label = labels.unsqueeze(1)
+    loss = -log_probs.gather(1, label).sum().view(1)
+    if not needs_gradient:
+        return loss, None
+    # d loss / d logits = softmax(logits) - one_hot(label)
+    gradient = log_probs.exp_()
+    return loss, gradient.scatter_add_(1, label, gradient.new_full((), -1).expand_as(label))

@@ -1,5 +1,6 @@
 """From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.components import Component
 from recipe_utils.model.adapters import Adapters, find_adapters, freeze_base
+from recipe_utils.model.kernels import speed_up_layers
 from recipe_utils.model.nf4 import check_nf4, drop_widening_hooks, without_quantising
 from recipe_utils.model.packed_attention import (
     ask_for,
@@ -45,7 +47,10 @@ class ModelSettings:
     """What a model computes in, and how its memory is saved."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Of parameters, gradients and optimizer state; null is fp32. No fp16: gradients would underflow."""
+    """What forward and backward compute in; null is fp32. No fp16: gradients would underflow."""
+    weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Of trained weights, their summed gradients and optimizer state; null is ``dtype``. With ``dtype: bf16``
+    fp32 keeps the small updates that bf16 weights round away; 8 bytes per parameter more, in AdamW 16 in all."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Literal["varlen", "flex", "by_document"] | None = None
@@ -76,8 +81,14 @@ class ModelSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The precision of parameters, gradients and optimizer state."""
+        """The precision of forward and backward, and of frozen weights."""
         found: torch.dtype = PRECISION_STR_TO_DTYPE[self.dtype or "fp32"]
+        return found
+
+    @property
+    def torch_weights_dtype(self) -> torch.dtype:
+        """The precision of trained weights, their summed gradients and optimizer state."""
+        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.weights_dtype or self.dtype or "fp32"]
         return found
 
     def offloads_to_cpu(self, device: torch.device) -> bool:
@@ -92,6 +103,7 @@ class ModelSettings:
             enable_activation_checkpointing=False,
             enable_activation_offloading=False,
             ac_mode=None,
+            weights_dtype=None,
             **changes,
         )
 
@@ -112,6 +124,11 @@ class ModelSettings:
             )
         if self.ac_mode == "selective" and self.ac_option is None:
             yield "ac_mode=selective: set ac_option, too: every how many-th layer is recomputed"
+        if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
+            yield (
+                f"weights_dtype={self.weights_dtype}: dtype={self.dtype or 'fp32'} would compute in more digits "
+                "than the weights keep; set weights_dtype to null, or dtype to what the weights are"
+            )
 
     def problems_with(self, ranks: RankSettings) -> Iterator[str]:
         """What is wrong on this device, and with tensor parallelism."""
@@ -151,8 +168,9 @@ class ModelSettings:
                 f"packed_attention=varlen: FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
                 "dtype=bf16, or packed_attention=flex"
             )
-        missing = missing_for_triton() if self.compile and device.type == "cuda" else None
-        if missing is not None:
+        missing = missing_for_triton()
+        by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
+        if self.compile and device.type == "cuda" and by_triton and missing is not None:
             yield f"compile=True: Triton needs {missing}; install that, or set compile=False"
 
 
@@ -257,6 +275,8 @@ def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSe
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2, in that order.
 
+    Weights that are kept in another precision than the model computes in are cast by FSDP2, on a single rank, too.
+
     Args:
         model: on the meta device.
         settings: what to apply.
@@ -287,10 +307,15 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             "tensor_parallel_dim=1"
         )
     is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
+    is_cast = settings.torch_weights_dtype != settings.torch_dtype and _widen_trained(
+        model, settings.torch_weights_dtype
+    )
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         raise_recompile_limit()
         training.compile_model(model, verbose=ranks.is_zero)
+    else:
+        speed_up_layers(model)
     if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
         parallelize_module(
@@ -302,7 +327,9 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         )
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
-    if is_sharded:
+    if is_sharded or is_cast:
+        # On a single rank frozen weights need no FSDP2, which would copy them at each gathering.
+        frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]
         reshards = settings.fsdp_reshard_after_forward
         shard_model(
             model,
@@ -311,5 +338,15 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             cpu_offload=settings.offloads_to_cpu(ranks.device),
             # A stage soon meets the next microbatch.
             reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
+            compute_dtype=settings.torch_dtype if is_cast else None,
+            left_alone=frozen,
         )
     return model
+
+
+def _widen_trained(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Gives the trained parameters another precision, in place; whether there are any."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(dtype)
+    return bool(trained)

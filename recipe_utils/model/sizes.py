@@ -8,7 +8,7 @@ from torch import nn
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.utils import get_logger
 
-from recipe_utils.data.plan import ATTENTION_SLOWNESS, MicrobatchCost
+from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.text import ModelLimits
 from recipe_utils.model.packed_attention import Way, choose, other_attention
 from recipe_utils.parallel.ranks import Ranks
@@ -31,6 +31,7 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
         compiles: whether its layers will be compiled.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
     attention = choose(model, device)
 
     def num_row_lengths(way: Way) -> int | None:
@@ -42,13 +43,16 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        MicrobatchCost(equal_attention_length=equal_attention_length(model)),
+        MicrobatchCost(
+            costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
+        ),
         other_attention=other_attention(model),
         num_row_lengths=num_row_lengths(attention.way),
         num_row_lengths_with_two_ends=num_row_lengths(attention.way_with_two_ends),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         packing_problem=attention.problem,
         packing_problem_with_two_ends=attention.problem_with_two_ends,
+        costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 
 
@@ -93,8 +97,8 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
 
 
 def equal_attention_length(model: nn.Module) -> float:
-    """Of :class:`recipe_utils.data.plan.MicrobatchCost` [tokens]: N / (L * d) over attention's slowness."""
+    """Of :class:`recipe_utils.data.plan.MicrobatchCost` [tokens], if attention were no slower: N / (L * d)."""
     decoder: Any = getattr(model, "decoder", model)
     num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
     embed_dim = decoder.num_heads * decoder.head_dim
-    return num_parameters / (len(decoder.layers) * embed_dim) / ATTENTION_SLOWNESS
+    return num_parameters / (len(decoder.layers) * embed_dim)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def load_weights(
         model: after :func:`recipe_utils.model.build.build_model`.
         checkpoint: full (unsharded) weights and, if they are not to be fresh, adapters, on every rank; by
             torchtune's keys. Both are taken out.
-        settings: parameters are converted to the ``dtype``, and stay on the CPU for FSDP2's offload.
+        settings: of what the model computes in. Parameters are converted to the precision that they were
+            built in, and stay on the CPU for FSDP2's offload.
         device: of the model.
         seed: of fresh adapters.
 
@@ -68,9 +70,8 @@ def _load(
     device: torch.device,
     names_of_other_stages: Collection[str],
 ) -> None:
-    dtype = settings.torch_dtype
     frozen = find_adapters(model).frozen
-    with training.set_default_dtype(dtype), device:
+    with training.set_default_dtype(settings.torch_dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is no part of the state dict
                 module.rope_init()  # type: ignore[operator]
@@ -81,7 +82,7 @@ def _load(
     model.load_state_dict(
         {
             name: _shard_like(
-                parameter, name, state_dict[name], weights_device, dtype, frozen.get(name, False)
+                parameter, name, state_dict[name], weights_device, frozen.get(name, False)
             )
             for name, parameter in expected.items()
         },
@@ -185,15 +186,11 @@ def gather_weights(
     return {name: weights[name] for name in order if name in weights}
 
 
-def _shard_like(  # a tensor, what it is to be like, and what of
-    like: Tensor,
-    name: str,
-    full: Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    is_quantised: bool,
+def _shard_like(
+    like: Tensor, name: str, full: Tensor, device: torch.device, is_quantised: bool
 ) -> Tensor:
-    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is."""
+    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is, of its precision."""
+    dtype = like.dtype
     if not isinstance(like, DTensor):
         whole = full.to(device, dtype, copy=True)
         return to_nf4(whole) if is_quantised else whole
@@ -215,6 +212,11 @@ def _shard_like(  # a tensor, what it is to be like, and what of
     else:
         slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
         local = full[slices].to(device, dtype, copy=True)
+    if local.device.type != like.device_mesh.device_type:
+        # fsdp_cpu_offload. DTensor.from_local would move it to the mesh's device, where FSDP2 refuses it.
+        assert like._spec.tensor_meta is not None
+        meta = like._spec.tensor_meta._replace(dtype=local.dtype)
+        return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(
         local,
         like.device_mesh,

@@ -28,7 +28,7 @@ def clip_grad_norm_(
     None if there is no gradient, since an optimizer in the backward has used and freed them.
 
     The norm is that of all gradients together, whichever mesh they are sharded over; PyTorch's own
-    function takes one mesh only.
+    function takes one mesh only. It is at least fp32, of bf16 gradients, too, whose own norm would have three digits.
 
     Args:
         model: or the pipeline stages on this rank.
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     norms = []
     for group in parameters_by_mesh.values():
         grads = [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]
-        norm = nn.utils.get_total_norm(grads)
+        norm = _total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if pipeline is not None:
@@ -60,3 +60,13 @@ def clip_grad_norm_(
         for group in parameters_by_mesh.values():
             nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
     return total_norm
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    """The norm of tensors together, [], at least fp32; a DTensor where they are."""
+    if all(grad.dtype.itemsize >= torch.float32.itemsize for grad in grads):
+        return nn.utils.get_total_norm(grads)
+    # get_total_norm, but for the dtype that squares are summed in.
+    return torch.linalg.vector_norm(
+        torch.stack(list(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
+    )

@@ -46,6 +46,11 @@ class OptimizerSettings:
     max_nonfinite_steps: Count = 10
     """How many in a row ``on_nonfinite: skip`` may leave out."""
 
+    @property
+    def nonfinite(self) -> tuple[OnNonfinite, int]:
+        """What :class:`recipe_utils.optim.nonfinite.NonfiniteGuard` takes of them."""
+        return self.on_nonfinite, self.max_nonfinite_steps
+
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """What PyTorch's optimizers take: parameters, or groups of them with learning rates of their own.
 

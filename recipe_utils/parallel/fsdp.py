@@ -1,12 +1,18 @@
 """Sharding, and what FSDP2 is told at each backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torchtune import training
 
 GradientSync = Literal["each_microbatch", "last_microbatch"]
@@ -19,6 +25,8 @@ def shard_model(
     custom_sharded_layers: Sequence[str] | None,
     cpu_offload: bool,
     reshard_after_forward: bool,
+    compute_dtype: torch.dtype | None = None,
+    left_alone: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards a model's parameters over the data-parallel ranks, in place.
 
@@ -31,6 +39,10 @@ def shard_model(
         custom_sharded_layers: names of modules to shard as units of their own, besides each layer.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU.
         reshard_after_forward: free each unit's gathered parameters after its forward.
+        compute_dtype: of forward and backward, where the trained parameters have another. Each unit's are cast
+            as they are gathered; gradients are cast back before they are summed over microbatches or ranks.
+            None computes in the parameters' own.
+        left_alone: parameters that are neither sharded nor cast.
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
@@ -40,13 +52,27 @@ def shard_model(
             name, module, names_to_match=custom_sharded_layers
         )
 
-    training.shard_model(
-        model=model,
-        shard_conditions=[is_unit],
-        cpu_offload=cpu_offload,
-        reshard_after_forward=reshard_after_forward,
-        dp_mesh=mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
-    )
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if hsdp else mesh["dp_shard"],
+        "reshard_after_forward": reshard_after_forward,
+    }
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if compute_dtype is not None:
+        (weights_dtype,) = {p.dtype for p in model.parameters() if p.requires_grad}
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=weights_dtype,
+            # Inputs hold a teacher's log-probabilities, too, which must keep their digits.
+            cast_forward_inputs=False,
+        )
+    if left_alone:
+        options["ignored_params"] = set(left_alone)
+    # From the leaves to the root, which takes what is left: as torchtune.training.shard_model.
+    for name, module in reversed(list(model.named_modules())):
+        if module is not model and is_unit(name, module):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
 
 
 @contextmanager

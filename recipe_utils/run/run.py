@@ -419,7 +419,8 @@ class Run:
                 f"{nonfinite[0]} among them"
             )
         elif self._ranks.is_zero:
-            dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype)
+            asked = self.settings.export_dtype or self._config.get("dtype")
+            dtype = PRECISION_STR_TO_DTYPE.get(asked)
             try:
                 contents, lost = contents_of_export(weights, adapters, dtype)
                 self._last_export = export(checkpointer, contents, name)

@@ -51,7 +51,8 @@ class RunSettings:
     export_every_n_steps: Count | None = None
     """Exports the model in the checkpointer's format within epochs, too; all are kept."""
     export_dtype: Literal["fp32", "bf16"] | None = None
-    """Of exported models; null is ``dtype``. Where adapters are merged into bf16, much of a small change is lost."""
+    """Of exported models; null is ``dtype``, whatever ``weights_dtype``. Where adapters are merged into bf16, much of
+    a small change is lost."""
     save_adapter_weights_only: bool = False
     """Exports the adapters without the model that they are merged into."""
     keep_last_n_checkpoints: Count | None = 2

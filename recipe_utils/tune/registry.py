@@ -4,11 +4,14 @@ torchtune 0.6.1 keeps its recipes in a module-level list and has no way to add t
 PyTorch calls every entry point of the group ``torch.backends`` at the end of ``import torch``;
 ``tune`` imports torchtune first, so at that moment the list can be extended before it is read.
 This is the only module that touches a private name of torchtune's command line. It runs at every
-``import torch`` of the environment, so it imports nothing heavy and does nothing outside ``tune``.
+``import torch`` beside torchtune (:mod:`recipe_utils.tune.registration`), so it imports nothing heavy.
 """
 
+import os
 import sys
 from pathlib import Path
+
+from recipe_utils.tune.registration import OURS, be_quiet_about_kernels
 
 # A wheel carries recipes/ and configs/ inside the package; a checkout has links to them there.
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +83,7 @@ def register() -> None:
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
-    if "torchtune" not in sys.modules:
+    if "torchtune" not in sys.modules:  # metadata of 0.4 calls this at every `import torch`
         return
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
@@ -104,6 +107,8 @@ def register() -> None:
     if is_tune and sys.argv[1:2] == ["run"] and any(map(_is_ours, sys.argv[2:])):
         from recipe_utils.tune.launcher import wait_for_ranks
 
+        os.environ[OURS] = "1"
+        be_quiet_about_kernels()
         wait_for_ranks()
     if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
         known = {config for configs in RECIPES.values() for config in configs}

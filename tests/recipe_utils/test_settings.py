@@ -223,3 +223,36 @@ def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):
     path.write_text("Settings = 3")
     with pytest.raises(ValueError, match="it has no Settings"):
         settings_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("~/x", "HOME/x"),
+        ("~", "HOME"),
+        ("${root}/x", "HOME/runs/x"),
+        ("/a/~/x", "/a/~/x"),
+        ("x~", "x~"),
+        ("~no_such_user/x", "~no_such_user/x"),
+    ],
+)
+def test_a_tilde_in_front_of_a_path_is_the_home_directory(given, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/baker")
+    cfg = OmegaConf.create({"output_dir": given, "log": "${output_dir}/l", "root": "~/runs"})
+    with pytest.raises(ConfigError, match="bread: it is missing"):
+        read_settings(cfg, Settings)
+    assert cfg.output_dir == expected.replace("HOME", "/home/baker")
+    assert cfg.log == f"{cfg.output_dir}/l"
+
+
+def test_paths_are_told_by_their_keys_at_any_depth(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/baker")
+    values = {
+        "checkpoint_dir": "~/a", "checkpoint_files": ["~/b", "c"], "data_files": {"train": ["~/d"]},
+        "path": "~/e", "merges_file": "~/f", "adapter_checkpoint": "~/g", "system_prompt": "~/h", "files": None,
+    }  # fmt: skip
+    cfg = OmegaConf.create({"outer": [{"inner": values}]})
+    with pytest.raises(ConfigError):
+        read_settings(cfg, Settings)
+    expected = str(values).replace("~/", "/home/baker/").replace("/home/baker/h", "~/h")
+    assert str(OmegaConf.to_container(cfg)["outer"][0]["inner"]) == expected

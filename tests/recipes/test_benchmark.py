@@ -1,12 +1,15 @@
-"""The benchmark as users start it, with tiny models; what it times here means nothing."""
+"""The benchmark as users start it, with tiny models; what it times here means nothing.
 
+It and its peers are warm, see warm_tune.py.
+"""
+
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,11 +19,22 @@ import tiny
 import yaml
 from omegaconf import OmegaConf
 from torchtune import config as torchtune_config
+from warm_tune import TUNE, Popen, preload
 
-TUNE = str(Path(sys.executable).with_name("tune"))
 RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 HAS_TRL = HAS_HUGGING_FACE and all(importlib.util.find_spec(name) for name in ("peft", "trl"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peers_find_hugging_face_imported():
+    """Which takes as long as PyTorch itself, in each process of such a peer."""
+    of_trl = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.experimental.gkd")
+    preload(*(of_trl if HAS_TRL else ("transformers.trainer",) if HAS_HUGGING_FACE else ()))
+    yield
+    preload()
+
+
 PEERS = {
     "stock": {"kind": "stock"},
     "in_order": {"kind": "update_step", "microbatching": "in_order"},
@@ -107,7 +121,7 @@ def write_configs(folder, of_recipe=None, **changes):
 
 
 def started(config_path, *overrides):
-    return subprocess.Popen(
+    return Popen(
         [TUNE, "run", RECIPE, "--config", str(config_path), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,14 +131,12 @@ def started(config_path, *overrides):
 
 
 def workers_of(folder):
-    """Ids of the peers' processes of the benchmark that writes to this folder."""
+    """Ids of the peers' processes of the benchmark that writes to this folder: their output goes there."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"{folder}/peers/".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if str(path.readlink()).startswith(f"{folder}/peers/"):
+                found.append(int(path.parts[2]))
     return found
 
 

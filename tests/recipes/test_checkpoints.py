@@ -256,7 +256,9 @@ MISFITS = {
         "model": {**tiny.MODEL, "intermediate_dim": 64},
         "checkpoint_files": ["wider.pt"],
     },
-    "torch.float32 instead of torch.bfloat16.*set model and dtype as then": {"dtype": "bf16"},
+    "torch.float32 instead of torch.bfloat16.*set model, dtype and weights_dtype as then": {
+        "dtype": "bf16"
+    },
     "optimizer=SGD: its options are": {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}},
 }
 

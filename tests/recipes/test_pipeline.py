@@ -121,7 +121,7 @@ def curve_config(tiny_config, sizes, **changes):
     return tiny_config(
         **{
             "model": sizes,
-            "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 156},
+            "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 92},
             "dataset_val": {"_component_": "tiny.tiny_dataset", "num_samples": 23, "seed": 5},
             "run_val_every_n_steps": 3,
             "clip_grad_norm": 0.5,
@@ -180,7 +180,7 @@ CURVES = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def one_process(request, module_config):
-    """The sizes of a model, and what one process without stages logs in 10 update steps."""
+    """The sizes of a model, and what one process without stages logs in 6 update steps."""
     sizes = MODELS[request.param]
     (logged,) = run_distributed(run_recipe, 1, curve_config(module_config, sizes))
     return sizes, figures(logged)

@@ -21,12 +21,15 @@ from recipe_runs import (
     run_recipe,
     run_recipe_keeping_warnings,
 )
+from torchtune.config import instantiate
+from torchtune.training import FullModelHFCheckpointer
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.folder import MARKER, check_checksums
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings import ConfigError
+from recipe_utils.tune.registry import config_path
 
 RESUME = {"resume_from_checkpoint": True}
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01}
@@ -422,3 +425,59 @@ def test_a_component_that_the_command_line_sets_to_null_is_absent(key, tiny_conf
     config = tiny_config(**{key: {**given[key], "_component_": None}})
     expected = tiny_config(**{key: None})
     assert losses(run_recipe(config)) == losses(run_recipe(expected))
+
+
+# ---- Files ----------------------------------------------------------------------------------------
+
+
+def test_a_tilde_leads_home_and_makes_no_folder_of_that_name(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(max_steps_per_epoch=1)
+    config["output_dir"] = "~/out"
+    config["checkpointer"]["output_dir"] = "${output_dir}"
+    run_recipe(config)
+    assert (tmp_path / "home/out/epoch_0").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+def embedded_default(folder, vocab_size=300, **model):
+    """Two update steps of it, with a small model and few of its texts."""
+    config = OmegaConf.load(config_path("llama3_2/5M_full_update_step"))
+    pairs = [(f"What does `f{i}` do?", f"It returns the item number {i}.") for i in range(80)]
+    (folder / "docstrings.json").write_text(json.dumps(pairs))
+    changes = {"embed_dim": 64, "intermediate_dim": 96, "num_layers": 2, **model}
+    config.model.update({"vocab_size": vocab_size, "max_seq_len": 64, **changes})
+    config.update({"output_dir": str(folder), "max_steps_per_epoch": 2})
+    return OmegaConf.to_container(config)
+
+
+def test_an_embedded_default_that_changed_in_its_folder_exports_the_model_that_was_trained(
+    tmp_path,
+):
+    run_recipe(embedded_default(tmp_path, num_heads=8))
+    config = embedded_default(tmp_path, vocab_size=290, num_heads=4, rope_base=20_000)
+    with keep_messages() as messages:
+        run_recipe(config)
+    export = tmp_path / "epoch_0"
+    described = json.loads((export / "config.json").read_text())
+    assert described["num_attention_heads"] == 4
+    assert described["rope_theta"] == 20_000
+    assert described["vocab_size"] == 290
+    assert len(json.loads((export / "tokenizer.json").read_text())["model"]["vocab"]) == 280
+    assert not [path.name for path in export.iterdir() if path.name.startswith(".")]
+    told = " ".join(messages)
+    assert "model.num_heads is 4 and was 8" in told
+    assert "vocab_size is 290 and was 300" in told
+
+    transformers = pytest.importorskip("transformers")
+    cfg = OmegaConf.create(config)
+    checkpointer = FullModelHFCheckpointer(
+        str(export), ["model-00001-of-00001.safetensors"], "LLAMA3_2", str(tmp_path / "unused")
+    )
+    model = instantiate(cfg.model)
+    model.load_state_dict(checkpointer.load_checkpoint()["model"])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
+    tokens = torch.randint(280, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
@@ -42,6 +42,7 @@ STARTER = "warm-starter"
 """The name by which ``ps`` shows the processes that only fork others."""
 
 _MAX_REQUEST_BYTES = 1 << 17  # the environment is most of it
+_FIRST_OWN = 200  # descriptor; below it are those whose numbers a program is told
 _cold_execute_child = subprocess.Popen._execute_child
 _lock = threading.Lock()
 _starter: socket.socket | None = None
@@ -57,7 +58,8 @@ class Program:
     """``script``, ``-m`` or ``-c``."""
     target: str
     argv: list[str]
-    is_unbuffered: bool
+    options: list[str]
+    """Of the interpreter, ``-u`` and ``-P``."""
     environment: dict[str, str]
     cwd: str
     descriptors: list[int]
@@ -114,10 +116,10 @@ def cold_tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[s
 
 
 def preload(*modules: str) -> None:
-    """Lets the programs that this process starts from now on have these modules imported, too."""
+    """Lets the programs that are started from now on have these modules imported besides, and no others."""
     global _starter
-    _preloaded.extend(modules)
-    _starter = None
+    _preloaded[:] = modules
+    _starter = None  # the next program starts another, and the one that nobody can ask ends
 
 
 def children_of(pid: int) -> list[int]:
@@ -154,7 +156,8 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *rest
         try:
             socket.send_fds(starter, [pickle.dumps(program)], sent)
             self.pid = int(starter.recv(64))
-            starter.recv(64)  # only now is it an orphan
+            for _ in ("it is an orphan", "it is as after exec, with the session it was to have"):
+                starter.recv(64)
         finally:
             # Not longer, for the orphans of a program are nothing that its tests look after.
             _adopt_orphans(False)
@@ -169,19 +172,18 @@ class Popen(subprocess.Popen[str]):
         _execute_child = _execute_child
 
 
-def _as_program(args: Sequence[str]) -> tuple[str, str, list[str], bool] | None:
-    """Kind, target, arguments and whether unbuffered; None of another program."""
+def _as_program(args: list[str]) -> tuple[str, str, list[str], list[str]] | None:
+    """Kind, target, arguments and options; None of another program."""
     if args[0] == TUNE:
-        return "script", TUNE, list(args), False
+        return "script", TUNE, args, []
     if args[0] != sys.executable:
         return None
-    rest = list(args[1:])
-    is_unbuffered = "-u" in rest[:1]
-    del rest[:is_unbuffered]
+    options = list(itertools.takewhile({"-u", "-P"}.__contains__, args[1:]))
+    rest = args[1 + len(options) :]
     if rest[:1] in (["-m"], ["-c"]):
-        return rest[0], rest[1], [rest[0], *rest[2:]], is_unbuffered
+        return rest[0], rest[1], [rest[0], *rest[2:]], options
     if rest and not rest[0].startswith("-"):
-        return "script", rest[0], rest, is_unbuffered
+        return "script", rest[0], rest, options
     return None
 
 
@@ -209,7 +211,8 @@ def _own_starter() -> socket.socket:
 
 def _serve_first(requests: socket.socket, modules: list[str]) -> None:
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # for those who use it to report
+            importlib.import_module(module)
     asked = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     own_path = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
     _serve(requests, own_path)
@@ -227,7 +230,7 @@ def _serve(requests: socket.socket, own_path: list[str]) -> NoReturn:
         if between == 0:
             pid = os.fork()
             if pid == 0:
-                _become(pickle.loads(request), descriptors, own_path)
+                _become(pickle.loads(request), descriptors, own_path, requests)
             requests.send(str(pid).encode())
             os._exit(0)
         for descriptor in descriptors:
@@ -239,7 +242,9 @@ def _serve(requests: socket.socket, own_path: list[str]) -> NoReturn:
 # ---- In a program ----------------------------------------------------------------------------------
 
 
-def _become(program: Program, descriptors: list[int], own_path: list[str]) -> NoReturn:
+def _become(
+    program: Program, descriptors: list[int], own_path: list[str], requests: socket.socket
+) -> NoReturn:
     """Makes of this fork what ``exec`` would have made, runs the program and ends."""
     global _starter, _lock
     starter_pid = 0
@@ -254,16 +259,23 @@ def _become(program: Program, descriptors: list[int], own_path: list[str]) -> No
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if program.has_own_session:
             os.setsid()
-        _starter, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests = _moved_up(requests)
+        _starter, theirs = map(_moved_up, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         starter_pid = os.fork()
         if starter_pid == 0:
+            # As objects, too: one that is left would later close what has its number by then.
+            requests.close()
+            _starter.close()
             _close_all_but({0, 1, 2, theirs.fileno()})
             _serve(theirs, own_path)
         _lock = threading.Lock()
         subprocess.Popen._execute_child = _execute_child
-        _take(program, descriptors, own_path)
+        _take(program, descriptors, own_path, {requests.fileno(), _starter.fileno()})
+        requests.send(b"ready")
+        requests.close()
     except BaseException:
         traceback.print_exc()
+        requests.send(b"failed")
         os._exit(70)
     code = _run(program)
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -272,21 +284,23 @@ def _become(program: Program, descriptors: list[int], own_path: list[str]) -> No
     os._exit(code)
 
 
-def _take(program: Program, descriptors: list[int], own_path: list[str]) -> None:
+def _take(
+    program: Program, descriptors: list[int], own_path: list[str], own_descriptors: set[int]
+) -> None:
     import numpy as np
     import torch
 
     # First to where no number is wanted, for the wanted ones may be taken by others of them.
-    above = max(program.descriptors) + 1
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, _FIRST_OWN) for each in descriptors]
     for number, each in zip(program.descriptors, moved, strict=True):
         os.dup2(each, number)
-    assert _starter is not None
-    _close_all_but({*program.descriptors, _starter.fileno()})
+    _close_all_but({*program.descriptors, *own_descriptors})
     _kept.append(sys.stdin)  # would close the new one's descriptor
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=program.is_unbuffered, line_buffering=stream is sys.stderr)
+        stream.reconfigure(
+            write_through="-u" in program.options, line_buffering=stream is sys.stderr
+        )
     os.chdir(program.cwd)
     os.environ.clear()
     os.environ.update(program.environment)
@@ -303,12 +317,18 @@ def _take(program: Program, descriptors: list[int], own_path: list[str]) -> None
     forkserver._forkserver.__init__()
 
     first = {"script": os.path.dirname(os.path.realpath(program.target)), "-m": program.cwd}
-    sys.path[:] = [first.get(program.kind, ""), *own_path]
+    own_first = [] if "-P" in program.options else [first.get(program.kind, "")]
+    sys.path[:] = [*own_first, *own_path]
     sys.argv[:] = program.argv
     if program.target == TUNE:
         from recipe_utils.tune.registry import register
 
         register()  # what `import torch` does there
+
+
+def _moved_up(own: socket.socket) -> socket.socket:
+    with own:
+        return socket.socket(fileno=fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN))
 
 
 def _close_all_but(kept: set[int]) -> None:

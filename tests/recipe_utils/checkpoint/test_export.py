@@ -64,6 +64,24 @@ def test_an_export_replaces_the_one_before_whole(tmp_path):
     assert torch.equal(embeddings, doubled["tok_embeddings.weight"])
 
 
+def export_with_umask(folder, umask):
+    checkpointer, weights = make_checkpointer(folder)
+    (folder / "fresh/private.json").write_text("{}")
+    (folder / "fresh/private.json").chmod(0o400)
+    os.umask(umask)
+    return export(checkpointer, {"model": weights}, "epoch_0")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_an_export_may_be_read_by_whom_the_umask_allows(umask, tmp_path):
+    with fork_context.Pool(1) as pool:
+        folder = pool.apply(export_with_umask, (tmp_path, umask))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
+    assert {"model-00001-of-00001.safetensors", "config.json", "private.json"} <= modes.keys()
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
 def export_with_disk_full(folder, kind):
     checkpointer, weights = make_checkpointer(folder)
     if kind == "torchtune":

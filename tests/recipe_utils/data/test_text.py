@@ -357,6 +357,31 @@ def test_samples_that_may_be_longer_than_a_microbatch_are_told_before_training(
     assert all(f"max_tokens_per_microbatch={max_tokens}: " in text for text in told)
 
 
+@pytest.mark.parametrize(
+    ("microbatching", "settings", "warns"),
+    [
+        ("least_padding", {}, True),
+        ("least_padding", {"microbatch_overhead_slots": 300.0}, False),
+        ("packed", {}, False),
+        ("in_order", {}, False),
+    ],
+)
+def test_plans_that_rest_on_costs_that_nobody_measured_are_told(microbatching, settings, warns):
+    data = DataSettings(microbatching=microbatching, batch_size=2, **settings)
+    tokenizer = tiny.TinyTokenizer(64)
+    for are_estimated in (False, True):
+        limits = LIMITS._replace(costs_are_estimated=are_estimated)
+        told = list(TextSamples(data, tokenizer, tiny.IGNORE, limits).warnings())
+        assert len(told) == (warns and are_estimated)
+        assert all("microbatch_overhead_slots sets it" in text for text in told)
+
+
+def test_the_config_may_say_what_a_microbatch_costs():
+    cost = DataSettings(microbatch_overhead_slots=7.0).cost(MicrobatchCost(75, 30))
+    assert cost == MicrobatchCost(7, 30)
+    assert DataSettings().cost(MicrobatchCost(75, 30)) == MicrobatchCost(75, 30)
+
+
 # ---- Samples that cannot be trained on ------------------------------------------------------------
 
 

@@ -5,7 +5,10 @@ import json
 import pytest
 import tiny
 import torch
+from distributed_runs import fork_context
 from omegaconf import OmegaConf
+from recipe_runs import keep_messages
+from safetensors.torch import load_file, save_file
 from torchtune import config
 
 from recipe_utils.embedded.fresh_weights import fresh_llama_checkpointer, fresh_state_dict
@@ -20,6 +23,12 @@ def make_checkpointer(folder, **changes):
 
 def make_model():
     return config.instantiate(OmegaConf.create(MODEL))
+
+
+@pytest.fixture
+def keep_log():
+    with keep_messages() as messages:
+        yield messages
 
 
 @pytest.fixture
@@ -66,6 +75,87 @@ def test_a_second_call_reads_what_the_first_wrote(tmp_path):
     second = make_checkpointer(tmp_path).load_checkpoint()["model"]
     assert [path.stat().st_mtime_ns for path in files] == written
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def as_0_4_1_left_it(folder):
+    """It wrote no record into the weights."""
+    path = folder / "fresh" / "model.safetensors"
+    save_file(load_file(path), path)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["recorded", "0.4.1"])
+@pytest.mark.parametrize(
+    "change", [{"num_heads": 2, "num_kv_heads": 1}, {"rope_base": 20_000}], ids=str
+)
+def test_the_folder_follows_a_model_that_changed_and_says_what_did(
+    change, is_old, tmp_path, keep_log
+):
+    first = make_checkpointer(tmp_path, seed=3)
+    if is_old:
+        as_0_4_1_left_it(tmp_path)
+    again = make_checkpointer(tmp_path, model={**MODEL, **change}, seed=3)
+    new = make_checkpointer(tmp_path / "new", model={**MODEL, **change}, seed=3)
+    weights, expected = (each.load_checkpoint()["model"] for each in (again, new))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert again._config == new._config != first._config
+    (line,) = keep_log
+    (name, value), *_ = change.items()
+    assert "fresh weights are made anew, because" in line
+    assert f"model.{name} is {value} and was {MODEL[name]}" in line
+    assert "seed" not in line
+
+
+def test_the_folder_follows_the_seed(tmp_path, keep_log):
+    make_checkpointer(tmp_path, seed=3)
+    weights = make_checkpointer(tmp_path, seed=4).load_checkpoint()["model"]
+    expected = fresh_state_dict(make_model(), seed=4)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert [line.split("because ")[1] for line in keep_log] == ["seed is 4 and was 3"]
+
+
+def test_what_a_kill_left_half_replaced_is_made_whole(tmp_path):
+    """The weights are replaced before the config.json beside them."""
+    make_checkpointer(tmp_path)
+    old = (tmp_path / "fresh/config.json").read_text()
+    changed = {**MODEL, "num_heads": 2, "num_kv_heads": 1}
+    make_checkpointer(tmp_path, model=changed)
+    new = (tmp_path / "fresh/config.json").read_text()
+    for left in (old, None):
+        (tmp_path / "fresh/config.json").unlink()
+        if left is not None:
+            (tmp_path / "fresh/config.json").write_text(left)
+        make_checkpointer(tmp_path, model=changed)
+        assert (tmp_path / "fresh/config.json").read_text() == new
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt"}, None], ids=str)
+def test_weights_that_something_else_has_put_there_stay(metadata, tmp_path):
+    make_checkpointer(tmp_path)
+    path = tmp_path / "fresh" / "model.safetensors"
+    save_file(load_file(path), path, metadata)
+    described = tmp_path / "fresh" / "config.json"
+    downloaded = {**json.loads(described.read_text()), "bos_token_id": 1}
+    described.write_text(json.dumps(downloaded))
+    written = path.read_bytes()
+    make_checkpointer(tmp_path, model={**MODEL, "rope_base": 20_000})
+    assert path.read_bytes() == written
+    assert json.loads(described.read_text()) == downloaded
+
+
+def start_at_once(folder, barrier):
+    barrier.wait()
+    return make_checkpointer(folder, model={**MODEL, "rope_base": 20_000}).load_checkpoint()[
+        "model"
+    ]
+
+
+def test_of_processes_that_start_at_once_one_makes_the_folder_anew(tmp_path):
+    make_checkpointer(tmp_path)
+    with fork_context.Manager() as manager, fork_context.Pool(3) as pool:
+        barrier = manager.Barrier(3)
+        loaded = pool.starmap(start_at_once, [(tmp_path, barrier)] * 3, chunksize=1)
+    for weights in loaded[1:]:
+        assert all(torch.equal(weights[name], loaded[0][name]) for name in weights)
 
 
 def test_the_config_describes_the_model(tmp_path):

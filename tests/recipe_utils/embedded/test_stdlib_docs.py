@@ -1,10 +1,16 @@
 """The embedded data: thousands of real texts, a tokenizer that keeps them, two disjoint splits."""
 
 import json
+import os
 import re
+import signal
+import sys
 
 import pytest
 import tiny
+from distributed_runs import fork_context
+from recipe_runs import keep_messages
+from torchtune.data import Message
 
 from recipe_utils.data.vocabulary import check_same_tokens
 from recipe_utils.embedded.build_once import build_once
@@ -125,6 +131,157 @@ def test_where_there_is_none_to_copy_the_error_says_what_makes_one_also_beside_a
         with pytest.raises(ValueError, match=r"^copied_from=.*no tokenizer.*5M_full_update_step"):
             docstring_tokenizer(str(path), copied_from=str(missing))
         docstring_tokenizer(str(path), copied_from=str(built.tokenizer_path))
+
+
+@pytest.fixture(scope="module")
+def hugging_face(built):
+    transformers = pytest.importorskip("transformers")
+    # What AutoTokenizer goes by in an export.
+    built.tokenizer_path.with_name("config.json").write_text('{"model_type": "llama"}')
+    return transformers.AutoTokenizer.from_pretrained(built.tokenizer_path.parent)
+
+
+def test_transformers_gives_the_same_ids_and_the_text_back(built, hugging_face):
+    texts = [text for pair in built.pairs[::3] for text in pair]
+    texts += [
+        "", " ", "\n", "  \n\n\t x", "def f(x):\n    return {'a': [1, 2]}  # ok\r\n", "naïve — 你好 🐍\0",
+        "1234567890", "aaaaaaaaaaaaaaaaaaaaaaa", "========", "'LL don't", "\u00a0\u2028é\u0301",
+    ]  # fmt: skip
+    for text in texts:
+        ids = hugging_face(text, add_special_tokens=False).input_ids
+        assert ids == built.tokenizer.encode(text, add_bos=False, add_eos=False)
+        assert hugging_face.decode(ids) == text
+    assert hugging_face("a").input_ids == built.tokenizer.encode("a", add_eos=False)
+    assert len(hugging_face) == VOCAB_SIZE
+    assert hugging_face.get_added_vocab() == built.tokenizer.special_tokens
+    names = ("bos", "eos", "pad")
+    ids = [getattr(built.tokenizer, f"{name}_id") for name in names]
+    assert [getattr(hugging_face, f"{name}_token_id") for name in names] == ids
+
+
+def test_transformers_template_gives_the_ids_that_are_trained_and_asked_with(built, hugging_face):
+    said = [("user", " What does `os` do?\n"), ("assistant", "It  does\n\nmuch.")]
+    messages = [Message(role=role, content=text) for role, text in said]
+    chat = [{"role": role, "content": text} for role, text in said]
+    whole = hugging_face.apply_chat_template(chat, return_dict=False)
+    assert whole == built.tokenizer.tokenize_messages(messages)[0]
+    asked = hugging_face.apply_chat_template(
+        chat[:1], add_generation_prompt=True, return_dict=False
+    )
+    question = [messages[0], Message(role="assistant", content="")]
+    assert asked == built.tokenizer.tokenize_messages(question, add_end_tokens=False)[0]
+
+
+@pytest.fixture
+def made(built, tmp_path):
+    """A folder with a copy of the texts, whose tokenizer is quick to make."""
+    texts = [pair for pair in built.pairs if len(pair[1]) < 60]
+    (tmp_path / "docstrings.json").write_text(json.dumps(texts[:50]))
+    return tmp_path
+
+
+def make_tokenizer(folder, vocab_size=300, **options):
+    options = {"docstrings_path": str(folder / "docstrings.json"), **options}
+    return docstring_tokenizer(
+        str(folder / "fresh/tokenizer.model"), vocab_size=vocab_size, **options
+    )
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_tokenizer_follows_the_size_of_the_vocabulary_and_the_texts(made):
+    make_tokenizer(made)
+    with keep_messages() as messages:
+        assert make_tokenizer(made, 280).vocab_size == 280
+        small = contents(made / "fresh")
+        (made / "docstrings.json").write_text(json.dumps([["zzqj" * 20, "zzqj " * 20]]))
+        other = make_tokenizer(made, 280)
+    assert len(other.encode("zzqjzzqj", add_bos=False, add_eos=False)) == 1
+    now = contents(made / "fresh")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        assert now[name] != small[name]
+    assert "made anew, because vocab_size is 280 and was 300" in messages[0]
+    assert re.search(r"made anew, because docstrings_path is \w+ and was \w+$", messages[1])
+    assert len(messages) == 2
+
+
+def as_0_4_1_left_it(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json", ".tokenizer.model.made_from.json"):
+        (folder / name).unlink()
+
+
+def test_a_tokenizer_of_0_4_1_stays_and_gets_its_files_for_transformers(made):
+    make_tokenizer(made)
+    whole = contents(made / "fresh")
+    as_0_4_1_left_it(made / "fresh")
+    with keep_messages() as messages:
+        make_tokenizer(made)
+    assert contents(made / "fresh") == whole
+    assert messages == []
+
+
+@pytest.mark.parametrize("vocab_size", [280, None])
+def test_a_tokenizer_of_0_4_1_follows_another_size_of_the_vocabulary_if_one_is_given(
+    made, vocab_size
+):
+    make_tokenizer(made)
+    as_0_4_1_left_it(made / "fresh")
+    assert make_tokenizer(made, vocab_size).vocab_size == (vocab_size or 300)
+
+
+def test_a_copied_tokenizer_follows_the_one_that_it_is_copied_from(made, tmp_path):
+    make_tokenizer(made)
+    source = str(made / "fresh/tokenizer.model")
+    path = tmp_path / "student" / "tokenizer.model"
+    for is_old in (False, True):
+        docstring_tokenizer(str(path), copied_from=source)
+        if is_old:
+            as_0_4_1_left_it(path.parent)
+        changed = make_tokenizer(made, 280 if is_old else 290)
+        assert docstring_tokenizer(str(path), copied_from=source).vocab_size == changed.vocab_size
+        for name in ("tokenizer.model", "tokenizer.json", "special_tokens.json"):
+            assert path.with_name(name).read_bytes() == contents(made / "fresh")[name]
+
+
+def test_of_files_that_were_copied_from_where_they_were_made_none_is_changed_or_added(made):
+    """As torchtune copies them into exports, without those that begin with a dot."""
+    make_tokenizer(made)
+    export = made / "epoch_0"
+    export.mkdir()
+    for path in (made / "fresh").iterdir():
+        if not path.name.startswith("."):
+            (export / path.name).write_bytes(path.read_bytes())
+    before = sorted(path.name for path in export.iterdir())
+    export.chmod(0o500)
+    path = str(export / "tokenizer.model")
+    assert docstring_tokenizer(path).vocab_size == 300
+    # As the config of generation did up to 0.4.1.
+    assert docstring_tokenizer(path, str(made / "docstrings.json"), 280).vocab_size == 300
+    assert sorted(path.name for path in export.iterdir()) == before
+
+
+@pytest.mark.parametrize("dying", [".tokenizer.model.made_from.json", "tokenizer.json"])
+def test_a_kill_while_it_is_made_anew_leaves_nothing_that_is_taken_for_whole(dying, made):
+    make_tokenizer(made)
+    whole = contents(made / "fresh")
+    process = fork_context.Process(target=make_and_die_at, args=(dying, made))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert make_tokenizer(made).vocab_size == 300
+    again = contents(made / "fresh")
+    assert {name: again[name] for name in whole} == whole
+
+
+def make_and_die_at(name, folder):
+    def die(event, arguments):
+        if event == "os.rename" and str(arguments[1]).endswith(f"/{name}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    make_tokenizer(folder, 280)
 
 
 def splits(built, **options):

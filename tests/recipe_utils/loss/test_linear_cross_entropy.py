@@ -7,7 +7,9 @@ import tiny
 import torch
 import torch.nn.functional as F
 from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
+from recipe_runs import run_compiled_recipe, run_recipe
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_utils.data.microbatch import Targets
@@ -147,3 +149,47 @@ def test_a_validation_computes_no_gradient(grad_enabled, num_products):
     with torch.set_grad_enabled(grad_enabled), CountGradientProducts() as counter:
         loss_fn(output, torch.randn(1, 6, 8), targets)
     assert counter.num_products == num_products
+
+
+def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths():
+    """With and without a gradient; one row, of which the compiler would make code of its own, is left out."""
+    counter = CompileCounter()
+    eager, compiled = (LinearCrossEntropyLoss(tokens_per_chunk=16) for _ in range(2))
+    compiled.compile_chunks(counter)
+    output = make_output("linear")
+    for num_targets in (3, 16, 17, 33, 40, 1, 5, 0, 100, 64):
+        generator = torch.Generator().manual_seed(num_targets)
+        hidden = torch.randn(
+            1, 100, D, dtype=torch.float64, generator=generator, requires_grad=True
+        )
+        labels = torch.randint(V, (1, 100), generator=generator)
+        targets = Targets(labels, torch.arange(num_targets))
+        inputs = [hidden, *parameters_of(output)]
+        for found in zip(
+            *(
+                torch.autograd.grad(loss(output, hidden, targets), inputs)
+                for loss in (compiled, eager)
+            ),
+            strict=True,
+        ):
+            assert torch.equal(*found)
+        with torch.no_grad():
+            assert torch.equal(compiled(output, hidden, targets), eager(output, hidden, targets))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_recipe_s_key_really_compiles_the_loss(compiles, tiny_config, monkeypatch):
+    seen = []
+    compile_chunks = LinearCrossEntropyLoss.compile_chunks
+    monkeypatch.setattr(
+        LinearCrossEntropyLoss,
+        "compile_chunks",
+        lambda loss, backend: (seen.append(backend), compile_chunks(loss, CompileCounter()))[1],
+    )
+    config = tiny_config(
+        max_steps_per_epoch=1, dataset={"_component_": "tiny.tiny_dataset", "num_samples": 4}
+    )
+    logged = run_compiled_recipe(config) if compiles else run_recipe(config)
+    assert seen == (["aot_eager"] if compiles else [])
+    assert logged[0]["loss"] > 3

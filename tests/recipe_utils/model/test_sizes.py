@@ -8,7 +8,7 @@ from torch import nn
 from torchtune import config
 from torchtune.modules.model_fusion import FusionEmbedding
 
-from recipe_utils.data.plan import ATTENTION_SLOWNESS
+from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import equal_attention_length, limits_of, vocab_size_and_max_seq_len
 
@@ -38,9 +38,13 @@ def test_special_tokens_with_embeddings_of_their_own_belong_to_the_vocabulary():
 def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_sets():
     model = on_meta()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    expected = num_parameters / (2 * 32) / ATTENTION_SLOWNESS
+    expected = num_parameters / (2 * 32)
     assert equal_attention_length(model) == pytest.approx(expected)
-    assert limits_of(model, CPU, False).cost.equal_attention_length == pytest.approx(expected)
+    for device, costs in (("cpu", MEASURED_COSTS["cpu"]), ("cuda", ESTIMATED_COSTS)):
+        limits = limits_of(model, torch.device(device), compiles=False)
+        equal = expected / costs.attention_slowness
+        assert limits.cost == pytest.approx((costs.overhead_slots, equal))
+        assert limits.costs_are_estimated == (device == "cuda")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
+from torch import nn
 from torchtune import config
 
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
@@ -115,3 +116,38 @@ def test_weights_of_shards_and_stages_are_gathered_whole_in_the_models_order_on_
         {"pipeline_parallel_dim": 2},
     ]
     assert run_distributed(load_and_gather, 2, layouts) == [[True] * 3] * 2
+
+
+def load_with_shards_on_the_cpu():
+    """On rank 1 of 4 with a mesh of GPUs that nobody has: what would be moved to one would fail."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp_shard",))
+    layers = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))  # positions would be made on a GPU
+    model, whole = layers.to("meta"), nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4)).state_dict()
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                rows = list(parameter.split(-(-len(parameter) // 4)))
+                local = rows[1] if len(rows) > 1 else parameter[:0]
+                shape, stride = parameter.shape, parameter.stride()
+                sharded = DTensor.from_local(
+                    local.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+                module._parameters[name] = nn.Parameter(sharded)
+    settings = ModelSettings(fsdp_cpu_offload=True)
+    load_weights(model, {"model": whole}, settings, torch.device("cuda"))
+    found = {name: weight.to_local() for name, weight in model.state_dict().items()}
+    for name, weight in whole.items():
+        size = -(-len(weight) // 4)
+        assert found[name].device.type == "cpu"
+        assert torch.equal(found[name], weight[size : 2 * size]), name
+    return len(found)
+
+
+def test_shards_that_fsdp_keeps_on_the_cpu_stay_there_whatever_the_mesh_is_of():
+    assert run_distributed(load_with_shards_on_the_cpu, 1) == [4]

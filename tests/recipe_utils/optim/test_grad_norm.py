@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.parallel.fsdp import shard_model
@@ -43,6 +44,59 @@ def test_without_a_limit_gradients_are_measured_and_nothing_is_changed(scale):
     )
     for parameter, same in zip(list(measured)[:2], list(untouched)[:2], strict=True):
         assert torch.equal(parameter.grad.nan_to_num(7), same.grad.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_fp32_and_fp64_gradients_the_norm_is_torch_s_bit_for_bit(dtype):
+    model = model_with_gradients().to(dtype)
+    grads = [p.grad for p in model if p.grad is not None]
+    assert grads[0].dtype == dtype
+    assert torch.equal(clip_grad_norm_(model), nn.utils.get_total_norm(grads))
+
+
+def bf16_model():
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(64, 9)) for _ in range(3)]).bfloat16()
+    for parameter in model:
+        parameter.grad = torch.randn(parameter.shape).bfloat16()
+    return model
+
+
+def norm_in_float64(model):
+    grads = [p.grad for p in model.parameters()]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return torch.cat([g.flatten() for g in whole]).double().norm().item()
+
+
+def test_of_bf16_gradients_the_norm_has_the_digits_of_fp32():
+    model = bf16_model()
+    expected = norm_in_float64(model)
+    of_torch = nn.utils.get_total_norm([p.grad for p in model]).item()
+    assert abs(of_torch - expected) > 1e-3 * expected  # or there is nothing to mend
+    norm = clip_grad_norm_(model)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_bf16_gradients_are_clipped_by_that_norm_and_stay_bf16():
+    model = bf16_model()
+    clip_grad_norm_(model, 1.0)
+    assert {p.grad.dtype for p in model} == {torch.bfloat16}
+    assert norm_in_float64(model) == pytest.approx(1, rel=1e-3)
+
+
+def norm_of_bf16_shards():
+    model = tiny.tiny_model().bfloat16()
+    wrapping = {"custom_sharded_layers": None, "cpu_offload": False, "reshard_after_forward": True}
+    shard_model(model, build_mesh(CPU, ParallelDims(1, 2, 1)), **wrapping)
+    backward(model)
+    expected = norm_in_float64(model)
+    return clip_grad_norm_(model).item(), expected
+
+
+def test_of_sharded_bf16_gradients_too():
+    for norm, expected in run_distributed(norm_of_bf16_shards, 2):
+        assert norm == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

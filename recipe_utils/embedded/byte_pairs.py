@@ -1,0 +1,129 @@
+"""Byte-pair encoding as Llama 3's: learned from texts, and as the files that other libraries read it from."""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+from torchtune.models.llama3._tokenizer import CL100K_PATTERN
+
+Ranks = dict[bytes, int]
+"""A token's bytes -> its id; of two pairs of neighbours the one with the lower id is merged first."""
+
+BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
+
+# Of messages what ``Llama3Tokenizer.tokenize_messages`` makes, the beginning and the end of the text included.
+CHAT_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{%- else %}"
+    "{{- eos_token }}"
+    "{%- endif %}"
+)
+
+
+def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
+    """Learns ``num_tokens`` tokens, those of the 256 single bytes among them."""
+    tokenizer = Tokenizer(models.BPE())
+    # The one that encoding uses, so that what is learned can occur.
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    trainer = BpeTrainer(
+        vocab_size=num_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    byte_of = {char: byte for byte, char in enumerate(_printable_bytes())}
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return {bytes(byte_of[char] for char in token): rank for token, rank in vocab}
+
+
+def tiktoken_file(ranks: Ranks) -> str:
+    """The content of a ``tokenizer.model``, as Llama 3's own."""
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+
+
+def ranks_of_tiktoken_file(content: str) -> Ranks:
+    """The inverse of :func:`tiktoken_file`."""
+    pairs = (line.split() for line in content.splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+
+
+def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
+    """What transformers' ``AutoTokenizer`` reads.
+
+    Its ids of a text are torchtune's, with BEGIN in front, but where the text has the name of a special
+    token: transformers takes that for the token.
+
+    Args:
+        ranks: of all tokens but the special ones.
+        special_tokens: name -> id; the ids follow those of ``ranks``.
+
+    Returns:
+        Name of a file -> its content.
+    """
+    printable = _printable_bytes()
+
+    def written(token: bytes) -> str:
+        return "".join(printable[byte] for byte in token)
+
+    vocab = {written(token): rank for token, rank in ranks.items()}
+    merges = [
+        (written(left), written(right))
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for left, right in _pairs_of(token, ranks)
+    ]
+    # A piece of text that is a token as a whole is never split, as in tiktoken.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    names = sorted(special_tokens, key=special_tokens.__getitem__)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A",
+        pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
+        special_tokens=[(BEGIN, special_tokens[BEGIN])],
+    )
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    return {
+        "tokenizer_config.json": json.dumps(settings, indent=2),
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+    }
+
+
+def _pairs_of(token: bytes, ranks: Ranks) -> list[tuple[bytes, bytes]]:
+    """All pairs of tokens that make up ``token``: tiktoken merges by what results, not by the pair."""
+    pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+    found = [(left, right) for left, right in pairs if left in ranks and right in ranks]
+    return sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Llama 3's."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(CL100K_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _printable_bytes() -> list[str]:
+    """The characters by which byte-level BPE writes the 256 bytes (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
