@@ -24,6 +24,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from recipe_utils.data.documents import DocumentLengths, Documents, parts_of
 from recipe_utils.model.block_mask import block_mask, dense_mask
 from recipe_utils.model.packed_attention import (
+    PackedAttention,
     Way,
     choose,
     raise_recompile_limit,
@@ -60,9 +61,9 @@ class VarlenMask:
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only.
 
-    In the way of :func:`recipe_utils.model.packed_attention.choose`, which the first packed row on another
-    device than a CPU tells the log. Nobody waits for the device. Models with another attention than torchtune's own get a
-    dense mask [b, s, s].
+    In the way of :func:`recipe_utils.model.packed_attention.choose`, of which the log is told with the first
+    packed row, but on a CPU, which has only one. Nobody waits for the device. Models with another attention
+    than torchtune's own get a dense mask [b, s, s].
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
@@ -80,58 +81,51 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
             module._attention_call = _within_documents(module._attention_call)
             if attention.way == "varlen":
                 module.forward = MethodType(_forward_of_documents, module)
-    if "flex" in (attention.way, attention.way_with_two_ends):
+    if attention.with_two_ends().way == "flex":
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # where its positions end
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
-    def mask_of(lengths: DocumentLengths) -> Any:
-        way, why, problem = attention.way, attention.why, attention.problem
-        if getattr(lengths, "of_parts", None) is not None and attention.way_with_two_ends != way:
-            way, why = (
-                attention.way_with_two_ends,
-                "documents have two ends, and varlen has no mask",
-            )
-            problem = attention.problem_with_two_ends or problem
-        if problem is not None:
-            raise ConfigError(problem)
-        if device.type != "cpu":  # where there is a choice
-            _say_once(f"Packed rows attend by {way}: {why}")
-        return _make_mask(lengths, way, device)
-
     def lengths_to_mask(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "document_lengths" in kwargs:
-            kwargs["mask"] = mask_of(kwargs.pop("document_lengths"))
+            kwargs["mask"] = _make_mask(kwargs.pop("document_lengths"), attention, device)
         return args, kwargs
 
     model.register_forward_pre_hook(lengths_to_mask, with_kwargs=True)
 
 
-@cache
-def _say_once(text: str) -> None:
-    log_rank_zero(_log, text)
-
-
-def _make_mask(lengths: DocumentLengths, way: Way, device: torch.device) -> Any:
+def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: torch.device) -> Any:
     """What attention gets as its mask.
 
     Args:
         lengths: as they came with the microbatch, on the device; or plain numbers.
-        way: how to attend.
+        attention: how to attend.
         device: that plain numbers are brought to.
     """
-    if way == "by_document":
+    if attention.way == "by_document":
+        _say_once(attention.way, attention.why, device)
         return DocumentMask(getattr(lengths, "lengths", lengths))
     documents = lengths
     if not isinstance(documents, Documents):
         documents = tree_map_only(Tensor, lambda each: each.to(device), Documents(lengths))
-    if way == "varlen":
+    if documents.of_parts is not None:
+        attention = attention.with_two_ends()
+    if attention.problem is not None:
+        raise ConfigError(attention.problem)
+    _say_once(attention.way, attention.why, device)
+    if attention.way == "varlen":
         return VarlenMask(documents)
-    return block_mask(documents) if way == "flex" else dense_mask(documents)
+    return block_mask(documents) if attention.way == "flex" else dense_mask(documents)
+
+
+@cache
+def _say_once(way: Way, why: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        log_rank_zero(_log, f"Packed rows attend by {way}: {why}")
 
 
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -36,13 +36,16 @@ class PackedAttention(NamedTuple):
     problem: str | None = None
     """Why it cannot, and what to set instead; None if it can."""
     problem_with_two_ends: str | None = None
-    """The same of documents with two ends."""
+    """The same of documents with two ends, where they take another way."""
 
-    @property
-    def way_with_two_ends(self) -> Way:
+    def with_two_ends(self) -> "PackedAttention":
         """How it attends where documents of a microbatch have two ends."""
-        # FlashAttention has no mask that hides one end from the other.
-        return "flex" if self.way == "varlen" else self.way
+        if self.way != "varlen":
+            return self
+        why = (
+            "documents have two ends, and FlashAttention has no mask that hides one from the other"
+        )
+        return PackedAttention("flex", why, self.problem or self.problem_with_two_ends)
 
 
 def self_attentions(model: nn.Module) -> list[Any]:

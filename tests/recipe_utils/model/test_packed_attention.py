@@ -2,6 +2,7 @@
 
 import itertools
 import sysconfig
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -10,11 +11,13 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention import varlen as varlen_module
+from torch.nn.attention.flex_attention import BlockMask
 from torchtune import config
 from torchtune.modules import RMSNorm
 
 from recipe_utils.data.documents import Documents
 from recipe_utils.data.text import row_multiple_of_packed
+from recipe_utils.model.block_mask import block_mask
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.document_mask import (
     DocumentMask,
@@ -24,6 +27,7 @@ from recipe_utils.model.document_mask import (
     compile_flex_attention,
 )
 from recipe_utils.model.packed_attention import (
+    PackedAttention,
     ask_for,
     choose,
     missing_for_triton,
@@ -31,6 +35,7 @@ from recipe_utils.model.packed_attention import (
     self_attentions,
 )
 from recipe_utils.model.sizes import limits_of
+from recipe_utils.model.teacher import Teacher
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings import ConfigError
 
@@ -97,7 +102,7 @@ def test_what_is_asked_for_is_taken(way):
 def test_documents_with_two_ends_take_flex_where_others_take_flash_attention():
     for way, expected in (("varlen", "flex"), ("flex", "flex"), ("by_document", "by_document")):
         chosen = choose(on_meta(dtype="bf16", packed_attention=way), CUDA)
-        assert chosen.way_with_two_ends == expected
+        assert chosen.with_two_ends().way == expected
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,22 @@ def test_rows_have_few_lengths_where_each_is_compiled_for(
     assert limits.with_two_ends().num_row_lengths == with_two_ends
     assert limits.row_multiple == 128
     assert limits_of(on_meta(), CPU, False).row_multiple is None
+
+
+def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monkeypatch):
+    monkeypatch.setattr("recipe_utils.model.packed_attention.missing_for_triton", lambda: None)
+    sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention takes no heads of width 12
+    teacher = SimpleNamespace(
+        is_asked=True,
+        _whole=on_meta(sizes, dtype="fp32"),
+        _ranks=SimpleNamespace(device=CUDA),
+        _modules=ModelSettings(),
+    )
+    limits = limits_of(on_meta(dtype="bf16"), CUDA, False)
+    assert limits.num_row_lengths is None
+    assert Teacher.narrow(teacher, limits).num_row_lengths == 4
+    teacher._whole = on_meta(sizes, dtype="bf16")
+    assert Teacher.narrow(teacher, limits).num_row_lengths is None
 
 
 # ---- What a machine or a model lacks --------------------------------------------------------------
@@ -331,14 +352,20 @@ def test_documents_one_by_one_are_there_on_every_device():
     assert_same_logits_and_gradients(asked(way="by_document"), asked(device=CPU), row)
 
 
-def test_masks_are_made_of_tensors_that_came_along_and_plain_numbers_do_too():
+def test_masks_are_made_of_tensors_that_came_along_and_of_plain_numbers_too():
+    varlen, flex, by_document = (
+        PackedAttention(way, "") for way in ("varlen", "flex", "by_document")
+    )
     documents = Documents([ONE_END])
-    mask = _make_mask(documents, "varlen", CUDA)
+    mask = _make_mask(documents, varlen, CPU)
     assert isinstance(mask, VarlenMask)
     assert mask.boundaries is documents.boundaries
-    plain = _make_mask([ONE_END], "varlen", CPU)
+    plain = _make_mask([ONE_END], varlen, CPU)
     assert torch.equal(plain.boundaries, mask.boundaries)
-    assert isinstance(_make_mask([ONE_END], "by_document", CPU), DocumentMask)
+    assert isinstance(_make_mask([ONE_END], flex, CPU), BlockMask)
+    for two_ends in (Documents([TWO_ENDS]), [TWO_ENDS]):
+        assert isinstance(_make_mask(two_ends, varlen, CPU), BlockMask)
+        assert isinstance(_make_mask(two_ends, by_document, CPU), DocumentMask)
 
 
 # ---- What is compiled, and how often --------------------------------------------------------------
@@ -386,7 +413,7 @@ def test_flex_attention_is_compiled_once_for_each_length_of_rows_in_training_and
     def attend_to(row, trains):
         size = sum(row)
         q, k, v = (torch.randn(1, 2, size, 16, requires_grad=trains) for _ in range(3))
-        mask = _make_mask(Documents([row]), "flex", CPU)
+        mask = block_mask(Documents([row]))
         with torch.set_grad_enabled(trains):
             return attend(q, k, v, block_mask=mask)
 
