@@ -3,7 +3,7 @@
 Shapes: b rows, s slots (positions) per row, n target tokens.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,10 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
 T = TypeVar("T")
-
-DocumentLengths = Sequence[Sequence[int | tuple[int, int, int]]]
-"""Tokens of each document, for each row. Three numbers are a document with two ends: what they share, the
-first one and the second one, neither of which sees the other."""
 
 
 class Pairs(NamedTuple):
@@ -50,8 +46,9 @@ class Microbatch:
 
     inputs: Mapping[str, Any]
     """Keyword arguments of the model's forward: ``tokens`` [b, s], whatever else the collate function
-    returned besides labels and, for packed rows, ``input_pos`` [b, s] and ``document_lengths``, of
-    which :mod:`recipe_utils.model.document_mask` makes the mask: no mask waits in the queue."""
+    returned besides labels and, for packed rows, ``input_pos`` [b, s] and ``document_lengths``
+    (:class:`recipe_utils.data.documents.Documents`), of which :mod:`recipe_utils.model.document_mask` makes
+    the mask: no mask waits in the queue."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)
     """What it adds to the update step's totals, by name; nothing for a stand-in."""

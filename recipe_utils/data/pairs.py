@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from recipe_utils.data.documents import Documents
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.plan import make_plan
@@ -136,14 +137,15 @@ class PairSamples:
         self._max_seq_len = max_seq_len
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = (max_tokens or 0) + 2 * most_pairs * limits.max_seq_len
+        self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
         """Bound on a row, padding included, in validation, too [slots]."""
         if max_tokens is None and max_seq_len is not None:
             max_tokens = 2 * settings.batch_size * max_seq_len
         cost = settings.cost(limits.cost)
         self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
         if self._is_packed:
-            self._row_multiple = row_multiple_of_packed(limits, max_tokens)
+            of_rows = limits.with_two_ends() if self._shares_prefixes else limits
+            self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
         else:
             # A pair is two rows of the longer side's length, and the plan is told of one.
             max_tokens = max(max_tokens // 2, 1) if max_tokens else None
@@ -338,7 +340,11 @@ def _packed_row(
         segments = [*segments, padding.expand(3, -num_real % row_multiple)]
         lengths = [*lengths, -num_real % row_multiple]
     tokens, labels, positions = torch.cat(list(segments), dim=1).unsqueeze(1)
-    inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": [list(lengths)]}
+    inputs = {
+        "tokens": tokens,
+        "input_pos": positions,
+        "document_lengths": Documents([list(lengths)]),
+    }
     return _microbatch(inputs, labels, samples, of_pairs)
 
 

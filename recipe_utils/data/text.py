@@ -16,8 +16,9 @@ from torch import Tensor
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.components import component_at
+from recipe_utils.data.documents import DocumentLengths, Documents
 from recipe_utils.data.loader import DataSettings
-from recipe_utils.data.microbatch import DocumentLengths, Microbatch, Targets
+from recipe_utils.data.microbatch import Microbatch, Targets
 from recipe_utils.data.plan import MicrobatchCost, make_plan
 from recipe_utils.data.samples import Sample, SampleError, check_keys, whole_numbers
 from recipe_utils.settings import ConfigError
@@ -45,10 +46,34 @@ class ModelLimits(NamedTuple):
     """The kind of attention that cannot keep the documents of a row apart; None if it can."""
     num_row_lengths: int | None = None
     """How many lengths packed rows may have, where code is compiled for each; None for any."""
+    num_row_lengths_with_two_ends: int | None = None
+    """The same where documents may have two ends; None for as many."""
+    row_multiple: int | None = None
+    """What packed rows are padded to a multiple of in any case [slots]; None for no padding."""
+    packing_problem: str | None = None
+    """Why packed rows cannot be computed here, and what to set instead; None if they can."""
+    packing_problem_with_two_ends: str | None = None
+    """The same where documents may have two ends; None for no problem of their own."""
     limits_length: str = "the model's"
     """Whose ``max_seq_len`` it is, for errors."""
     costs_are_estimated: bool = False
     """Whether ``cost`` was never measured on such a device."""
+
+    def with_two_ends(self) -> "ModelLimits":
+        """Those of rows whose documents may have two ends."""
+        return self._replace(
+            num_row_lengths=self.num_row_lengths_with_two_ends or self.num_row_lengths,
+            packing_problem=self.packing_problem_with_two_ends or self.packing_problem,
+        )
+
+    def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
+        """Bound on a row, padding included [slots].
+
+        Args:
+            max_tokens: that a row is filled up to.
+            most_samples: of a row that no such bound is set for.
+        """
+        return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
 
 class KnownOfSamples(Protocol):
@@ -90,7 +115,7 @@ class TextSamples:
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = (max_tokens or 0) + most_samples * limits.max_seq_len
+        self.longest_row = limits.longest_row(max_tokens, most_samples)
         """Bound on a row, padding included, in validation, too [slots]."""
         if max_tokens is None and self.max_seq_len is not None:
             max_tokens = settings.batch_size * self.max_seq_len
@@ -194,16 +219,19 @@ def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int |
             f"microbatching=packed: the model's {limits.other_attention} cannot keep documents of a row "
             "apart; set microbatching=least_padding"
         )
+    elif limits.packing_problem is not None:
+        problems.append(limits.packing_problem)
     if limits.num_row_lengths is not None and row_length is None:
         problems.append(
             "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
-            "have no fixed length, which compile=True and CUDA need; set one of the two"
+            "have no fixed length, which compile=True and flex attention need; set one of the two"
         )
     if problems:
         raise ConfigError(*problems)
     if limits.num_row_lengths is None or row_length is None:
-        return None
-    return math.ceil(row_length / limits.num_row_lengths)
+        return limits.row_multiple
+    multiple = limits.row_multiple or 1
+    return math.ceil(row_length / limits.num_row_lengths / multiple) * multiple
 
 
 def check_sample(
@@ -278,7 +306,7 @@ def collate_microbatch(
             key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
             for key in ("tokens", "labels", "input_pos")
         }
-        inputs["document_lengths"] = document_lengths
+        inputs["document_lengths"] = Documents(document_lengths)
     else:
         inputs = dict(collate_fn(samples))
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
@@ -336,7 +364,7 @@ def collate_packed_microbatch(
     inputs = {
         "tokens": torch.cat(tokens).unsqueeze(0),
         "input_pos": torch.cat(positions).unsqueeze(0),
-        "document_lengths": [lengths],
+        "document_lengths": Documents([lengths]),
     }
     shifted = _labels_of_next_position(torch.cat(labels).unsqueeze(0), [lengths], ignore_index)
     return _microbatch(inputs, shifted, num_real, ignore_index)

@@ -1,6 +1,7 @@
 """Brings microbatches to the device, one ahead of the one that computes."""
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
     Yields:
         As ``trees``; all that is no tensor as it was.
     """
-    copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    copy_stream = _copy_stream(device) if device.type == "cuda" else None
     ahead: list[_Copy[T]] = []
     for tree in trees:
         ahead.append(_start_copy(tree, device, copy_stream))
@@ -33,6 +34,12 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
             yield _wait_for(ahead.pop(0))
     if ahead:
         yield _wait_for(ahead.pop())
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: CUDA has 32 in turn, and one more for each update step would meet NCCL's."""
+    return torch.cuda.Stream(device)
 
 
 class _Copy(NamedTuple, Generic[T]):

@@ -1,5 +1,6 @@
 """From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,11 @@ from recipe_utils.components import Component
 from recipe_utils.model.adapters import Adapters, find_adapters, freeze_base
 from recipe_utils.model.kernels import speed_up_layers
 from recipe_utils.model.nf4 import check_nf4, drop_widening_hooks, without_quantising
+from recipe_utils.model.packed_attention import (
+    ask_for,
+    missing_for_triton,
+    raise_recompile_limit,
+)
 from recipe_utils.model.qat import simulate_quantisation
 from recipe_utils.model.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.stages import (
@@ -47,6 +53,9 @@ class ModelSettings:
     fp32 keeps the small updates that bf16 weights round away; 8 bytes per parameter more, in AdamW 16 in all."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
+    packed_attention: Literal["varlen", "flex", "by_document"] | None = None
+    """Within samples of packed rows. null is ``by_document`` on a CPU, one after the other; on CUDA ``varlen``,
+    FlashAttention; ``flex``, which is compiled, in fp32 or with ``cudnn_deterministic_mode``."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
@@ -128,6 +137,7 @@ class ModelSettings:
         except ValueError:
             return
         tensor_parallel_dim = ranks.tensor_parallel_dim
+        yield from self._problems_of_kernels(device)
         if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
             yield (
                 "enable_activation_offloading=True: it does not go with pipeline_parallel_dim="
@@ -146,6 +156,23 @@ class ModelSettings:
                 "torchtune.models.llama3.base_llama_tp_plan"
             )
 
+    def _problems_of_kernels(self, device: torch.device) -> Iterator[str]:
+        way = self.packed_attention
+        if way in ("varlen", "flex") and device.type != "cuda":
+            yield (
+                f"packed_attention={way}: it needs device=cuda; on device={device.type} leave it out, or set "
+                "packed_attention=by_document"
+            )
+        if way == "varlen" and self.dtype != "bf16":
+            yield (
+                f"packed_attention=varlen: FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
+                "dtype=bf16, or packed_attention=flex"
+            )
+        missing = missing_for_triton()
+        by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
+        if self.compile and device.type == "cuda" and by_triton and missing is not None:
+            yield f"compile=True: Triton needs {missing}; install that, or set compile=False"
+
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
     """Calls ``make_model`` without allocating or initialising a weight; adapters leave the rest frozen.
@@ -160,6 +187,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
             simulate_quantisation(model, settings.quantizer)
     drop_widening_hooks(model)
     freeze_base(model)
+    ask_for(model, settings.packed_attention)
     return model
 
 
@@ -284,6 +312,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     )
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
+        raise_recompile_limit()
         training.compile_model(model, verbose=ranks.is_zero)
     else:
         speed_up_layers(model)

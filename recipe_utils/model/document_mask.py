@@ -6,19 +6,33 @@ the other.
 Shapes: b rows, s slots per row, h heads, d head width.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
-from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
-from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._pytree import tree_map_only
+from torchtune.modules import MultiHeadAttention
+from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.microbatch import DocumentLengths
+from recipe_utils.data.documents import DocumentLengths, Documents, parts_of
+from recipe_utils.model.block_mask import block_mask, dense_mask
+from recipe_utils.model.packed_attention import (
+    PackedAttention,
+    Way,
+    choose,
+    raise_recompile_limit,
+    self_attentions,
+)
+from recipe_utils.settings import ConfigError
+
+_log = get_logger("INFO")
 
 
 class DocumentMask:
@@ -31,39 +45,44 @@ class DocumentMask:
         self.lengths = lengths
 
 
-def other_attention(model: nn.Module) -> str | None:
-    """The kind of self-attention that keeps ``model`` from :class:`DocumentMask`; None if none does."""
-    attentions = _self_attentions(model)
-    others = [
-        type(module).__name__ for module in attentions if type(module) is not MultiHeadAttention
-    ]
-    if not attentions:
-        return type(model).__name__
-    return others[0] if others else None
+class VarlenMask:
+    """Stands in for a mask where FlashAttention takes all documents of a microbatch at once.
+
+    No tuple or dataclass, as above.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.boundaries = documents.boundaries
+        self.longest = (
+            documents.longest
+        )  # a number of the host: a tensor would have to be waited for
 
 
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
-    """Makes ``model(..., document_lengths=lengths)`` attend within documents only.
+    """Makes ``model(..., document_lengths=documents)`` attend within documents only.
 
-    On a CPU, document by document: no work and no memory for what a mask would hide. On CUDA through
-    a block mask for flex attention, which is compiled for each row length that it meets. Other
-    models (:func:`other_attention`) get a dense mask [b, s, s], without documents of two ends.
+    In the way of :func:`recipe_utils.model.packed_attention.choose`, of which the log is told with the first
+    packed row, but on a CPU, which has only one. Nobody waits for the device. Models with another attention
+    than torchtune's own get a dense mask [b, s, s].
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
         device: of the microbatches.
         max_row_length: longest row to come [tokens]. A decoder refuses rows above its ``max_seq_len``;
             positions restart with each document, so only documents must keep to that.
+
+    Raises:
+        recipe_utils.settings.ConfigError: in the forward: rows are packed, and this machine or this model
+            lacks what that takes.
     """
-    make_mask: Callable[[DocumentLengths], Any]
-    if other_attention(model) is not None:
-        make_mask = partial(_dense_mask, device=device)
-    elif device.type == "cuda":
-        make_mask = _flex_mask
-    else:
-        make_mask = DocumentMask
-        for attention in _self_attentions(model):
-            attention._attention_call = _within_documents(attention._attention_call)
+    attention = choose(model, device)
+    if attention.way != "dense":
+        for module in self_attentions(model):
+            module._attention_call = _within_documents(module._attention_call)
+            if attention.way == "varlen":
+                module.forward = MethodType(_forward_of_documents, module)
+    if attention.with_two_ends().way == "flex":
+        raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # where its positions end
@@ -73,70 +92,131 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "document_lengths" in kwargs:
-            kwargs["mask"] = make_mask(kwargs.pop("document_lengths"))
+            kwargs["mask"] = _make_mask(kwargs.pop("document_lengths"), attention, device)
         return args, kwargs
 
     model.register_forward_pre_hook(lengths_to_mask, with_kwargs=True)
 
 
-def _self_attentions(model: nn.Module) -> list[Any]:
-    layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
-    return [layer.attn for layer in layers]
+def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: torch.device) -> Any:
+    """What attention gets as its mask.
 
-
-def _dense_mask(lengths: DocumentLengths, device: torch.device) -> Tensor:
-    return create_block_causal_mask([torch.tensor(row, device=device) for row in lengths])
-
-
-def _flex_mask(lengths: DocumentLengths) -> Any:
-    if any(isinstance(document, tuple) for row in lengths for document in row):
-        device = torch.device("cuda", torch.cuda.current_device())
-        size = sum(_parts(lengths[0]))
-        return create_block_mask(ends_mask(lengths, device), len(lengths), None, size, size, device)
-    most = max(len(row) for row in lengths)
-    # A document of no tokens changes nothing, and torchtune wants equally many in each row.
-    return packed_block_causal_mask(
-        [torch.tensor([*row, *[0] * (most - len(row))]) for row in lengths]
-    )
-
-
-def ends_mask(lengths: DocumentLengths, device: torch.device) -> Callable[..., Tensor]:
-    """What flex attention calls ``mask_mod``: whether a query sees a key.
-
-    It does if the key is not after it, in its own document, and shared or of its own end.
+    Args:
+        lengths: as they came with the microbatch, on the device; or plain numbers.
+        attention: how to attend.
+        device: that plain numbers are brought to.
     """
-    documents, ends = [], []
-    for row in lengths:
-        parts = [document if isinstance(document, tuple) else (document,) for document in row]
-        in_row = [torch.full((sum(of),), index) for index, of in enumerate(parts)]
-        documents.append(torch.cat(in_row).to(device))
-        of_row = [torch.full((n,), end) for of in parts for end, n in enumerate(of)]
-        ends.append(torch.cat(of_row).to(device))
-    document_of, end_of = torch.stack(documents), torch.stack(ends)
+    if attention.way == "by_document":
+        _say_once(attention.way, attention.why, device)
+        return DocumentMask(getattr(lengths, "lengths", lengths))
+    documents = lengths
+    if not isinstance(documents, Documents):
+        documents = tree_map_only(Tensor, lambda each: each.to(device), Documents(lengths))
+    if documents.of_parts is not None:
+        attention = attention.with_two_ends()
+    if attention.problem is not None:
+        raise ConfigError(attention.problem)
+    _say_once(attention.way, attention.why, device)
+    if attention.way == "varlen":
+        return VarlenMask(documents)
+    return block_mask(documents) if attention.way == "flex" else dense_mask(documents)
 
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        is_shared_or_own = (end_of[b, k] == 0) | (end_of[b, k] == end_of[b, q])
-        return (k <= q) & (document_of[b, k] == document_of[b, q]) & is_shared_or_own
 
-    return mask_mod
-
-
-def _parts(row: Any) -> list[int]:
-    """Tokens of each document, and of each part of one with two ends."""
-    return list(chain.from_iterable(d if isinstance(d, tuple) else (d,) for d in row))
+@cache
+def _say_once(way: Way, why: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        log_rank_zero(_log, f"Packed rows attend by {way}: {why}")
 
 
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``attention_call`` for anything but a :class:`DocumentMask`."""
+    """``attention_call`` for anything but a :class:`DocumentMask` or a block mask."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool
     ) -> Tensor:
         if isinstance(mask, DocumentMask):
             return _attend(q, k, v, mask, dropout_p)
+        if isinstance(mask, BlockMask):
+            return _attend_by_blocks(q, k, v, mask)
         return attention_call(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
     return call
+
+
+def _forward_of_documents(
+    self: MultiHeadAttention,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    mask: Any = None,
+    input_pos: Tensor | None = None,
+) -> Tensor:
+    """The forward of torchtune's self-attention; with a :class:`VarlenMask` without copies of keys and values.
+
+    torchtune copies each key and value to all query heads that share it, FlashAttention reads it from where it
+    is. Takes x [b, s, embed_dim].
+    """
+    if not isinstance(mask, VarlenMask):
+        output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
+        return output
+    b, s, _ = x.shape
+    # Heads by -1: tensor parallel ranks have their part of them.
+    q, k, v = (
+        projection(x).view(b, s, -1, self.head_dim)
+        for projection in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if self.pos_embeddings is not None:
+        q = self.pos_embeddings(q, input_pos=input_pos)
+        k = self.pos_embeddings(k, input_pos=input_pos)
+    if self.q_norm is not None:
+        q = self.q_norm(q)
+    if self.k_norm is not None:
+        k = self.k_norm(k)
+    attended = _attend_to_all(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
+    projected: Tensor = self.output_proj(attended.view(b, s, -1))
+    return projected
+
+
+_TAKES_SHARED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
+    """Takes q [b * s, h, d], k and v [b * s, h or fewer, d] -> [b * s, h, d]."""
+    options: dict[str, Any] = {}
+    if q.size(1) != k.size(1):
+        if _TAKES_SHARED_KEYS:
+            options = {"enable_gqa": True}
+        else:
+            k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+    # Each position sees those before it, of its own document.
+    varlen: Any = varlen_attn  # whose arguments differ over versions
+    attended: Tensor = varlen(
+        q,
+        k,
+        v,
+        mask.boundaries,
+        mask.boundaries,
+        mask.longest,
+        mask.longest,
+        window_size=(-1, 0),
+        **options,
+    )
+    return attended
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Takes q, k, v [b, h, s, d] -> [b, h, s, d]. Compiled in any case: uncompiled it makes all scores."""
+    attended: Tensor = compile_flex_attention()(q, k, v, block_mask=mask)
+    return attended
+
+
+@cache
+def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
+    """Flex attention, compiled for each shape, and for training and validation, that it meets."""
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False, backend=backend)
+    return compiled
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -145,7 +225,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: floa
     rows = []
     for lengths, *row in zip(mask.lengths, q.split(1), k.split(1), v.split(1), strict=True):
         # split and cat: the backward of a slice would fill the gradient of the whole row each time.
-        parts = zip(*(tensor.split(_parts(lengths), dim=2) for tensor in row), strict=True)
+        parts = zip(*(tensor.split(parts_of(lengths), dim=2) for tensor in row), strict=True)
         attended = []
         for document in lengths:
             if isinstance(document, tuple):

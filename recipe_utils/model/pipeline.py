@@ -73,6 +73,9 @@ class Pipeline:
             _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
             for index, stage in stages.items()
         ]
+        # NCCL makes a group's communicator at its first call, where all ranks must meet. In 1F1B that would be a
+        # batch of sends and receives which some ranks reach only after they were sent something.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._schedule_class = SCHEDULES[schedule]
         self._takes_one_stage = not has_several_stages_per_rank(schedule)
         self.group = group

@@ -10,34 +10,48 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.text import ModelLimits
-from recipe_utils.model.document_mask import other_attention
+from recipe_utils.model.packed_attention import Way, choose, other_attention
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
+
+_NUM_LENGTHS_OF_FLEX = 4
+"""Of packed rows where each is compiled for: more are more compilations, fewer more padding."""
+_ROW_MULTIPLE = 128
+"""What rows on CUDA are padded to a multiple of [slots]: tiles of its matrix products, and blocks of flex
+attention. Not measured."""
 
 
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
     """What samples, rows and their costs depend on.
 
     Args:
-        model: whole, in any place; may be on the meta device.
+        model: whole, in the precision that it computes in; may be on the meta device.
         device: that it will compute on.
         compiles: whether its layers will be compiled.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
-    num_row_lengths = None
-    if compiles or device.type != "cpu":
-        # Compiled code and flex attention are made for each shape that they meet.
-        num_row_lengths = 1 if compiles else 4
+    attention = choose(model, device)
+
+    def num_row_lengths(way: Way) -> int | None:
+        # Compiled layers and flex attention are made for each shape that they meet.
+        if compiles:
+            return 1
+        return _NUM_LENGTHS_OF_FLEX if way == "flex" else None
+
     return ModelLimits(
         vocab_size,
         max_seq_len,
         MicrobatchCost(
             costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
         ),
-        other_attention(model),
-        num_row_lengths,
+        other_attention=other_attention(model),
+        num_row_lengths=num_row_lengths(attention.way),
+        num_row_lengths_with_two_ends=num_row_lengths(attention.with_two_ends().way),
+        row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
+        packing_problem=attention.problem,
+        packing_problem_with_two_ends=attention.problem_with_two_ends,
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

@@ -173,6 +173,11 @@ class Teacher:
         narrowed = limits._replace(
             vocab_size=min(limits.vocab_size, own.vocab_size),
             other_attention=limits.other_attention or own.other_attention,
+            # In another precision it may attend in another way.
+            num_row_lengths=min(
+                filter(None, (limits.num_row_lengths, own.num_row_lengths)), default=None
+            ),
+            packing_problem=limits.packing_problem or own.packing_problem,
         )
         if own.max_seq_len < limits.max_seq_len:
             narrowed = narrowed._replace(

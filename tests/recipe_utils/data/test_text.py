@@ -297,6 +297,18 @@ def test_packed_rows_have_as_many_lengths_as_asked_for(num_row_lengths, lengths)
     assert {m.counts["slots"] for m in made} <= lengths
 
 
+@pytest.mark.parametrize(
+    ("num_row_lengths", "lengths"), [(None, range(0, 256, 16)), (3, (32, 64, 96))]
+)
+def test_packed_rows_are_whole_multiples_where_that_is_asked_for(num_row_lengths, lengths):
+    limits = {"num_row_lengths": num_row_lengths, "row_multiple": 16}
+    made = microbatches("packed", **limits)
+    slots = {m.counts["slots"] for m in made}
+    assert slots <= set(lengths)
+    assert max(slots) <= text_samples("packed", **limits).longest_row
+    assert all(sum(m.inputs["document_lengths"][0]) == m.counts["slots"] for m in made)
+
+
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 def test_a_microbatch_holds_the_batch_size_times_the_longest_sample_unless_told(name):
     made = microbatches(name, max_tokens=None, tokenizer=tiny.tiny_tokenizer(max_seq_len=40))

@@ -4,16 +4,13 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torchtune.modules import TransformerDecoder
 
-from recipe_utils.model.document_mask import (
-    DocumentMask,
-    _attend,
-    attend_within_documents,
-    ends_mask,
-    other_attention,
-)
+from recipe_utils.data.documents import Documents
+from recipe_utils.model.block_mask import block_mask, sees
+from recipe_utils.model.document_mask import DocumentMask, _attend, attend_within_documents
+from recipe_utils.model.packed_attention import other_attention
 
 CPU = torch.device("cpu")
 MODELS = {"llama": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2_MODEL}
@@ -149,13 +146,6 @@ def test_an_end_sees_what_both_share_and_nothing_of_the_other():
     assert not torch.allclose(seen_by_each_other, logits, rtol=1e-2)
 
 
-def attended_by_flex(q, k, v, lengths):
-    mask_mod = ends_mask(lengths, CPU)
-    size = q.size(2)
-    mask = create_block_mask(mask_mod, len(lengths), None, size, size, CPU)
-    return flex_attention(q, k, v, block_mask=mask)
-
-
 def test_flex_attention_s_mask_is_the_same_as_attention_piece_by_piece():
     lengths = [PAIRS, [(3, 20, 17)]]
     generator = torch.Generator().manual_seed(0)
@@ -163,11 +153,12 @@ def test_flex_attention_s_mask_is_the_same_as_attention_piece_by_piece():
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
     ours = [t.clone().requires_grad_() for t in tensors]
     by_pieces = _attend(*ours, DocumentMask(lengths), 0.0)
-    by_mask = attended_by_flex(*tensors, lengths)  # which has no backward on a CPU
+    mask = block_mask(Documents(lengths))
+    by_mask = flex_attention(*tensors, block_mask=mask)  # which has no backward on a CPU
     torch.testing.assert_close(by_pieces, by_mask, rtol=1e-12, atol=1e-12)
     weights = torch.randn(shape, generator=generator, dtype=torch.float64)
     (by_pieces * weights).sum().backward()
-    dense = create_mask(ends_mask(lengths, CPU), 2, 1, 40, 40, CPU)
+    dense = create_mask(sees(Documents(lengths)), 2, 1, 40, 40, CPU)
     plain = [t.clone().requires_grad_() for t in tensors]
     attended = nn.functional.scaled_dot_product_attention(*plain, attn_mask=dense)
     torch.testing.assert_close(by_pieces, attended, rtol=1e-12, atol=1e-12)

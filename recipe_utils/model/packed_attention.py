@@ -1,0 +1,190 @@
+"""Which attention packed rows are computed with, and what it needs of the machine.
+
+| way | computes | needs |
+| --- | --- | --- |
+| ``by_document`` | scaled_dot_product_attention, document by document | nothing; one kernel per document and layer |
+| ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a head width that it takes |
+| ``flex`` | flex attention with a block mask | CUDA, Triton, few lengths of rows |
+| ``dense`` | the model's own attention with a mask [b, s, s] | another attention than torchtune's own |
+"""
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
+
+Way = Literal["varlen", "flex", "by_document", "dense"]
+
+_DTYPES_OF_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
+_RECOMPILE_LIMIT = 64
+"""Variants of one compiled function: lengths of rows, times training and validation, times models."""
+
+
+class PackedAttention(NamedTuple):
+    """How a model attends within the documents of packed rows."""
+
+    way: Way
+    why: str
+    """In words that follow ``way``."""
+    problem: str | None = None
+    """Why it cannot, and what to set instead; None if it can."""
+    problem_with_two_ends: str | None = None
+    """The same of documents with two ends, where they take another way."""
+
+    def with_two_ends(self) -> "PackedAttention":
+        """How it attends where documents of a microbatch have two ends."""
+        if self.way != "varlen":
+            return self
+        why = (
+            "documents have two ends, and FlashAttention has no mask that hides one from the other"
+        )
+        return PackedAttention("flex", why, self.problem or self.problem_with_two_ends)
+
+
+def self_attentions(model: nn.Module) -> list[Any]:
+    """The self-attention of each layer."""
+    layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
+    return [layer.attn for layer in layers]
+
+
+def other_attention(model: nn.Module) -> str | None:
+    """The kind of self-attention that is not torchtune's own, which alone keeps documents apart by itself.
+
+    None if ``model`` has no other.
+    """
+    attentions = self_attentions(model)
+    others = [
+        type(module).__name__ for module in attentions if type(module) is not MultiHeadAttention
+    ]
+    if not attentions:
+        return type(model).__name__
+    return others[0] if others else None
+
+
+def ask_for(model: nn.Module, way: str | None) -> None:
+    """Notes on a model what ``packed_attention`` asks for, where :func:`choose` looks for it."""
+    model.asked_packed_attention = way  # type: ignore[assignment]
+
+
+def choose(model: nn.Module, device: torch.device) -> PackedAttention:
+    """How ``model`` attends within documents on ``device``.
+
+    As it was asked for; else on CUDA ``varlen`` where FlashAttention computes the same function without a wish
+    for more exactness, ``flex`` where it does not.
+
+    Args:
+        model: whole or a stage, in any place, in the precision that it computes in.
+        device: of the microbatches.
+    """
+    other = other_attention(model)
+    if other is not None:
+        return PackedAttention("dense", f"{other} takes nothing but a mask [b, s, s]")
+    asked: Any = getattr(model, "asked_packed_attention", None)
+    dtype = next(model.parameters()).dtype
+    if device.type != "cuda":
+        return PackedAttention("by_document", f"the device is {device.type}")
+
+    against_varlen = _against_varlen(model, dtype, device)
+    way, why = asked, "packed_attention asks for it"
+    if asked is None:
+        way, why = _by_itself(model, dtype, against_varlen)
+    problem = None
+    if way == "varlen" and against_varlen is not None:
+        problem = (
+            f"packed_attention=varlen: {against_varlen}; set packed_attention=flex, or leave it out"
+        )
+    subject = "packed_attention=flex: it"
+    if asked is None:
+        subject = f"packed_attention=null: it is flex here ({why}), and it"
+    if way == "varlen":
+        subject = f"packed_attention={asked or 'null'}: pairs with prefix_sharing take flex attention, which"
+    of_flex = None if way == "by_document" else _problem_of_flex(model, dtype, subject)
+    if way == "flex":
+        return PackedAttention(way, why, of_flex)
+    return PackedAttention(way, why, problem, of_flex)
+
+
+def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None) -> tuple[Way, str]:
+    if _dropout(model) > 0:
+        return "by_document", f"attn_dropout={_dropout(model)}, which the others have not"
+    if dtype not in _DTYPES_OF_KERNELS:
+        return "by_document", f"no kernel of the others computes in {dtype}"
+    if against_varlen is not None:
+        return "flex", against_varlen
+    if torch.are_deterministic_algorithms_enabled():
+        return (
+            "flex",
+            "cudnn_deterministic_mode asks for the same bits, and FlashAttention's backward adds in any order",
+        )
+    return "varlen", f"FlashAttention computes in {_name(dtype)}"
+
+
+def _dropout(model: nn.Module) -> float:
+    return max(float(attention.attn_dropout) for attention in self_attentions(model))
+
+
+def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What FlashAttention does not take; as torch 2.11 to 2.15 check it in flash_api.cpp."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention does not compute in {_name(dtype)}"
+    if _dropout(model) > 0:
+        return f"it has no attn_dropout={_dropout(model)}"
+    for head_dim in {attention.head_dim for attention in self_attentions(model)}:
+        # Of the widths above 192 its backward has 256 on every GPU, 224 on some.
+        if head_dim % 8 or head_dim > 256 or 192 < head_dim < 256:
+            return f"FlashAttention does not take heads of width {head_dim}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention needs a GPU of compute capability 8.0"
+    return None
+
+
+def _problem_of_flex(model: nn.Module, dtype: torch.dtype, subject: str) -> str | None:
+    """What flex attention lacks here, in a sentence about ``subject``."""
+    instead = "set packed_attention=by_document"
+    if _dropout(model) > 0:
+        return f"{subject} has no attn_dropout={_dropout(model)}; {instead}"
+    if dtype not in _DTYPES_OF_KERNELS:
+        return f"{subject} does not compute in {_name(dtype)}; {instead}"
+    missing = missing_for_triton()
+    if missing is not None:
+        return f"{subject} compiles with Triton, which needs {missing}; install that, or {instead}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def missing_for_triton() -> str | None:
+    """What Triton needs on this machine to launch a kernel and does not find; None if nothing.
+
+    Triton compiles a launcher in C for each kernel: triton/runtime/build.py looks for ``CC``, gcc and clang, and
+    for the headers of this Python.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"a C compiler ({' or '.join(compilers)} on PATH)"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Python's headers ({header})"
+    return None
+
+
+def raise_recompile_limit() -> None:
+    """Lets a compiled function have more variants than PyTorch's 8.
+
+    Beyond the limit PyTorch runs a function uncompiled, with one warning. Flex attention would make all scores
+    [b, h, s, s] then, several times per layer.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    setattr(config, name, max(getattr(config, name), _RECOMPILE_LIMIT))
