@@ -150,7 +150,7 @@ class _Probe:
             offset += local.numel()
             if parameter.grad is None:
                 continue
-            gradient = self._sample(_local(parameter.grad), start)
+            gradient = self._sample(_local(_placed_as(parameter.grad, parameter)), start)
             had_gradient = (gradient != 0) & gradient.isfinite()
             weights = self._sample(local, start).clone()
             self._parts.append(_Part(parameter, start, weights, had_gradient))
@@ -178,6 +178,14 @@ class _Probe:
 
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Tensor parallel leaves the gradient of an embedding whole that is split over the ranks."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    placed: Tensor = gradient.redistribute(placements=parameter.placements)
+    return placed
 
 
 def _local(tensor: Tensor) -> Tensor:
