@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_map_only
 from torchtune.modules import MultiHeadAttention
 from torchtune.utils import get_logger, log_rank_zero
@@ -177,21 +176,21 @@ def _forward_of_documents(
     return projected
 
 
-_TAKES_SHARED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
     """Takes q [b * s, h, d], k and v [b * s, h or fewer, d] -> [b * s, h, d]."""
+    # Here, because it takes 0.3 seconds and a CPU has no use for it.
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn
     options: dict[str, Any] = {}
     if q.size(1) != k.size(1):
-        if _TAKES_SHARED_KEYS:
+        if _takes_shared_keys(attend):
             options = {"enable_gqa": True}
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
     # Each position sees those before it, of its own document.
-    varlen: Any = varlen_attn  # whose arguments differ over versions
-    attended: Tensor = varlen(
+    attended: Tensor = attend(
         q,
         k,
         v,
@@ -203,6 +202,11 @@ def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
         **options,
     )
     return attended
+
+
+@cache
+def _takes_shared_keys(varlen_attn: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]

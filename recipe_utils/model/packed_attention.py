@@ -119,6 +119,7 @@ def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None)
     if against_varlen is not None:
         return "flex", against_varlen
     if torch.are_deterministic_algorithms_enabled():
+        # FlashAttention has a backward of its own for "error", not for "warn" (attention_backward.cu).
         return (
             "flex",
             "cudnn_deterministic_mode asks for the same bits, and FlashAttention's backward adds in any order",
@@ -131,14 +132,13 @@ def _dropout(model: nn.Module) -> float:
 
 
 def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What FlashAttention does not take; as torch 2.11 to 2.15 check it in flash_api.cpp."""
+    """What FlashAttention does not take, as PyTorch checks it (flash_attn/flash_api.cpp at 03b7c19)."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention does not compute in {_name(dtype)}"
     if _dropout(model) > 0:
         return f"it has no attn_dropout={_dropout(model)}"
     for head_dim in {attention.head_dim for attention in self_attentions(model)}:
-        # Of the widths above 192 its backward has 256 on every GPU, 224 on some.
-        if head_dim % 8 or head_dim > 256 or 192 < head_dim < 256:
+        if head_dim % 8 or head_dim > 256:
             return f"FlashAttention does not take heads of width {head_dim}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "FlashAttention needs a GPU of compute capability 8.0"

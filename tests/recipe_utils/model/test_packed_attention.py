@@ -328,7 +328,15 @@ def test_queries_and_keys_are_normalised_as_torchtune_does(flash_attention_on_a_
 
 def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attention_on_a_cpu):
     """As with torch 2.11, whose varlen_attn has no enable_gqa."""
-    monkeypatch.setattr("recipe_utils.model.document_mask._TAKES_SHARED_KEYS", False)
+    varlen_attn = varlen_module.varlen_attn
+
+    def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size):
+        assert query.shape == key.shape
+        return varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size
+        )
+
+    monkeypatch.setattr(varlen_module, "varlen_attn", of_torch_2_11)
     assert_same_logits_and_gradients(asked(), asked(device=CPU), row_of(ONE_END))
 
 
