@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +105,20 @@ def embedded_config(settings: Settings, name: str, **changes: Any) -> DictConfig
         own |= {"batch_size": 2, "gradient_accumulation_steps": 2}
         own |= {f"model.{key}": value for key, value in _SMALL_MODEL.items()}
         own |= {"model.vocab_size": 384, "model.max_seq_len": 128}
+        _write_few_texts(settings.scratch / "docstrings.json")
     return _changed(cfg, own, changes)
+
+
+def _write_few_texts(path: Path) -> None:
+    """Docstrings of some types, where those of the whole library would take seconds to be found."""
+    if path.exists():
+        return
+    pairs = [
+        (f"What does `{kind.__name__}.{name}` do?", str(getattr(kind, name).__doc__))
+        for kind in (str, bytes, int, list, dict, set)
+        for name in dir(kind)
+    ]
+    path.write_text(json.dumps(pairs))
 
 
 def crafted_config(settings: Settings, name: str, **changes: Any) -> DictConfig:
