@@ -84,7 +84,7 @@ def knows(key: str) -> bool:
     return key in {field.name for field in fields(ModelSettings)}
 
 
-def embedded_config(settings: Settings, name: str, **changes: Any) -> DictConfig:
+def embedded_config(settings: Settings, name: str, /, **changes: Any) -> DictConfig:
     """The embedded 5M config on the device; tokenizer, data and fresh weights are made once.
 
     Args:
@@ -121,7 +121,7 @@ def _write_few_texts(path: Path) -> None:
     path.write_text(json.dumps(pairs))
 
 
-def crafted_config(settings: Settings, name: str, **changes: Any) -> DictConfig:
+def crafted_config(settings: Settings, name: str, /, **changes: Any) -> DictConfig:
     """A config of the shapes of Llama-3.2-1B whose weights and samples are random, made in this process."""
     sizes = _SMALL_MODEL if settings.is_small else _LLAMA_1B
     longest_row = 256 if settings.is_small else 16384

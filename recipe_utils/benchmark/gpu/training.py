@@ -182,15 +182,10 @@ def checkpoints(settings: Settings) -> Result:
 def _resume(settings: Settings, name: str, changes: dict[str, Any]) -> Result:
     """Trains from a checkpoint in the middle, and compares the losses that follow bitwise."""
     half = 2 if settings.is_small else 5
-    config = partial(
-        embedded_config,
-        settings,
-        max_steps_per_epoch=2 * half,
-        save_every_n_steps=half,
-        keep_last_n_checkpoints=None,
-        **changes,
-    )
-    whole, resumed = config(f"whole {name}"), config(f"resumed {name}", resume_from_checkpoint=True)
+    keys = {"max_steps_per_epoch": 2 * half, "save_every_n_steps": half, **changes}
+    keys["keep_last_n_checkpoints"] = None
+    whole = embedded_config(settings, f"whole {name}", **keys)
+    resumed = embedded_config(settings, f"resumed {name}", resume_from_checkpoint=True, **keys)
     losses = train(whole)["loss"][half:]
     middle = f"step_{half}"
     shutil.copytree(Path(whole.output_dir, middle), Path(resumed.output_dir, middle))
