@@ -2,9 +2,10 @@
 
     python -m recipe_utils.benchmark.plans_over_ranks                       # the embedded data
     python -m recipe_utils.benchmark.plans_over_ranks --config my.yaml --num_ranks 8 64
+    python -m recipe_utils.benchmark.plans_over_ranks --overhead_slots 400 --equal_attention_length 29700
 
-Update steps are drawn from the lengths of a config's dataset; costs are those of its cost model. Nothing is
-trained. Columns, medians over the update steps:
+Update steps are drawn from the lengths of a config's dataset; costs are those of its cost model, or of another
+machine whose two constants are given. Nothing is trained. Columns, medians over the update steps:
 
 - slowest / mean: the costliest rank's total over the mean. What replicas that meet once per update step wait.
 - in step: the sum over rounds of the costliest microbatch, over the mean rank's total. What ranks that gather
@@ -41,6 +42,15 @@ def main() -> None:
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 8, 64, 512, 4096])
     parser.add_argument("--samples_per_rank", type=int, default=16)
     parser.add_argument("--num_update_steps", type=int, default=5)
+    parser.add_argument(
+        "--overhead_slots",
+        type=float,
+        default=MEASURED_COSTS["cpu"].overhead_slots,
+        help="of a microbatch",
+    )
+    parser.add_argument(
+        "--equal_attention_length", type=float, help="[tokens]; the model's, on a CPU, by default"
+    )
     args = parser.parse_args()
 
     cfg: Any = OmegaConf.load(args.config)
@@ -49,10 +59,8 @@ def main() -> None:
     samples = [dataset[i] for i in range(len(dataset))]
 
     model = build_on_meta(partial(config.instantiate, cfg.model), ModelSettings())
-    costs = MEASURED_COSTS["cpu"]
-    cost = MicrobatchCost(
-        costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
-    )
+    own_length = equal_attention_length(model) / MEASURED_COSTS["cpu"].attention_slowness
+    cost = MicrobatchCost(args.overhead_slots, args.equal_attention_length or own_length)
     max_tokens = cfg.get("max_tokens_per_microbatch") or cfg.batch_size * tokenizer.max_seq_len
 
     print(
