@@ -30,6 +30,7 @@ class Log:
         self._is_shown = is_shown
         self._writers: dict[str, Any] = {}
         self._failed: set[str] = set()
+        self._begins_at: tuple[int, str] | None = None
 
     def info(self, text: str) -> None:
         """Says a line, unless it is empty."""
@@ -46,14 +47,8 @@ class Log:
         self._writers[name] = metric_logger
 
     def begin(self, global_step: int, run_id: str) -> None:
-        """Opens the file of metrics at an update step, 0 for a new run; puts another run's aside."""
-        if self._is_shown:
-            try:
-                self.add(
-                    METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, global_step, run_id)
-                )
-            except OSError as error:
-                self._tell(METRICS_FILE, error)
+        """Says where the run is when metrics come: their file is made, or gone on with, at the first of them."""
+        self._begins_at = (global_step, run_id) if self._is_shown else None
 
     def log_config(self, cfg: Any) -> None:
         """Gives the config to the loggers."""
@@ -62,6 +57,12 @@ class Log:
 
     def write(self, step: int, metrics: Mapping[str, Any], also: Mapping[str, Any]) -> None:
         """Metrics of an update step; those in ``also`` go to the file alone."""
+        if self._begins_at is not None:
+            begins_at, self._begins_at = self._begins_at, None
+            try:
+                self.add(METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, *begins_at))
+            except OSError as error:
+                self._tell(METRICS_FILE, error)
         for name in self._writers:
             own = also if name == METRICS_FILE else {}
             self._call(name, "log_dict", {**own, **metrics}, step=step)

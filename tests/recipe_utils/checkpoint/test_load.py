@@ -319,7 +319,10 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     assert read_state(tmp_path / "step_1") == state(1)
     (tmp_path / "step_1" / "state.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match=re.escape("state.json: it has ['frozen', 'run_id'] instead of")
+        CheckpointError,
+        match=re.escape(
+            "state.json: it has ['best_val_loss', 'frozen', 'num_tokens_seen', 'run_id'] instead of"
+        ),
     ):
         read_state(tmp_path / "step_1")
 
