@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from recipe_runs import recipe_class, run_recipe
 from safetensors.torch import save_file
 
+from recipe_utils.run.log import read_metrics
+
 
 def refused(config):
     """The text of the error that the recipe raises before it trains."""
@@ -285,4 +287,6 @@ def test_a_bad_sample_is_named_before_its_update_step(case, num_workers, tiny_co
     (text,) = run_distributed(train_into_error, 1, config)
     assert "sample 5 of dataset" in text
     assert expected in text
-    assert not os.listdir(tmp_path / "out")
+    # Of the update step before it there are metrics; there is no checkpoint and no model.
+    assert os.listdir(tmp_path / "out") == ["logs"]
+    assert [line["step"] for line in read_metrics(tmp_path / "out/logs/metrics.jsonl")] == [1]
