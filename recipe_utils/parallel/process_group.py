@@ -21,7 +21,6 @@ from recipe_utils.settings import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 _POLL_SECONDS = 0.001
-_LAST_WORDS = f"last_words/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _PATIENCE_SECONDS = 30.0
 """How long a rank that leaves waits for another to say why."""
 
@@ -176,19 +175,24 @@ def tell_last(text: str | None) -> None:
             store = _launchers_store()
             store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
             if os.environ["RANK"] == "0":
-                text = text or store.get(f"{_LAST_WORDS}/text").decode()
+                text = text or store.get(_last_words("text")).decode()
             else:
                 if text is not None:
-                    store.set(f"{_LAST_WORDS}/text", text)
-                store.wait([f"{_LAST_WORDS}/told"])
+                    store.set(_last_words("text"), text)
+                store.wait([_last_words("told")])
                 return
     if text is not None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     if store is not None:
         with suppress(Exception):
-            store.set(f"{_LAST_WORDS}/told", "told")
+            store.set(_last_words("told"), "told")
 
 
 def _launchers_store() -> Store:
     store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return store
+
+
+def _last_words(what: str) -> str:
+    """A key of this start of the ranks; the launcher's store holds those of earlier ones, too."""
+    return f"last_words/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
