@@ -23,7 +23,7 @@ from recipe_utils.optim.optimizer import (
 AnyOptimizer = Optimizer | OptimizerInBackward
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-_STAGE = re.compile(r"^stage_\d+\.")
+_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # inside names, too: of a teacher beside its student
 # How a step is computed, not what: the resumed run's own choice stands.
 _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 

@@ -88,13 +88,15 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
             )
         logits_of = decoder.unembed
 
-        def unembed(hidden: Tensor) -> Tensor:
+        def unembed(hidden: Tensor) -> Any:
             if not targets_in_forward:
                 return logits_of(hidden)
-            sums: Tensor = loss_fn(
+            found: Any = loss_fn(
                 decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
             )
-            return sums if sums.dim() else torch.stack([sums])  # no view, of which FSDP2 warns
+            if isinstance(found, Tensor) and found.dim() == 0:
+                return torch.stack([found])  # no view, of which FSDP2 warns
+            return found
 
         decoder.unembed = unembed
         return

@@ -3,23 +3,20 @@
 Shapes: n target tokens of a microbatch, d the model's width, v its vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.model.build import ModelSettings, build_model
 from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.forward_only import ForwardOnly
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
-from recipe_utils.model.stages import Stages
 from recipe_utils.model.weights import load_weights
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings import naming
@@ -68,13 +65,12 @@ class FrozenModel:
             model = build_model(make_model, prepare, modules, ranks, pipeline)
         with naming("teacher_checkpointer"):
             load_weights(model, checkpoint, modules, ranks.device)
-        self._model = model.requires_grad_(False).eval()
-        self._pipeline = build_pipeline(model, pipeline, modules.torch_dtype, ranks)
-        self._with_output: Any = model  # None where the last stage is on another rank
-        if isinstance(model, Stages):
-            self._with_output = model.by_index().get(model.whole.num_stages - 1)
+        frozen = model.requires_grad_(False).eval()
+        stages = build_pipeline(frozen, pipeline, modules.torch_dtype, ranks)
+        self._forward = ForwardOnly(frozen, stages, ranks.device)
+        self.output_layer = self._forward.output_layer
+        """See :meth:`recipe_utils.model.forward_only.ForwardOnly.output_layer`."""
 
-    @torch.no_grad()
     def hidden_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Hidden states [n, d] by the microbatch's index; empty on ranks without the last stage.
 
@@ -84,13 +80,7 @@ class FrozenModel:
         Raises:
             ValueError: they are NaN or infinite; looked at on a CPU only, where nobody waits for it.
         """
-        if self._pipeline is not None:
-            hidden = self._pipeline.outputs(microbatches)
-        else:
-            hidden = {
-                index: self._model(**microbatch.inputs, targets=microbatch.targets)
-                for index, microbatch in enumerate(to_device_ahead(microbatches, self._device))
-            }
+        hidden = self._forward.outputs(microbatches)
         if self._device.type == "cpu" and not all(
             each.isfinite().all() for each in hidden.values()
         ):
@@ -99,28 +89,6 @@ class FrozenModel:
                 "or set teacher_dtype=fp32"
             )
         return hidden
-
-    @contextmanager
-    def output_layer(self) -> Iterator[Any]:
-        """Its output layer, [c, d] -> [c, v], with a weight that can be read until the end of the block.
-
-        None on ranks without the last stage.
-        """
-        if self._with_output is None:
-            yield None
-            return
-        output = getattr(self._with_output, "decoder", self._with_output).output
-        # PyTorch's schedules reshard stages at their end, a forward the root.
-        holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
-        for holder in holders:
-            holder.unshard()
-            # As a unit of its own the output layer would let go of its weight after every chunk.
-            holder.set_reshard_after_forward(False, recurse=False)
-        try:
-            yield output
-        finally:
-            for holder in holders:
-                holder.reshard()
 
 
 def output_layer_alone(

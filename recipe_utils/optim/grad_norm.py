@@ -1,7 +1,7 @@
 """The norm of all gradients together, and clipping to it."""
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
@@ -21,7 +21,10 @@ class OverStages(Protocol):
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float | None = None, pipeline: OverStages | None = None
+    model: nn.Module,
+    max_norm: float | None = None,
+    pipeline: OverStages | None = None,
+    is_of_part: Callable[[str], bool] | None = None,
 ) -> Tensor | None:
     """Clips gradients to ``max_norm`` in place and returns their norm before, shape [].
 
@@ -34,11 +37,12 @@ def clip_grad_norm_(
         model: or the pipeline stages on this rank.
         max_norm: of all gradients together; None measures and changes nothing.
         pipeline: that the stages belong to; None for a model in one piece.
+        is_of_part: takes a parameter's name, as wrapped; those of which it is False are left alone.
     """
     tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
     parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and (is_of_part is None or is_of_part(name)):
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             parameters_by_mesh[mesh].append(parameter)
 
@@ -60,6 +64,34 @@ def clip_grad_norm_(
         for group in parameters_by_mesh.values():
             nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
     return total_norm
+
+
+def clip_grad_norm_by_part_(
+    model: nn.Module,
+    parts: Sequence[str],
+    max_norm: float | None = None,
+    pipeline: OverStages | None = None,
+) -> Tensor | None:
+    """Clips the gradients of each part of a model to ``max_norm``; returns the norm of all before, shape [].
+
+    None if there is no gradient.
+
+    Args:
+        model: see :func:`clip_grad_norm_`.
+        parts: names of modules; all others together are one part more.
+        max_norm: of each part by itself.
+        pipeline: see :func:`clip_grad_norm_`.
+    """
+
+    def part_of(name: str) -> str | None:
+        return next((part for part in parts if f".{part}." in f".{name}"), None)
+
+    norms = [
+        clip_grad_norm_(model, max_norm, pipeline, lambda name, part=part: part_of(name) == part)  # type: ignore[misc]
+        for part in (None, *parts)
+    ]
+    known = [norm for norm in norms if norm is not None]
+    return torch.linalg.vector_norm(torch.stack(known)) if known else None
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

@@ -171,6 +171,14 @@ class Ranks:
         """A gloo group of all ranks, apart from the others; background threads each need their own."""
         return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
 
+    def new_dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks of :attr:`dp_peers` on the device's backend; None where this one holds all data. All ranks together."""
+        if self.dp_degree == 1:
+            return None
+        by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, self.dp_degree)
+        own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
+        return own
+
     def leave(self) -> None:
         """Ends the process group, if it was made here."""
         if self.owns_process_group and dist.is_initialized():

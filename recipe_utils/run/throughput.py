@@ -39,6 +39,8 @@ class Throughput:
             Of what the samples' kind counts:
             ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
             ``real_tokens_per_second_per_gpu``: the same of all tokens but padding.
+            ``images_per_second_per_gpu``: images over all DP ranks / (seconds * world size), each once however
+            many crops it has; ``crop_tokens_per_second_per_gpu``: the same of their tokens in the student.
             ``padding_fraction``: padding slots / slots.
             ``shared_fraction``: tokens that are computed once instead of twice / all tokens but padding.
             ``data_wait_seconds``: mean per update step, on this rank.
@@ -48,6 +50,8 @@ class Throughput:
         for name, figure in (
             ("target_tokens", "tokens_per_second_per_gpu"),
             ("real_tokens", "real_tokens_per_second_per_gpu"),
+            ("images", "images_per_second_per_gpu"),
+            ("crop_tokens", "crop_tokens_per_second_per_gpu"),
         ):
             if name in self._totals:
                 figures[figure] = self._totals[name] / rank_seconds

@@ -1,0 +1,224 @@
+"""What a student of images learns from its own moving average: crops, masked patches, spread and Gram.
+
+Shapes: g images of a microbatch, each with 2 global and L local crops; m masked patches, P patches of a global
+crop; d the backbone's width, b a bottleneck's.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipe_utils.data.views import ViewTargets
+from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
+from recipe_utils.loss.gram import gram_loss
+from recipe_utils.loss.spreading import koleo_loss
+from recipe_utils.model.heads import SelfDistillationHeads
+
+SUMS = (
+    "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
+)  # fmt: skip
+"""What the loss returns sums over images of: what is differentiated; cross-entropy [nats] of local crops, of global
+crops and of masked patches; KoLeo; Gram; the entropy of a crop's target [nats]. None is weighted but the first."""
+
+_KL, _ENTROPY = 0, 3  # places in recipe_utils.loss.distillation.SUMS
+
+
+class TeacherViews(NamedTuple):
+    """What is said of a microbatch's crops before its student is asked."""
+
+    crops: TeacherHidden
+    """Of the global crops: bottlenecks [2 * g, b], prototypes, and log_u of the update step."""
+    patches: TeacherHidden
+    """Of the masked patches: bottlenecks [m, b], and the same."""
+    gram: Tensor | None = None
+    """An earlier teacher's states of all patches of global crops, [2 * g * P, d]."""
+    koleo: tuple[Tensor, Tensor] | None = None
+    """Of the first of two passes: KoLeo's gradient for the cls states of global crops [g, 2, d], and its mean []."""
+
+
+class SelfDistillationLoss:
+    """sum over images of w_d DINO + w_i iBOT + w_k KoLeo + w_g Gram; each a mean within its image.
+
+    DINO is the mean over all pairs of a student's crop and a global crop of the teacher's that is another one
+    (Caron et al., arXiv:2104.14294, equation 2); iBOT the mean over masked patches of a crop, then over both
+    global crops (Zhou et al., arXiv:2111.07832, equation 2); both are cross-entropies with Sinkhorn-Knopp's
+    targets. A crop without a masked patch adds nothing.
+
+    Called with a microbatch of which no teacher has said anything it returns the cls states of global crops,
+    [g, 2, d]: the first of KoLeo's two passes.
+
+    Args:
+        dino_weight: w_d. A term of weight 0 is not computed.
+        ibot_weight: w_i.
+        koleo_weight: w_k.
+        gram_weight: w_g.
+        student_temperature: the teacher's may follow a schedule, see ``teacher_temperature``.
+        rows_per_chunk: compared with all prototypes at once.
+    """
+
+    takes_hidden_states = True
+    """See :class:`recipe_utils.loss.head.LinearLoss`."""
+
+    def __init__(  # a formula's constants
+        self,
+        dino_weight: float = 1.0,
+        ibot_weight: float = 1.0,
+        koleo_weight: float = 0.1,
+        gram_weight: float = 0.0,
+        student_temperature: float = 0.1,
+        rows_per_chunk: int = 256,
+    ) -> None:
+        self.dino_weight = dino_weight
+        self.ibot_weight = ibot_weight
+        self.koleo_weight = koleo_weight
+        self.gram_weight = gram_weight
+        self._divergence = LinearDistillationLoss(
+            "forward",
+            temperature=student_temperature,
+            teacher_temperature=1.0,  # one of its own, so that no square of the student's weighs anything
+            tokens_per_chunk=rows_per_chunk,
+        )
+
+    @property
+    def teacher_temperature(self) -> float:
+        """Of this update step's targets."""
+        return self._divergence.teacher_temperature
+
+    @teacher_temperature.setter
+    def teacher_temperature(self, temperature: float) -> None:
+        self._divergence.teacher_temperature = temperature
+
+    def __call__(
+        self,
+        output: SelfDistillationHeads,
+        hidden: Tensor,
+        targets: ViewTargets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """SUMS over the images of a microbatch, [7], at least fp32; of none 0, with a graph.
+
+        Args:
+            output: the student's heads.
+            hidden: its last states after the final norm, [1, s, d].
+            targets: of the microbatch.
+            backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+        """
+        states = hidden.flatten(0, 1)
+        cls = states.index_select(0, targets.cls_positions)
+        num_images, num_local = targets.num_images, targets.num_local_crops
+        cls_of_global = cls[: 2 * num_images].unflatten(0, (num_images, 2))
+        teacher: TeacherViews | None = targets.teacher
+        if teacher is None:
+            return cls_of_global
+
+        def of_rows(head: Any, rows: Tensor, said: TeacherHidden, weights: Any = None) -> Tensor:
+            found: Tensor = self._divergence.of_rows(
+                head.prototypes, rows, None, said, weights, backward_in_parts
+            )
+            return found
+
+        def cross_entropy(sums: Tensor) -> Tensor:
+            # Of a divergence's gradient, which is the same.
+            return sums[_KL] + sums[_ENTROPY].detach()
+
+        nothing = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        local = of_global = ibot = koleo = gram = entropy = nothing
+        if self.dino_weight:
+            bottlenecks = output.dino(cls)
+            pairs = _pairs_of_crops(num_images, num_local, cls.device)
+            for_global, for_local = (
+                of_rows(
+                    output.dino,
+                    bottlenecks.index_select(0, of_student),
+                    teacher.crops._replace(
+                        hidden=teacher.crops.hidden.index_select(0, of_teacher)
+                    ),
+                )
+                for of_student, of_teacher in pairs
+            )
+            of_global = cross_entropy(for_global) / 2
+            local = cross_entropy(for_local) / (2 * num_local)
+            entropy = for_global[_ENTROPY] / 2
+        if self.ibot_weight:
+            bottlenecks = output.ibot(states.index_select(0, targets.masked_positions))
+            ibot = cross_entropy(
+                of_rows(output.ibot, bottlenecks, teacher.patches, targets.masked_weights / 2)
+            )
+        if self.koleo_weight and teacher.koleo is not None:
+            gradient, mean = teacher.koleo
+            # Its value is the first pass's, its gradient that one's gradient.
+            along = (cls_of_global * gradient).sum()
+            koleo = along - along.detach() + mean * num_images
+        elif self.koleo_weight:
+            koleo = koleo_loss(cls_of_global, targets.koleo_groups)
+        if self.gram_weight:
+            assert teacher.gram is not None
+            patches = states.index_select(0, targets.patch_positions)
+            of_crops = (2 * num_images, len(patches) // max(2 * num_images, 1))
+            gram = gram_loss(*(each.view(*of_crops, -1) if len(each) else each for each in (patches, teacher.gram))) / 2
+        loss = (
+            self.dino_weight * (num_local * local + of_global) / (num_local + 1)
+            + self.ibot_weight * ibot
+            + self.koleo_weight * koleo
+            + self.gram_weight * gram
+        )
+        logged = (local, of_global, ibot, koleo, gram, entropy)
+        return torch.stack([loss, *(each.detach() for each in logged)])
+
+
+class TeacherBottlenecks:
+    """The teacher's head: what Sinkhorn-Knopp and the student's loss need of it, never logits."""
+
+    takes_hidden_states = True
+    """See :class:`recipe_utils.loss.head.LinearLoss`."""
+
+    def __call__(
+        self,
+        output: SelfDistillationHeads,
+        hidden: Tensor,
+        targets: ViewTargets,
+        backward_in_parts: bool = False,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Bottlenecks of global crops [2 * g, b] and of masked patches [m, b]; of images with labels the cls states [g, d]."""
+        states = hidden.flatten(0, 1)
+        cls = states.index_select(0, targets.cls_positions)
+        if targets.labels is not None:
+            return cls
+        masked = states.index_select(0, targets.masked_positions)
+        return output.dino(cls[: 2 * targets.num_images]), output.ibot(masked)
+
+
+class PatchStates:
+    """A Gram teacher's head: its states of all patches of global crops."""
+
+    takes_hidden_states = True
+    """See :class:`recipe_utils.loss.head.LinearLoss`."""
+
+    def __call__(
+        self,
+        output: SelfDistillationHeads,
+        hidden: Tensor,
+        targets: ViewTargets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns [2 * g * P, d] of hidden [1, s, d]."""
+        return hidden.flatten(0, 1).index_select(0, targets.patch_positions)
+
+
+SinkhornOver = Literal["update_step", "microbatch"]
+
+
+def _pairs_of_crops(
+    num_images: int, num_local: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Crops of the student and of the teacher that are compared: indices of both, of global and of local crops.
+
+    In the order of a microbatch's cls tokens: image by image its two global crops, then image by image its
+    local ones.
+    """
+    of_teacher = torch.arange(2 * num_images, device=device)
+    local = torch.arange(num_images * num_local, device=device)
+    image_of_local = local // max(num_local, 1)
+    of_local = torch.cat([2 * image_of_local, 2 * image_of_local + 1])
+    return [(of_teacher ^ 1, of_teacher), (2 * num_images + local.repeat(2), of_local)]

@@ -1,0 +1,85 @@
+"""KoLeo: a loss that spreads images over the sphere, by each one's nearest neighbour among others.
+
+-log of the distance to the nearest of a group (Kozachenko and Leonenko's entropy estimate; Sablayrolles et al.,
+arXiv:1806.03198, section 3.3; for self-supervision DINOv2, arXiv:2304.07193). It couples all images of a group, so
+whoever splits an update step must not split a group, or must know all embeddings first
+(:func:`gradient_of_all`).
+
+Shapes: n images, v crops of each, d width of an embedding.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_utils.loss.chunks import sum_dtype
+
+_SMALLEST = 1e-8
+"""Added to a distance, or two images that are one would have an infinite loss."""
+
+
+def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
+    """Sum over images of the mean over their crops of -log(distance to the nearest neighbour), [].
+
+    Crops are compared with the same crop of other images, never with another one of their own. An image that
+    is alone in its group has no neighbour and adds nothing. At least fp32.
+
+    Args:
+        embeddings: [n, v, d] of any length; it is their directions that are compared.
+        groups: of each image, [n], whole numbers; below 0 for no image at all.
+    """
+    if len(embeddings) == 0:
+        return embeddings.sum()  # 0, with a graph
+    directions = F.normalize(embeddings.to(sum_dtype(embeddings)), dim=-1).transpose(0, 1)
+    is_other = (groups[:, None] == groups) & (groups >= 0)
+    is_other.fill_diagonal_(False)
+    with torch.no_grad():
+        cosines = directions @ directions.transpose(1, 2)  # [v, n, n]
+        nearest = cosines.masked_fill_(~is_other, -2).argmax(-1)  # [v, n]
+    neighbours = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
+    # Of an image without a neighbour the distance could be 0, whose gradient is NaN even where it is not taken.
+    has_neighbour = is_other.any(1)
+    differences = torch.where(has_neighbour[:, None], directions - neighbours, 1)
+    losses = -(torch.linalg.vector_norm(differences, dim=-1) + _SMALLEST).log()
+    return torch.where(has_neighbour, losses, 0).sum() / embeddings.size(1)
+
+
+def gradient_of_all(
+    embeddings: Tensor, max_images: int, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of :func:`koleo_loss` with all images of all ranks in one group, for those of this rank.
+
+    The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983): embeddings
+    without a graph, their gradient, and then the images again with a graph, from whose embeddings the
+    gradient is handed on.
+
+    Args:
+        embeddings: of this rank, [n, v, d].
+        max_images: n of the fullest rank, or more; the same on all.
+        group: ranks that hold different images; None for this one alone.
+
+    Returns:
+        The gradient [n, v, d], and the mean of the loss over all images, [].
+    """
+    own = embeddings.detach().to(sum_dtype(embeddings))
+    groups = torch.zeros(len(own), dtype=torch.int64, device=own.device)
+    first = 0
+    if group is not None:
+        padding = max_images - len(own)
+        own_padded = F.pad(own, (0, 0, 0, 0, 0, padding))
+        of_ranks = [torch.empty_like(own_padded) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(of_ranks, own_padded, group=group)
+        groups_padded = F.pad(groups, (0, padding), value=-1)
+        groups_of_ranks = [torch.empty_like(groups_padded) for _ in of_ranks]
+        dist.all_gather(groups_of_ranks, groups_padded, group=group)
+        first = dist.get_rank(group) * max_images
+        everything, groups = torch.cat(of_ranks), torch.cat(groups_of_ranks)
+    else:
+        everything = own
+    with torch.enable_grad():
+        everything.requires_grad_()
+        loss = koleo_loss(everything, groups)
+        (gradient,) = torch.autograd.grad(loss, everything)
+    mean = loss.detach() / (groups >= 0).sum().clamp(min=1)
+    return gradient[first : first + len(own)], mean
