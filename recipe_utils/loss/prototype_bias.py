@@ -56,11 +56,11 @@ def prototype_bias(
 
 
 @torch.no_grad()
-def num_prototypes_used(  # what tells targets
+def num_prototypes_used(
     rows: Sequence[Tensor],
     weight: Tensor,
     temperature: float,
-    bias: Tensor,
+    biases: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     rows_per_chunk: int = 256,
 ) -> Tensor:
@@ -70,13 +70,14 @@ def num_prototypes_used(  # what tells targets
         rows: as :func:`prototype_bias` takes them.
         weight: likewise.
         temperature: likewise.
-        bias: log_u [k].
+        biases: log_u [k] of each microbatch.
         group: likewise.
         rows_per_chunk: likewise.
     """
-    is_used = torch.zeros_like(bias)
-    for logits in _scaled_logits(rows, weight, temperature, rows_per_chunk):
-        is_used[(logits + bias).argmax(1)] = 1
+    is_used = torch.zeros_like(biases[0])
+    for each, bias in zip(rows, biases, strict=True):
+        for logits in _scaled_logits([each], weight, temperature, rows_per_chunk):
+            is_used[(logits + bias).argmax(1)] = 1
     if group is not None:
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=group)
     return is_used.sum()

@@ -4,9 +4,12 @@ Shapes: g images of a microbatch, each with 2 global and L local crops; m masked
 crop; d the backbone's width, b a bottleneck's.
 """
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from recipe_utils.data.views import ViewTargets
@@ -14,6 +17,7 @@ from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.spreading import koleo_loss
 from recipe_utils.model.heads import SelfDistillationHeads
+from recipe_utils.settings import ROOM, Count, Positive
 
 SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
@@ -22,6 +26,56 @@ SUMS = (
 crops and of masked patches; KoLeo; Gram; the entropy of a crop's target [nats]. None is weighted but the first."""
 
 _KL, _ENTROPY = 0, 3  # places in recipe_utils.loss.distillation.SUMS
+
+
+_Weight = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=ROOM)
+class ObjectiveSettings:
+    """What is compared, and how much of it is in the loss."""
+
+    dino_loss_weight: _Weight = 1.0
+    """Of crops with the teacher's global crops; each term is a mean over images, and one of weight 0 is not
+    computed."""
+    ibot_loss_weight: _Weight = 1.0
+    """Of masked patches with the teacher's, which sees them."""
+    koleo_loss_weight: _Weight = 0.1
+    """Of the spread of images."""
+    gram_loss_weight: _Weight = 0.0
+    """Of how patches resemble each other, as an earlier teacher saw it."""
+    gram_over: Literal["image", "batch"] = "image"
+    """Which patches are compared; ``batch`` is refused, since it would couple all images of a microbatch."""
+    gram_teacher_every_n_steps: Count | None = None
+    """Makes the moving average the Gram teacher after every so many update steps, the first time at the start."""
+    sinkhorn_iterations: Count = 3
+    """Of Sinkhorn-Knopp's scaling of prototypes, then crops."""
+    sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
+    """Which crops and patches share the prototypes evenly; with ``microbatch`` those of one alone, so that the
+    gradient depends on the split."""
+    student_temperature: Positive = 0.1
+    """Divides the student's logits."""
+    knn_neighbors: Count = 20
+    """Whose votes tell the class of an image of ``dataset_val``."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys."""
+        weights = {
+            name: getattr(self, name)
+            for name in ("dino_loss_weight", "ibot_loss_weight", "koleo_loss_weight", "gram_loss_weight")
+        }
+        if not any(weights.values()):
+            yield f"{', '.join(weights)}: all are 0, so nothing would be learned; set one above 0"
+        if self.gram_over == "batch":
+            yield (
+                "gram_over=batch: it compares patches of different images, so the gradient would depend on how "
+                "an update step is split; set gram_over=image"
+            )
+        if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
+            yield (
+                f"gram_loss_weight={self.gram_loss_weight}: there is no Gram teacher; set "
+                "gram_teacher_every_n_steps, or gram_loss_weight=0"
+            )
 
 
 class TeacherViews(NamedTuple):
@@ -49,33 +103,19 @@ class SelfDistillationLoss:
     [g, 2, d]: the first of KoLeo's two passes.
 
     Args:
-        dino_weight: w_d. A term of weight 0 is not computed.
-        ibot_weight: w_i.
-        koleo_weight: w_k.
-        gram_weight: w_g.
-        student_temperature: the teacher's may follow a schedule, see ``teacher_temperature``.
+        settings: the weights, of which a term of weight 0 is not computed, and the student's temperature; the
+            teacher's follows a schedule, see ``teacher_temperature``.
         rows_per_chunk: compared with all prototypes at once.
     """
 
     takes_hidden_states = True
     """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
-    def __init__(  # a formula's constants
-        self,
-        dino_weight: float = 1.0,
-        ibot_weight: float = 1.0,
-        koleo_weight: float = 0.1,
-        gram_weight: float = 0.0,
-        student_temperature: float = 0.1,
-        rows_per_chunk: int = 256,
-    ) -> None:
-        self.dino_weight = dino_weight
-        self.ibot_weight = ibot_weight
-        self.koleo_weight = koleo_weight
-        self.gram_weight = gram_weight
+    def __init__(self, settings: ObjectiveSettings, rows_per_chunk: int = 256) -> None:
+        self.settings = settings
         self._divergence = LinearDistillationLoss(
             "forward",
-            temperature=student_temperature,
+            temperature=settings.student_temperature,
             teacher_temperature=1.0,  # one of its own, so that no square of the student's weighs anything
             tokens_per_chunk=rows_per_chunk,
         )
@@ -106,7 +146,7 @@ class SelfDistillationLoss:
         """
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
-        num_images, num_local = targets.num_images, targets.num_local_crops
+        weights, num_images, num_local = self.settings, targets.num_images, targets.num_local_crops
         cls_of_global = cls[: 2 * num_images].unflatten(0, (num_images, 2))
         teacher: TeacherViews | None = targets.teacher
         if teacher is None:
@@ -124,7 +164,7 @@ class SelfDistillationLoss:
 
         nothing = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         local = of_global = ibot = koleo = gram = entropy = nothing
-        if self.dino_weight:
+        if weights.dino_loss_weight:
             bottlenecks = output.dino(cls)
             pairs = _pairs_of_crops(num_images, num_local, cls.device)
             for_global, for_local = (
@@ -140,28 +180,28 @@ class SelfDistillationLoss:
             of_global = cross_entropy(for_global) / 2
             local = cross_entropy(for_local) / (2 * num_local)
             entropy = for_global[_ENTROPY] / 2
-        if self.ibot_weight:
+        if weights.ibot_loss_weight:
             bottlenecks = output.ibot(states.index_select(0, targets.masked_positions))
             ibot = cross_entropy(
                 of_rows(output.ibot, bottlenecks, teacher.patches, targets.masked_weights / 2)
             )
-        if self.koleo_weight and teacher.koleo is not None:
+        if weights.koleo_loss_weight and teacher.koleo is not None:
             gradient, mean = teacher.koleo
             # Its value is the first pass's, its gradient that one's gradient.
             along = (cls_of_global * gradient).sum()
             koleo = along - along.detach() + mean * num_images
-        elif self.koleo_weight:
+        elif weights.koleo_loss_weight:
             koleo = koleo_loss(cls_of_global, targets.koleo_groups)
-        if self.gram_weight:
+        if weights.gram_loss_weight:
             assert teacher.gram is not None
             patches = states.index_select(0, targets.patch_positions)
             of_crops = (2 * num_images, len(patches) // max(2 * num_images, 1))
             gram = gram_loss(*(each.view(*of_crops, -1) if len(each) else each for each in (patches, teacher.gram))) / 2
         loss = (
-            self.dino_weight * (num_local * local + of_global) / (num_local + 1)
-            + self.ibot_weight * ibot
-            + self.koleo_weight * koleo
-            + self.gram_weight * gram
+            weights.dino_loss_weight * (num_local * local + of_global) / (num_local + 1)
+            + weights.ibot_loss_weight * ibot
+            + weights.koleo_loss_weight * koleo
+            + weights.gram_loss_weight * gram
         )
         logged = (local, of_global, ibot, koleo, gram, entropy)
         return torch.stack([loss, *(each.detach() for each in logged)])
@@ -204,9 +244,6 @@ class PatchStates:
     ) -> Tensor:
         """Returns [2 * g * P, d] of hidden [1, s, d]."""
         return hidden.flatten(0, 1).index_select(0, targets.patch_positions)
-
-
-SinkhornOver = Literal["update_step", "microbatch"]
 
 
 def _pairs_of_crops(

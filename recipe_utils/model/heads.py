@@ -1,11 +1,18 @@
 """What a self-supervised backbone's states are compared through: projections onto prototypes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
+
+HeadArguments = Annotated[
+    dict[str, Any], MadeWith(1, default="recipe_utils.model.heads.PrototypeHead")
+]
+"""A config's arguments of a :class:`PrototypeHead`, but for the width of what comes in."""
 
 
 class PrototypeHead(nn.Module):
@@ -28,7 +35,7 @@ class PrototypeHead(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        num_prototypes: int,
+        num_prototypes: int = 65536,
         hidden_dim: int = 2048,
         bottleneck_dim: int = 256,
         num_layers: int = 3,
@@ -74,22 +81,22 @@ class SelfDistillationHeads(nn.Module):
 
 
 def with_heads(
-    make_backbone: Callable[[], nn.Module],
-    make_dino: Callable[[int], PrototypeHead],
-    make_ibot: Callable[[int], PrototypeHead],
+    make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
 ) -> Callable[[], nn.Module]:
     """A builder of a backbone with heads in place of its output layer.
 
     Args:
         make_backbone: a :func:`recipe_utils.model.vision_transformer.dinov3_vit`.
-        make_dino: takes the backbone's width.
-        make_ibot: likewise.
+        dino: arguments of :class:`PrototypeHead` for crops, but for the width.
+        ibot: likewise for patches.
     """
 
     def make() -> nn.Module:
-        model = make_backbone()
-        embed_dim: int = model.tok_embeddings.embedding_dim  # type: ignore[union-attr,assignment]
-        model.output = SelfDistillationHeads(make_dino(embed_dim), make_ibot(embed_dim))
-        return model
+        model: Any = make_backbone()
+        embed_dim: int = model.tok_embeddings.embedding_dim
+        model.output = SelfDistillationHeads(
+            PrototypeHead(embed_dim, **dino), PrototypeHead(embed_dim, **ibot)
+        )
+        return model  # type: ignore[no-any-return]
 
     return make

@@ -1,0 +1,108 @@
+"""What changes from update step to update step: pure functions of how many are done, so that nothing need be saved."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
+from torch.optim import Optimizer
+
+from recipe_utils.settings import ROOM, CountOrZero, Positive
+
+_Momentum = Annotated[float, Field(ge=0, le=1)]
+_Decay = Annotated[float, Field(ge=0)]
+_Ratio = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, config=ROOM)
+class ScheduleSettings:
+    """What follows the number of update steps, besides the learning rate."""
+
+    ema_momentum: _Momentum = 0.994
+    """How much of itself the moving average keeps at each update step."""
+    ema_momentum_end: _Momentum | None = None
+    """What that rises to by half a cosine until the training's end; null keeps it."""
+    teacher_temperature: Positive = 0.07
+    """Divides the teacher's logits; below the student's, or nothing is learned from it."""
+    teacher_temperature_start: Positive | None = None
+    """Where it starts, to rise linearly; null is ``teacher_temperature``."""
+    teacher_temperature_warmup_steps: CountOrZero = 0
+    """Update steps until it has risen."""
+    weight_decay_end: _Decay | None = None
+    """What ``optimizer.weight_decay`` becomes by half a cosine until the training's end; null keeps it."""
+    freeze_last_layer_steps: CountOrZero = 0
+    """Update steps in which prototypes stay as they are."""
+    layerwise_lr_decay: _Ratio = 1.0
+    """Learning rate of a layer over that of the next one above; 1 gives all the same."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys."""
+        start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
+        if (start is None) != (warmup == 0):
+            yield (
+                f"teacher_temperature_warmup_steps={warmup}: with teacher_temperature_start="
+                f"{'null' if start is None else start} it says nothing; set both or neither"
+            )
+
+    def temperature_at(self, global_step: int) -> float:
+        """The teacher's, after so many update steps."""
+        start, steps = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
+        if start is None or global_step >= steps:
+            return self.teacher_temperature
+        return start + (self.teacher_temperature - start) * global_step / steps
+
+    def momentum_at(self, global_step: int, num_steps: int) -> float:
+        """The moving average's, after so many update steps of so many."""
+        return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
+
+    def set_weight_decay(self, optimizer: Optimizer, global_step: int, num_steps: int) -> None:
+        """Gives those groups that decay the weight decay after so many update steps."""
+        for group in optimizer.param_groups:
+            if "decays_from" in group and group["decays_from"] > 0:
+                group["weight_decay"] = half_cosine(
+                    group["decays_from"], self.weight_decay_end, global_step, num_steps
+                )
+
+    def groups(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Mapping[str, Any],
+        depth_of: Callable[[str], int],
+        num_depths: int,
+    ) -> list[dict[str, Any]]:
+        """Groups of parameters with a learning rate by depth, and without weight decay for vectors.
+
+        Vectors are biases, norms and scales, which decay would only pull off their place (arXiv:2104.14294).
+        Groups are alike on all ranks, also where a pipeline's stage has nothing for them.
+
+        Args:
+            parameters: that are trained, by name.
+            optimizer: its arguments in the config.
+            depth_of: of a parameter's name, from 0; the deepest have the full learning rate.
+            num_depths: of the whole model.
+        """
+        decay = optimizer.get("weight_decay")
+        depths = range(num_depths) if self.layerwise_lr_decay != 1 else range(num_depths - 1, num_depths)
+        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        for depth in depths:
+            for is_matrix in (False, True):
+                group: dict[str, Any] = {"params": []}
+                if "lr" in optimizer:
+                    group["lr"] = optimizer["lr"] * self.layerwise_lr_decay ** (depths[-1] - depth)
+                if decay is not None:
+                    group |= {"weight_decay": decay * is_matrix, "decays_from": decay * is_matrix}
+                groups[depth, is_matrix] = group
+        for name, parameter in parameters.items():
+            depth = max(depth_of(name), depths[0])
+            groups[depth, parameter.dim() > 1]["params"].append(parameter)
+        return list(groups.values())
+
+
+def half_cosine(start: float, end: float | None, step: int, num_steps: int) -> float:
+    """From ``start`` at step 0 to ``end`` at ``num_steps``; ``start`` all the way where there is no end."""
+    if end is None:
+        return start
+    part = min(step / max(num_steps, 1), 1.0)
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
