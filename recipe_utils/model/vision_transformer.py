@@ -146,15 +146,15 @@ class VisionTransformer(TransformerDecoder):
     """torchtune's decoder over crops: what is alike for all layers is computed once per forward, on every stage.
 
     Args:
-        rope_base: of the rotary positions' wavelengths.
-        drop_path: share of the crops that go without a residual branch.
+        arguments: of :func:`dinov3_vit`, all of them.
         **parts: of :class:`torchtune.modules.TransformerDecoder`.
     """
 
-    def __init__(self, *, rope_base: float, drop_path: float, **parts: Any) -> None:
+    def __init__(self, arguments: dict[str, Any], **parts: Any) -> None:
         super().__init__(**parts)
-        self.rope_base = rope_base
-        self.drop_path = drop_path
+        self.arguments = arguments
+        self.rope_base: float = arguments["rope_base"]
+        self.drop_path: float = arguments["drop_path"]
 
     @property
     def num_draws(self) -> int:
@@ -279,7 +279,7 @@ def attend_within_crops(
     return torch.cat(attended, dim=1).transpose(1, 2)
 
 
-def dinov3_vit(
+def dinov3_vit(  # a model's sizes, each of which configs name
     patch_size: int,
     embed_dim: int,
     num_layers: int,
@@ -358,8 +358,20 @@ def dinov3_vit(
         )
 
     return VisionTransformer(
-        rope_base=rope_base,
-        drop_path=drop_path,
+        {
+            "patch_size": patch_size,
+            "embed_dim": embed_dim,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_registers": num_registers,
+            "num_channels": num_channels,
+            "intermediate_dim": hidden_dim,
+            "use_gated_mlp": use_gated_mlp,
+            "layer_scale_init": layer_scale_init,
+            "drop_path": drop_path,
+            "rope_base": rope_base,
+            "norm_eps": norm_eps,
+        },
         tok_embeddings=PatchEmbedding(patch_size, num_channels, embed_dim, num_registers),
         layers=nn.ModuleList([layer() for _ in range(num_layers)]),
         max_seq_len=_ANY_LENGTH,
