@@ -70,7 +70,7 @@ def layers_of_stages(
         )
     if split_points is None:
         costs = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-        return split_layers(costs, _output_weight(model).numel(), num_stages)
+        return split_layers(costs, _output_cost(model), num_stages)
     borders = [0, *split_points, num_layers]
     if any(start >= stop for start, stop in pairwise(borders)):
         raise ValueError(
@@ -167,6 +167,10 @@ def ties_output(model: Any) -> bool:
     return isinstance(model.output, TiedLinear)
 
 
-def _output_weight(model: Any) -> Tensor:
-    output = model.output
-    return (output.tied_module if ties_output(model) else output).weight
+def _output_cost(model: Any) -> int:
+    """Parameters of the output layer, or of what else takes its place: heads of several layers, or nothing."""
+    output = model.output.tied_module if ties_output(model) else model.output
+    weight = getattr(output, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.numel()
+    return sum(p.numel() for p in output.parameters())
