@@ -182,7 +182,9 @@ def _array_of_pillow(image: Any) -> np.ndarray:
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
         # Pillow reads grey files of 16 bits into 32 where it has no mode for them.
-        is_16_bit = array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
+        is_16_bit = (
+            array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
+        )
         return array.astype(np.uint16) if is_16_bit else array
     if image.mode in ("L", "RGB"):
         return np.asarray(image)

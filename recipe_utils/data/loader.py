@@ -370,7 +370,8 @@ class UpdateStepLoader:
         first = samples_consumed // self.global_batch_size
         permutation = self._permutation(epoch)
         indices_per_step = [
-            self._indices_of(permutation, step, epoch) for step in range(first, self.steps_per_epoch)
+            self._indices_of(permutation, step, epoch)
+            for step in range(first, self.steps_per_epoch)
         ]
         return self.of_samples(indices_per_step, first, stop)
 

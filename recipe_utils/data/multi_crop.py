@@ -157,7 +157,9 @@ class MultiCrop:
         if self.image_transform is not None:
             image = self._transformed(image, seed=int(draws[-1, 0] * 2**53))
         kinds = [0, 1] + [2] * self.num_local_crops
-        crops = [self._crop(image, kind, of_crop) for kind, of_crop in zip(kinds, draws, strict=False)]
+        crops = [
+            self._crop(image, kind, of_crop) for kind, of_crop in zip(kinds, draws, strict=False)
+        ]
         return Crops(np.stack(crops[:2]), np.stack(crops[2:]))
 
     def whole(self, image: np.ndarray) -> np.ndarray:
@@ -303,6 +305,10 @@ def resized_box(image: np.ndarray, box: Box, size: int, interpolation: str) -> n
         [c, size, size].
     """
     top, left, height, width = box
+    # Columns that no filter sees need no rows.
+    margin = int(np.ceil(_FILTERS[interpolation][1] * max(width / size, 1))) + 1
+    first = max(int(left) - margin, 0)
+    image, left = image[:, :, first : int(left + width) + margin + 1], left - first
     rows = _resized_rows(image, top, height, size, interpolation)
     columns = _resized_rows(rows.transpose(0, 2, 1), left, width, size, interpolation)
     return np.ascontiguousarray(columns.transpose(0, 2, 1))
@@ -367,7 +373,7 @@ def with_hue(crop: np.ndarray, shift: float) -> np.ndarray:
         np.where(value == green, (blue - red) / divisor + 2, (red - green) / divisor + 4),
     )
     hue = hue + crop.dtype.type(6 * shift)
-    # Each channel falls from the value by chroma over the hue's distance (Smith 1978, in the form of CSS Color 4).
+    # A channel has the value for half a turn around its own colour, and lacks the chroma for the third opposite.
     channels = []
     for offset in (5, 3, 1):
         place = np.mod(hue + offset, 6)
@@ -426,5 +432,3 @@ def _of_three(name: str, values: Sequence[float]) -> tuple[float, ...]:
             "local ones"
         )
     return tuple(map(float, values))
-
-
