@@ -173,7 +173,11 @@ class DataSettings:
 
 
 class SampleKind(Protocol):
-    """What the loader must know of the samples of an objective: text, pairs, views."""
+    """What the loader must know of the samples of an objective: text, pairs, views.
+
+    A kind whose loss couples samples may have ``block``, an int: so many consecutive samples of an update
+    step, from its first on, stay on one rank.
+    """
 
     counts: Sequence[str]
     """Names of what its microbatches count; of these an update step has totals. From samples that count
@@ -285,6 +289,12 @@ class UpdateStepLoader:
             self._check_that_something_is_taught()
             self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = self.samples_per_rank * ranks.dp_degree
+            self._block: int = getattr(kind, "block", 1)
+            if self.samples_per_rank % self._block:
+                raise ValueError(
+                    f"{self.samples_per_rank} samples per rank and update step are no multiple of the "
+                    f"{self._block} that must be on one rank; set batch_size to a multiple of {self._block}"
+                )
         with naming("last_update_step"):
             self.steps_per_epoch = num_update_steps(
                 len(self.dataset),
@@ -360,16 +370,21 @@ class UpdateStepLoader:
         first = samples_consumed // self.global_batch_size
         permutation = self._permutation(epoch)
         indices_per_step = [
-            update_step_indices(
-                permutation,
-                step,
-                self.global_batch_size,
-                self._ranks.dp_rank,
-                self._ranks.dp_degree,
-            )
+            self._indices_of(permutation, step, epoch)
             for step in range(first, self.steps_per_epoch)
         ]
         return self.of_samples(indices_per_step, first, stop)
+
+    def _indices_of(self, permutation: Tensor, step: int, epoch: int = 0) -> list[int]:
+        return update_step_indices(
+            permutation,
+            step,
+            self.global_batch_size,
+            self._ranks.dp_rank,
+            self._ranks.dp_degree,
+            epoch,
+            self._block,
+        )
 
     def _permutation(self, epoch: int) -> Tensor:
         settings = self.settings
@@ -393,16 +408,7 @@ class UpdateStepLoader:
         indices = torch.tensor(sorted(used))
         num_steps = -(-len(indices) // self.global_batch_size)
         return num_steps, self.of_samples(
-            [
-                update_step_indices(
-                    indices,
-                    step,
-                    self.global_batch_size,
-                    self._ranks.dp_rank,
-                    self._ranks.dp_degree,
-                )
-                for step in range(num_steps)
-            ]
+            [self._indices_of(indices, step) for step in range(num_steps)]
         )
 
     def of_samples(

@@ -103,6 +103,8 @@ class CheckedDataset(Dataset[Sample]):
         name = f"sample {index} of {self.name}"
         try:
             sample = self.dataset[index]
+        except SampleError as error:  # of a dataset that checks what it makes samples of
+            raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
         return self.prepare(sample, name)

@@ -1,0 +1,69 @@
+"""Handwritten digits, which scikit-learn's package holds: images without a download."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+NUM_TRAIN, NUM_TEST = 1400, 397
+SIZE = 16
+"""Side of the images, which are made of 8 x 8 [pixels]."""
+
+
+class DigitsDataset(Dataset[dict[str, Any]]):
+    """Images of digits with their labels.
+
+    Args:
+        images: [n, 1, 16, 16], float32 in [0, 1].
+        labels: [n].
+        numbers: [n], of the images in scikit-learn's order.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> None:
+        self._images, self._labels, self._numbers = images, labels, numbers
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``image`` [1, 16, 16], ``label`` from 0 to 9, and ``name``."""
+        return {
+            "image": self._images[index],
+            "label": int(self._labels[index]),
+            "name": f"digits/{self._numbers[index]}",
+        }
+
+
+def digits_dataset(split: str = "train") -> DigitsDataset:
+    """One of two fixed splits of scikit-learn's 1,797 digits of 8 x 8 pixels, as 16 x 16 in one channel.
+
+    Args:
+        split: ``train``, 1,400 of them, or ``test``, the other 397.
+
+    Raises:
+        ValueError: an unknown split, or scikit-learn is not installed.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split}: set it to train or test")
+    images, labels, order = _load()
+    numbers = order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:]
+    return DigitsDataset(images[numbers], labels[numbers], numbers)
+
+
+@cache
+def _load() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All images, all labels, and the order that is cut into the two splits."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError(
+            f"the digits need scikit-learn ({error}); pip install 'torchtune-update-step[vision]'"
+        ) from error
+    digits = load_digits()
+    small = torch.from_numpy(digits.images).unsqueeze(1) / 16
+    images = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear", align_corners=False)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).numpy()
+    return images.float().numpy(), digits.target, order
