@@ -15,7 +15,7 @@ is trained on what. To change any of it: ``tune cp dinov3_update_step my_recipe.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from recipe_utils.data.views import (
     ViewSamples,
     ViewSettings,
     WholeImages,
+    layout_of,
     load_images,
     of_global_crops,
     of_teacher,
@@ -75,8 +76,9 @@ from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.5", RECIPE_NAME)  # that this file was written for
+recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
 METRICS = (*SUMS, "prototypes_used")
+PARTS = ("output.dino", "output.ibot")  # of gradients each is clipped by itself, and the backbone
 
 
 @dataclass(frozen=True, config=ROOM)
@@ -116,7 +118,7 @@ class Settings:
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.schedules.problems_with(self.objective.student_temperature, self.updates)
+        yield from self.schedules.problems_with(self.objective.student_temperature)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
         yield from self.run.problems_without_text()
         if self.ranks.tensor_parallel_dim > 1:
@@ -158,7 +160,7 @@ class DINOv3Recipe:
         )
         layout, fill = layout_of(whole), settings.pipeline.fill(ranks)
         with naming():
-            views = Views(dataset, transform, settings.views, layout, run.seed)
+            views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
         kind = ViewSamples(settings.data, settings.views, layout)
         self.loader = UpdateStepLoader(views, kind, settings.data, ranks, "dataset", fill)
         self.loader.say_what_an_epoch_is()
@@ -170,7 +172,6 @@ class DINOv3Recipe:
                 self.knn_loaders.append(
                     UpdateStepLoader(whole_images, of_one_crop, data, ranks, name, fill)
                 )
-            check_neighbors(objective.knn_neighbors, len(dataset_knn))
         self.num_steps = settings.run.epochs * self.loader.steps_per_epoch
         self.dp_group = ranks.new_dp_group()
 
@@ -204,7 +205,7 @@ class DINOv3Recipe:
         self.pipeline = stages_of(self.model, num_sums=len(SUMS))
         self.student_again = ForwardOnly(self.model, self.pipeline, ranks.device)
         self.teacher = ForwardOnly(teacher, stages_of(teacher), ranks.device)
-        self.gram_teacher = None
+        self.gram_teacher = self.gram_copy = None
         if "gram_teacher" in models:
             gram_teacher = models["gram_teacher"]
             self.gram_teacher = ForwardOnly(gram_teacher, stages_of(gram_teacher), ranks.device)
@@ -329,7 +330,108 @@ class DINOv3Recipe:
         # With a fused optimizer the host does not wait for the device here.
         if self.nonfinite.admits(grad_norm):
             self.optimizer.step()
-            momentum = schedules.momentum_at(run.global_step, self.num_steps)
-            self.average.update(momentum, grad_norm if self.is_fused else None)
+            self.momentum = schedules.momentum_at(run.global_step, self.num_steps)
+            self.average.update(self.momentum, grad_norm)
+        every = self.settings.objective.gram_teacher_every_n_steps
+        if self.gram_copy is not None and (run.global_step + 1) % every == 0:
+            self.gram_copy.update(0.0)
         self.optimizer.zero_grad(set_to_none=True)
         return torch.cat([metrics, num_used.to(metrics.dtype).reshape(1)]), grad_norm
+
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """Sums over the microbatch's images of what ``SUMS`` names, [7].
+
+        The first is the loss; it is the backbone's head (``attach_head`` above): there FSDP2 holds the weights
+        of the heads gathered.
+        """
+        return self.model(**microbatch.inputs, targets=microbatch.targets)
+
+    def validate(self) -> dict[str, float]:
+        """The share of ``dataset_val`` whose nearest neighbours in ``dataset_knn`` name it right, as the teacher sees both."""
+        (bank, bank_labels), (states, labels) = map(self.states_of, self.knn_loaders)
+        found = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        if self.ranks.has_last_stage:
+            bank, bank_labels = (gather_rows(each, self.dp_group) for each in (bank, bank_labels))
+            num_neighbors = self.settings.objective.knn_neighbors
+            found[0] = num_voted_right(states, labels, bank, bank_labels, num_neighbors)
+            found[1] = len(labels)
+        num_right, num_images = mean_over_ranks(found)
+        return {"knn_accuracy": num_right / num_images}
+
+    def states_of(self, loader: UpdateStepLoader) -> tuple[Tensor, Tensor]:
+        """The teacher's cls states of this rank's images [n, d], and their labels [n]; of the last stage."""
+        states, labels = [], []
+        with loader.epoch(0) as steps:
+            for step in steps:
+                found = self.teacher.outputs(step.microbatches)
+                for index in sorted(found):
+                    states.append(found[index])
+                    labels.append(step.microbatches[index].targets.labels[: len(found[index])])
+        if not states:
+            return torch.empty(0), torch.empty(0)
+        return torch.cat(states), torch.cat(labels).to(self.ranks.device)
+
+    # ---- The order of things --------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Runs all epochs, or until it is asked to stop; exports the teacher's backbone after each."""
+        run = self.run
+        self.model.train()
+        for epoch in run.epochs():
+            with self.loader.epoch(epoch, run.samples_consumed, run.stop) as steps:
+                for step in run.progress(steps):
+                    if step.totals["images"] == 0:
+                        run.skip(step, "none of its images can be used")
+                        continue
+                    lr = self.optimizer.param_groups[-1]["lr"]
+                    metrics, grad_norm = self.update(step)
+                    if self.lr_scheduler is not None:
+                        self.lr_scheduler.step()
+                    run.advance(step)
+
+                    if run.should_log():
+                        # With a fused optimizer the host waits for the device here only.
+                        run.log(
+                            **dict(zip(METRICS, mean_over_ranks(metrics), strict=True)),
+                            lr=lr,
+                            grad_norm=grad_norm,
+                            ema_momentum=self.momentum,
+                            teacher_temperature=self.loss_fn.teacher_temperature,
+                            effective_local_batch=self.loader.samples_per_rank,
+                            effective_global_batch=step.totals["images"],
+                            num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
+                            **self.moved.read(step),
+                            **run.throughput(),
+                        )
+                        run.warn(self.nonfinite.warning)
+                    if run.should_look(step) and self.nonfinite.look(run.global_step):
+                        run.save(self.everything, self.optimizer)
+                        raise NonfiniteError(self.nonfinite.description)
+                    run.profiler.step()
+                    if run.should_validate():
+                        run.log_validation(**self.validate())
+                    if step.stop_requested:  # on all ranks alike
+                        run.save_and_stop(self.everything, self.optimizer)
+                        return
+                    # Neither at an epoch's last step: it is done below. Exported first, so that a run
+                    # that is killed meanwhile does it again.
+                    if run.should_export(step):
+                        run.export(self.checkpointer, self.exported, f"export_step_{run.global_step}")
+                    if run.should_save(step):
+                        run.save(self.everything, self.optimizer)
+            # Raises if it is the last and cannot be exported.
+            problem = run.export(self.checkpointer, self.exported, f"epoch_{epoch}")
+            run.finish_epoch(self.everything, self.optimizer, problem)
+
+
+@entry_point
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    recipe = DINOv3Recipe(cfg)
+    with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
+        recipe.setup(cfg)
+        recipe.train()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -548,17 +548,38 @@ class ImageSamples:
 
 def of_teacher(microbatch: Microbatch) -> Microbatch:
     """What a teacher sees of a microbatch: its global crops without masks, and no draws. Targets are the same."""
-    inputs = microbatch.inputs
+    seen = of_global_crops(microbatch)
+    kind, pixels = seen.inputs["tokens"].tensor_split([1], dim=2)
+    unmasked = {
+        **seen.inputs,
+        "tokens": torch.cat([kind.masked_fill(kind == MASKED_PATCH, PATCH), pixels], dim=2),
+        "input_pos": seen.inputs["input_pos"][:, :, :2],
+    }
+    return replace(seen, inputs=unmasked)
+
+
+def of_global_crops(microbatch: Microbatch) -> Microbatch:
+    """What a student sees of a microbatch, without local crops; their class tokens are none of the targets."""
+    inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
     first, *_ = inputs["crop_groups"]
     num_slots = first[0] * first[1]
-    kind, pixels = inputs["tokens"][:, :num_slots].split([1, inputs["tokens"].size(2) - 1], dim=2)
     seen = {
-        **inputs,
-        "tokens": torch.cat([kind.masked_fill(kind == MASKED_PATCH, PATCH), pixels], dim=2),
-        "input_pos": inputs["input_pos"][:, :num_slots, :2],
+        "tokens": inputs["tokens"][:, :num_slots],
+        "input_pos": inputs["input_pos"][:, :num_slots],
         "crop_groups": (first,),
     }
-    return replace(microbatch, inputs=seen)
+    # Of whole images, each of one crop, all are global.
+    crops_per_image = 2 if targets.num_local_crops else 1
+    kept = targets.cls_positions[: crops_per_image * targets.num_images]
+    return replace(microbatch, inputs=seen, targets=targets._replace(cls_positions=kept))
+
+
+def layout_of(whole: Any) -> TokenLayout:
+    """What rows depend on in a vision transformer, which may be on the meta device."""
+    patches = whole.tok_embeddings
+    return TokenLayout(
+        patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws
+    )
 
 
 class _Part(NamedTuple):

@@ -220,13 +220,12 @@ class TeacherBottlenecks:
         targets: ViewTargets,
         backward_in_parts: bool = False,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Bottlenecks of global crops [2 * g, b] and of masked patches [m, b]; of images with labels the cls states [g, d]."""
+        """Bottlenecks of global crops [2 * g, b] and of masked patches [m, b]; of whole images the cls states [g, d]."""
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
-        if targets.labels is not None:
+        if targets.num_local_crops == 0:
             return cls
-        masked = states.index_select(0, targets.masked_positions)
-        return output.dino(cls[: 2 * targets.num_images]), output.ibot(masked)
+        return output.dino(cls), output.ibot(states.index_select(0, targets.masked_positions))
 
 
 class PatchStates:

@@ -46,6 +46,14 @@ class ScheduleSettings:
                 f"{'null' if start is None else start} it says nothing; set both or neither"
             )
 
+    def problems_with(self, student_temperature: float) -> Iterator[str]:
+        """What the student's temperature excludes."""
+        if self.teacher_temperature >= student_temperature:
+            yield (
+                f"teacher_temperature={self.teacher_temperature}: student_temperature={student_temperature} must be "
+                "above it, or the teacher says nothing more definite than the student; set it lower"
+            )
+
     def temperature_at(self, global_step: int) -> float:
         """The teacher's, after so many update steps."""
         start, steps = self.teacher_temperature_start, self.teacher_temperature_warmup_steps

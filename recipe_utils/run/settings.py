@@ -84,3 +84,10 @@ class RunSettings:
                 f"sample_prompts: no answers with pipeline_parallel_dim={ranks.pipeline_parallel_dim}, a schedule "
                 "takes whole update steps; leave the key out, and ask exported models"
             )
+
+    def problems_without_text(self) -> Iterator[str]:
+        """Of a recipe whose model says no text and has no ``val_loss``."""
+        if self.sample_prompts is not None:
+            yield "sample_prompts: a vision transformer answers nothing; leave the key out"
+        if self.keep_best_checkpoint:
+            yield "keep_best_checkpoint=True: there is no val_loss here; set export_every_n_steps instead"

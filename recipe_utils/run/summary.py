@@ -44,7 +44,7 @@ def write_generation_config(
 
     Returns:
         False, and nothing is written, where it is not known how: adapters alone, a model that is made by an
-        unknown builder.
+        unknown builder or says no text.
 
     Raises:
         OSError: it cannot be written.
@@ -55,7 +55,7 @@ def write_generation_config(
         if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
     )
     model = without_adapters(config["model"])
-    if not files or model is None:
+    if not files or model is None or "tokenizer" not in config:
         return False
     given = config["checkpointer"]
     component = given["_component_"]
