@@ -178,7 +178,7 @@ class MultiCrop:
         assert self.image_transform is not None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            transformed = self.image_transform(torch.from_numpy(image))
+            transformed = self.image_transform(torch.from_numpy(image.copy()))
         array = np.asarray(transformed, dtype=image.dtype)
         if array.ndim != 3 or len(array) != len(image) or 0 in array.shape:
             raise ValueError(
