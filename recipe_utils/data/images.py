@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,12 @@ def _decode(content: bytes | None, path: str) -> Any:
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(content) if content is not None else path)
+        if content is None:
+            content = Path(path).read_bytes()
+        image = Image.open(io.BytesIO(content))
         image.load()
     except Exception as error:  # whatever a decoder makes of broken bytes
-        problem = "it is empty" if content == b"" else f"it cannot be decoded ({error})"
+        problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
         raise SampleError(f"image {path or 'without a path'}: {problem}") from error
     return image
 

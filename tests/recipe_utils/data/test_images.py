@@ -125,7 +125,7 @@ def test_a_folder_of_images_has_its_folders_for_labels_and_broken_files_are_name
     }
     broken, empty = sorted(problems)
     assert f"image {folder}/train/dog/1.png: it cannot be decoded" in broken
-    assert f"image {folder}/train/dog/2.png: it is empty" in empty
+    assert f"image {folder}/train/dog/2.png: its file is empty" in empty
 
 
 def test_a_column_that_is_not_there_is_named(folder):
