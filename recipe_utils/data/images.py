@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,12 @@ def _decode(content: bytes | None, path: str) -> Any:
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(content) if content is not None else path)
+        if content is None:
+            content = Path(path).read_bytes()
+        image = Image.open(io.BytesIO(content))
         image.load()
     except Exception as error:  # whatever a decoder makes of broken bytes
-        problem = "it is empty" if content == b"" else f"it cannot be decoded ({error})"
+        problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
         raise SampleError(f"image {path or 'without a path'}: {problem}") from error
     return image
 
@@ -179,6 +182,7 @@ def pixels_of(image: Any, num_channels: int) -> np.ndarray:
 
 
 def _array_of_pillow(image: Any) -> np.ndarray:
+    """[h, w] or [c, h, w]."""
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
         # Pillow reads grey files of 16 bits into 32 where it has no mode for them.
@@ -186,9 +190,10 @@ def _array_of_pillow(image: Any) -> np.ndarray:
             array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
         )
         return array.astype(np.uint16) if is_16_bit else array
-    if image.mode in ("L", "RGB"):
-        return np.asarray(image)
-    return np.asarray(image.convert("L" if image.mode in ("1", "LA", "La") else "RGB"))
+    if image.mode not in ("L", "RGB"):
+        image = image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
+    array = np.asarray(image)
+    return array if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
 def _scaled(array: np.ndarray) -> np.ndarray:
