@@ -66,7 +66,12 @@ from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, trained_parameters, try_out
+from recipe_utils.optim.optimizer import (
+    OptimizerSettings,
+    build_lr_scheduler,
+    trained_parameters,
+    try_out,
+)
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import mean_over_ranks
@@ -168,7 +173,10 @@ class DINOv3Recipe:
         if validates:
             data = settings.data.of_validation()
             for name, images in (("dataset_knn", dataset_knn), ("dataset_val", dataset_val)):
-                whole_images, of_one_crop = WholeImages(images, transform, layout), ImageSamples(data, layout)
+                whole_images, of_one_crop = (
+                    WholeImages(images, transform, layout),
+                    ImageSamples(data, layout),
+                )
                 self.knn_loaders.append(
                     UpdateStepLoader(whole_images, of_one_crop, data, ranks, name, fill)
                 )
@@ -285,7 +293,9 @@ class DINOv3Recipe:
         if not found:
             return {}
         cls = [found[i] for i in range(len(found))]
-        gradient, mean = gradient_of_all(torch.cat(cls), self.loader.samples_per_rank, self.dp_group)
+        gradient, mean = gradient_of_all(
+            torch.cat(cls), self.loader.samples_per_rank, self.dp_group
+        )
         parts = gradient.split([len(each) for each in cls])
         return {i: (part, mean) for i, part in enumerate(parts)}
 
@@ -416,7 +426,9 @@ class DINOv3Recipe:
                     # Neither at an epoch's last step: it is done below. Exported first, so that a run
                     # that is killed meanwhile does it again.
                     if run.should_export(step):
-                        run.export(self.checkpointer, self.exported, f"export_step_{run.global_step}")
+                        run.export(
+                            self.checkpointer, self.exported, f"export_step_{run.global_step}"
+                        )
                     if run.should_save(step):
                         run.save(self.everything, self.optimizer)
             # Raises if it is the last and cannot be exported.

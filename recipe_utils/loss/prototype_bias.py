@@ -86,7 +86,7 @@ def num_prototypes_used(
 def _scaled_logits(
     rows: Sequence[Tensor], weight: Tensor, temperature: float, rows_per_chunk: int
 ) -> Iterator[Tensor]:
-    """logits / t of each chunk, [c, k], at least fp32, to be worked in."""
+    """Logits / t of each chunk, [c, k], at least fp32, to be worked in."""
     for each in rows:
         for chunk in chunks_of(len(each), rows_per_chunk):
             logits = each[chunk] @ weight.t()
@@ -94,7 +94,7 @@ def _scaled_logits(
 
 
 def _log_sum_over_ranks(log_values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """log of the sum of exp over the ranks of a group, entry by entry."""
+    """Log of the sum of exp over the ranks of a group, entry by entry."""
     if group is None:
         return log_values
     largest = log_values.clone()

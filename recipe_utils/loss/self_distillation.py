@@ -62,7 +62,12 @@ class ObjectiveSettings:
         """What is wrong between the keys."""
         weights = {
             name: getattr(self, name)
-            for name in ("dino_loss_weight", "ibot_loss_weight", "koleo_loss_weight", "gram_loss_weight")
+            for name in (
+                "dino_loss_weight",
+                "ibot_loss_weight",
+                "koleo_loss_weight",
+                "gram_loss_weight",
+            )
         }
         if not any(weights.values()):
             yield f"{', '.join(weights)}: all are 0, so nothing would be learned; set one above 0"
@@ -171,9 +176,7 @@ class SelfDistillationLoss:
                 of_rows(
                     output.dino,
                     bottlenecks.index_select(0, of_student),
-                    teacher.crops._replace(
-                        hidden=teacher.crops.hidden.index_select(0, of_teacher)
-                    ),
+                    teacher.crops._replace(hidden=teacher.crops.hidden.index_select(0, of_teacher)),
                 )
                 for of_student, of_teacher in pairs
             )
@@ -196,7 +199,15 @@ class SelfDistillationLoss:
             assert teacher.gram is not None
             patches = states.index_select(0, targets.patch_positions)
             of_crops = (2 * num_images, len(patches) // max(2 * num_images, 1))
-            gram = gram_loss(*(each.view(*of_crops, -1) if len(each) else each for each in (patches, teacher.gram))) / 2
+            gram = (
+                gram_loss(
+                    *(
+                        each.view(*of_crops, -1) if len(each) else each
+                        for each in (patches, teacher.gram)
+                    )
+                )
+                / 2
+            )
         loss = (
             weights.dino_loss_weight * (num_local * local + of_global) / (num_local + 1)
             + weights.ibot_loss_weight * ibot

@@ -1,6 +1,7 @@
 """What a self-supervised backbone's states are compared through: projections onto prototypes."""
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any
 
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class PrototypeHead(nn.Module):
                 raise ValueError(f"{name}={value}: it must be at least 1")
         widths = [embed_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
-        for width_in, width_out in zip(widths[:-1], widths[1:], strict=True):
+        for width_in, width_out in pairwise(widths):
             layers += [nn.Linear(width_in, width_out), nn.GELU()]
         self.mlp = nn.Sequential(*layers[:-1])
         self.prototypes = nn.Linear(bottleneck_dim, num_prototypes, bias=False)

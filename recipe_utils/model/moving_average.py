@@ -23,7 +23,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
-        """average = momentum * average + (1 - momentum) * model. Does not wait for the device.
+        """Average = momentum * average + (1 - momentum) * model. Does not wait for the device.
 
         Args:
             momentum: from 0, a copy, to 1.

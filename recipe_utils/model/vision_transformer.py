@@ -409,7 +409,7 @@ def _sizes(embed_dim: int, num_layers: int, num_heads: int) -> dict[str, Any]:
 def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     """Initial weights, as transformers draws them: matrices and learned tokens normal with deviation 0.02.
 
-    Each has a generator of its own, of the seed and its name, so that it is the same on any layout.
+    Prototypes have a length of about 1, as DINO's normalised ones. Each has a generator of its own, of the seed and its name, so that it is the same on any layout.
 
     Args:
         whole_on_meta: with its heads; not wrapped yet.
@@ -434,7 +434,10 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
             elif value.dim() >= 2 or kind == "cls_token":
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-                nn.init.trunc_normal_(value, std=0.02, generator=generator)
+                # Prototypes of length 1, or their logits were all alike and so would be all targets.
+                unit = value.size(-1) ** -0.5 if isinstance(module, nn.Linear) else 0.02
+                std = unit if ".prototypes." in name or unit == 0.02 else unit / 3**0.5
+                nn.init.trunc_normal_(value, std=std, generator=generator)
             elif kind not in ("bias", "mask_token"):
                 raise ValueError(
                     f"model: {name} has no fresh value; only matrices, biases, norms and LayerScale have"

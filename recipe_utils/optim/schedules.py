@@ -92,7 +92,9 @@ class ScheduleSettings:
             num_depths: of the whole model.
         """
         decay = optimizer.get("weight_decay")
-        depths = range(num_depths) if self.layerwise_lr_decay != 1 else range(num_depths - 1, num_depths)
+        depths = (
+            range(num_depths) if self.layerwise_lr_decay != 1 else range(num_depths - 1, num_depths)
+        )
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for depth in depths:
             for is_matrix in (False, True):

@@ -37,8 +37,9 @@ CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
     "full_dpo_update_step": "FullDPORecipe",
     "knowledge_distillation_update_step": "KDRecipe",
+    "dinov3_update_step": "DINOv3Recipe",
 }
-SFT, DPO, KD = CLASSES
+SFT, DPO, KD, DINO = CLASSES
 
 
 # The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
@@ -229,12 +230,15 @@ def run_recipe_recording_gradients(
 ) -> list[dict[str, Tensor]]:
     """The full float64 gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
-    cfg = OmegaConf.create({**config, "dtype": "fp64", "optimizer": RECORDING_SGD})
+    recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
+    cfg = OmegaConf.create({**config, "dtype": "fp64", **recording})
     with tiny.float64_throughout():
         made = recipe_class(*mutation, recipe=recipe)(cfg)
         with made.run:
             made.setup(cfg)
-            names = list(parameters_by_name(made.model))
+            names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
+            groups = made.optimizer.param_groups
+            names = [names_by_id[id(p)] for group in groups for p in group["params"]]
             made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 

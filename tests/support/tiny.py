@@ -407,3 +407,26 @@ def adapted_model(sizes: dict[str, Any], seed: int = 1) -> nn.Module:
         middle = 1.0 if "magnitude" in name else 0.0
         nn.init.normal_(parameter, mean=middle, std=0.2, generator=generator)
     return model
+
+
+class TinyImages(Dataset[dict[str, Any]]):
+    """Smooth images of ``num_classes`` kinds, each with noise of its own."""
+
+    def __init__(self, num_images: int, num_classes: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        kinds = torch.randn(num_classes, 1, 4, 4, generator=generator)
+        self.labels = torch.randint(num_classes, (num_images,), generator=generator)
+        noise = 0.3 * torch.randn(num_images, 1, 16, 16, generator=generator)
+        smooth = F.interpolate(kinds[self.labels], size=16, mode="bilinear")
+        self.images = (smooth + noise).sigmoid()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self.images[index].numpy(), "label": int(self.labels[index])}
+
+
+def tiny_images(num_images: int = 40, num_classes: int = 4) -> TinyImages:
+    """Images of 16 x 16 pixels in one channel, with labels."""
+    return TinyImages(num_images, num_classes)

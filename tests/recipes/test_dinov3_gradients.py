@@ -1,0 +1,124 @@
+"""The gradient of every parameter is that of one batch with its teacher, in float64, whatever the layout and the split."""
+
+from functools import cache
+
+import big_batch_of_views
+import pytest
+import tiny
+from big_batch import TOLERANCE, error
+from big_batch_of_views import step_of_16
+from distributed_runs import run_distributed
+from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients
+
+from recipe_utils.checkpoint.tensors import parameters_by_name
+
+PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
+LAYOUTS = {  # world size, dimensions, schedules
+    "one-process": (1, {}, [None]),
+    "fsdp-2": (2, {}, [None]),
+    "fsdp-4": (4, {}, [None]),
+    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}, [None]),
+    "pp-2": (2, PP_2, ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]),
+    "pp-4": (4, PP_4, ["1F1B", "GPipe"]),
+    "pp-2-fsdp-2": (4, PP_2, ["1F1B", "Interleaved1F1B"]),
+}
+
+
+@cache
+def reference(group_size):
+    return big_batch_of_views.reference(group_size)
+
+
+def gradients_and_metrics(configs, mutation=()):
+    found = []
+    for config in configs:
+        ListLogger.logged.clear()
+        gradients = run_recipe_recording_gradients(config, mutation, recipe=DINO)
+        found.append((gradients, list(ListLogger.logged)))
+    return found
+
+
+def assert_is_one_batch(of_ranks, expected):
+    for step, (metrics, gradients) in enumerate(
+        zip(expected.metrics, expected.gradients, strict=True)
+    ):
+        assert set().union(*(found[step] for found, _ in of_ranks)) == gradients.keys()
+        for found, _ in of_ranks:
+            assert error(found[step], gradients) < TOLERANCE
+        _, logged = of_ranks[0]
+        for name, value in metrics.items():
+            assert logged[step][name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+
+
+def splits_of(dp_degree, schedule):
+    """Images per microbatch, as far as the layout has so many; with stages two of them."""
+    sizes = [size for size in (16, 8, 4, 2) if size * dp_degree <= 16]
+    if schedule is not None:
+        sizes = [size for size in (4, 2) if size * dp_degree * 2 <= 16]
+    for size in sizes:
+        # Groups of two are whole in every microbatch; None takes two passes.
+        yield {"batch_size": size, "koleo_group_size": 2}
+        if size < 8:
+            yield {"batch_size": size, "koleo_group_size": None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
+    world_size, dims, schedules = LAYOUTS[layout]
+    dp_degree = world_size // dims.get("pipeline_parallel_dim", 1)
+    configs = []
+    for schedule in schedules:
+        of_schedule = {} if schedule is None else {"pipeline_parallel_schedule": schedule}
+        for split in splits_of(dp_degree, schedule):
+            configs.append(step_of_16(tiny_config, **split, **of_schedule, **dims))
+    ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
+    for config, *of_ranks in zip(configs, *ranks, strict=True):
+        assert_is_one_batch(of_ranks, reference(config["koleo_group_size"]))
+
+
+MUTANTS = {
+    "Sinkhorn of each microbatch": {"sinkhorn_over": "microbatch"},
+}
+EDITS = {
+    "no scale": (
+        'scale = step.scale("images")',
+        "scale = 1 / len(step.microbatches[0].targets.names)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *EDITS])
+def test_a_naive_split_misses_it(name, tiny_config):
+    config = step_of_16(tiny_config, batch_size=2, **MUTANTS.get(name, {}))
+    ((found, _),) = gradients_and_metrics([config], EDITS.get(name, ()))
+    assert error(found[0], reference(2).gradients[0]) > 5e-2
+
+
+def weights_after(config):
+    """Of student and teacher after an epoch, in full."""
+    from omegaconf import OmegaConf
+    from recipe_runs import recipe_class
+
+    cfg = OmegaConf.create(config)
+    with tiny.float64_throughout():
+        made = recipe_class(recipe=DINO)(cfg)
+        with made.run:
+            made.setup(cfg)
+            made.train()
+            return {
+                name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+                for name, p in parameters_by_name(made.everything).items()
+            }
+
+
+@pytest.mark.parametrize("layout", ["one-process", "fsdp-2", "pp-2"])
+def test_student_and_teacher_are_those_of_one_batch_after_three_updates(layout, tiny_config):
+    world_size, dims, _ = LAYOUTS[layout]
+    config = step_of_16(tiny_config, batch_size=2, **dims)
+    expected = reference(2)
+    whole = {}
+    for of_rank in run_distributed(weights_after, world_size, config):
+        whole |= of_rank
+    for prefix, weights in (("student", expected.student), ("teacher", expected.teacher)):
+        mine = {name: whole[f"{prefix}.{name}"] for name in weights}
+        assert error(mine, weights) < 1e-12
