@@ -426,14 +426,16 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     for prefix, module in whole_on_meta.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             kind = name.rpartition(".")[2]
-            value = torch.zeros(parameter.shape, dtype=torch.float32)
+            value = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
             if isinstance(module, LayerScale):
                 value.fill_(module.initial)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | RMSNorm) and kind != "bias":
                 value.fill_(1)
             elif value.dim() >= 2 or kind == "cls_token":
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                generator = torch.Generator("cpu").manual_seed(
+                    int.from_bytes(digest[:8], "big") >> 1
+                )
                 nn.init.trunc_normal_(value, std=0.02, generator=generator)
             elif kind not in ("bias", "mask_token"):
                 raise ValueError(
