@@ -188,12 +188,16 @@ def test_it_computes_in_the_precision_of_its_weights_and_turns_by_exact_angles(d
     assert found.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-5}[dtype]
     assert relative(found.double(), tiny_vit.tiny_vit()(**row).double()) < tolerance
-    cos, _ = vision_transformer.rotation_of(row["input_pos"][..., :2], 16, 100.0, dtype)
-    wide, _ = vision_transformer.rotation_of(
-        row["input_pos"][..., :2].double(), 16, 100.0, torch.float64
+    centres = row["input_pos"][..., :2]
+    found, in_fp32 = (
+        vision_transformer.rotation_of(centres, 16, 100.0, each) for each in (dtype, torch.float32)
     )
-    eps = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
-    assert (cos.double() - wide).abs().max() < 4 * eps
+    for of_found, of_fp32 in zip(found, in_fp32, strict=True):
+        if dtype == torch.float64:
+            assert (of_found - of_fp32).abs().max() < 1e-6
+            assert not torch.equal(of_found, of_fp32.double())
+        else:
+            assert torch.equal(of_found, of_fp32.to(dtype))
 
 
 # ---- Drop path ----------------------------------------------------------------------------------
