@@ -39,7 +39,7 @@ class MovingAverage:
         is_taken = grad_norm.isfinite()
         for dtype in {each.dtype for each in averages}:
             of_dtype = [i for i, each in enumerate(averages) if each.dtype == dtype]
-            weights = [(is_taken * (1.0 - momentum)).to(dtype)] * len(of_dtype)
+            weights = [is_taken.to(dtype) * (1.0 - momentum)] * len(of_dtype)
             torch._foreach_lerp_(
                 [averages[i] for i in of_dtype], [followed[i] for i in of_dtype], weights
             )

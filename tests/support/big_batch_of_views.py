@@ -135,7 +135,7 @@ def _states(model: Any, crop: Any, mask: Any = None, draws: Any = None) -> tuple
     tokens = torch.zeros(len(special) + len(pixels), 1 + pixels.size(1))
     tokens[:, 0] = torch.cat([special, kinds])
     tokens[len(special) :, 1:] = pixels
-    centres = 2 * (torch.arange(side) + 0.5) / side - 1
+    centres = (2 * (torch.arange(side).double() + 0.5) / side - 1).float()  # as crops are
     positions = torch.zeros(len(tokens), 2)
     positions[len(special) :] = torch.cartesian_prod(centres, centres)
     if draws is not None:
