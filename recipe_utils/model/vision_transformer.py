@@ -7,6 +7,7 @@ Shapes: b rows, s tokens per row, h heads, w width of a head, d of the model, L 
 """
 
 import hashlib
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -314,8 +315,12 @@ def dinov3_vit(  # a model's sizes, each of which configs name
         norm_eps: of the layer norms.
 
     Raises:
-        ValueError: sizes that do not fit, or a share outside [0, 1).
+        ValueError: sizes below 1 or that do not fit, or a share outside [0, 1).
     """
+    counts = {"patch_size": patch_size, "num_layers": num_layers, "num_heads": num_heads}
+    for name, count in {**counts, "num_channels": num_channels}.items():
+        if count < 1:
+            raise ValueError(f"model.{name}={count}: it must be at least 1")
     if embed_dim % num_heads or (embed_dim // num_heads) % 4:
         raise ValueError(
             f"model.num_heads={num_heads}: embed_dim={embed_dim} must be a multiple of 4 * num_heads, since rows and "
@@ -382,28 +387,41 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     )
 
 
+_S16 = {"patch_size": 16, "embed_dim": 384, "num_layers": 12, "num_heads": 6}
+_B16 = {"patch_size": 16, "embed_dim": 768, "num_layers": 12, "num_heads": 12}
+_L16 = {"patch_size": 16, "embed_dim": 1024, "num_layers": 24, "num_heads": 16}
+
+
 def dinov3_vit_s16(**changed: Any) -> VisionTransformer:
-    """ViT-S/16: 21.6 million parameters. Takes arguments of :func:`dinov3_vit` in place of its own."""
-    return dinov3_vit(**{**_sizes(384, 12, 6), **changed})
+    """ViT-S/16: 21.6 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    return dinov3_vit(**{**_S16, **changed})
 
 
 def dinov3_vit_b16(**changed: Any) -> VisionTransformer:
-    """ViT-B/16: 85.7 million parameters. Takes arguments of :func:`dinov3_vit` in place of its own."""
-    return dinov3_vit(**{**_sizes(768, 12, 12), **changed})
+    """ViT-B/16: 85.7 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    return dinov3_vit(**{**_B16, **changed})
 
 
 def dinov3_vit_l16(**changed: Any) -> VisionTransformer:
-    """ViT-L/16: 303 million parameters. Takes arguments of :func:`dinov3_vit` in place of its own."""
-    return dinov3_vit(**{**_sizes(1024, 24, 16), **changed})
+    """ViT-L/16: 303 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    return dinov3_vit(**{**_L16, **changed})
 
 
-def _sizes(embed_dim: int, num_layers: int, num_heads: int) -> dict[str, Any]:
-    return {
-        "patch_size": 16,
-        "embed_dim": embed_dim,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-    }
+def _sign(build: Any, sizes: dict[str, int]) -> None:
+    """Gives a builder the signature of :func:`dinov3_vit`, against which configs are checked."""
+    signature = inspect.signature(dinov3_vit)
+    build.__signature__ = signature.replace(
+        parameters=[
+            each.replace(kind=each.KEYWORD_ONLY, default=sizes.get(name, each.default))
+            for name, each in signature.parameters.items()
+        ]
+    )
+    build.__annotations__ = dinov3_vit.__annotations__
+
+
+_sign(dinov3_vit_s16, _S16)
+_sign(dinov3_vit_b16, _B16)
+_sign(dinov3_vit_l16, _L16)
 
 
 def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from tiny_vit import SIZES, images_of, row_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recipe_utils.components import MadeWith, check_component
 from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.loss.head import attach_head
 from recipe_utils.model import vision_transformer
@@ -272,6 +273,7 @@ def test_draws_for_another_depth_are_refused_with_both_numbers():
     ("changed", "message"),
     [
         ({"drop_path": 1.0}, r"drop_path=1.0: it must be"),
+        ({"num_layers": 0}, r"num_layers=0: it must be at least 1"),
         ({"num_heads": 3}, r"num_heads=3: embed_dim=32 must be"),
         ({"num_heads": 16}, r"num_heads=16: embed_dim=32 must be"),
     ],
@@ -279,6 +281,18 @@ def test_draws_for_another_depth_are_refused_with_both_numbers():
 def test_sizes_that_do_not_fit_are_refused_by_name(changed, message):
     with pytest.raises(ValueError, match=message):
         dinov3_vit(**{**SIZES, **changed})
+
+
+def test_arguments_of_published_sizes_are_checked_as_a_config_s_are():
+    path = "recipe_utils.model.vision_transformer.dinov3_vit_s16"
+    wrong = {"_component_": path, "drop_pth": 0.1, "num_layers": "many"}
+    problems = list(check_component("model", wrong, MadeWith()))
+    assert problems == [
+        "model.drop_pth: dinov3_vit_s16 has no such argument; did you mean drop_path?",
+        "model.num_layers='many': dinov3_vit_s16 takes int",
+    ]
+    right = {"_component_": path, "drop_path": 0.1, "num_layers": 2}
+    assert not list(check_component("model", right, MadeWith()))
 
 
 # ---- Stages, recomputation, compile, shards -----------------------------------------------------
