@@ -53,7 +53,7 @@ def clip_grad_norm_(
         grads = [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]
         norm = _total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else _no_norm(model)
     if pipeline is not None:
         size = dist.get_world_size(pipeline.group)
         of_stages = [torch.empty_like(total_norm) for _ in range(size)]
@@ -92,6 +92,12 @@ def clip_grad_norm_by_part_(
     ]
     known = [norm for norm in norms if norm is not None]
     return torch.linalg.vector_norm(torch.stack(known)) if known else None
+
+
+def _no_norm(model: nn.Module) -> Tensor:
+    """0 as the norm of a rank without gradients, whose other ranks have some: of their precision and device."""
+    like = next(model.parameters())
+    return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
