@@ -351,12 +351,22 @@ def _filter_taps(
         yield taps[index, :, :number], weights[index, :, :number]
 
 
+_MOST_AT_ONCE = 2**17
+"""Pixels that are gathered for a sum, as many as stay in a cache: of a photograph all would be gigabytes."""
+
+
 def _filtered_rows(image: np.ndarray, taps: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Rows [c, s, w], each a weighted sum of rows of ``image`` [c, h, w]; taps and weights are [s, t]."""
-    # Not a matrix product: the order in which a BLAS sums depends on its threads.
-    filtered: np.ndarray = np.einsum(
-        "st,cstw->csw", weights.astype(image.dtype), image.take(taps, axis=1)
-    )
+    num_channels, _, width = image.shape
+    weights = weights.astype(image.dtype)
+    filtered = np.empty((num_channels, len(taps), width), image.dtype)
+    num_rows = max(_MOST_AT_ONCE // (num_channels * taps.shape[1] * width), 1)
+    for first in range(0, len(taps), num_rows):
+        part = slice(first, first + num_rows)
+        # Not a matrix product: the order in which a BLAS sums depends on its threads.
+        np.einsum(
+            "st,cstw->csw", weights[part], image.take(taps[part], axis=1), out=filtered[:, part]
+        )
     return filtered
 
 

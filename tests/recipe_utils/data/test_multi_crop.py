@@ -66,6 +66,15 @@ def test_a_box_is_resized_as_pillow_does(box, interpolation):
     np.testing.assert_allclose(ours, np.stack(theirs), atol=2e-6)
 
 
+def test_a_photograph_is_resized_a_few_rows_at_a_time():
+    image = picture(3, 900, 700)
+    (ours,) = resized_boxes(image, [(20.5, 10.25, 800.0, 650.0)], 32, "bicubic")
+    edges = (10.25, 20.5, 660.25, 820.5)
+    for channel, crop in zip(image, ours, strict=True):
+        whole = Image.fromarray(channel).resize((32, 32), FILTERS["bicubic"], box=edges)
+        np.testing.assert_allclose(crop, np.asarray(whole), atol=2e-6)
+
+
 @pytest.mark.parametrize("interpolation", FILTERS)
 def test_a_box_in_float64_is_resized_as_torch_does(interpolation):
     image = picture(3, 50, 41, dtype=np.float64)

@@ -1,12 +1,20 @@
 """Update steps cut one seeded order: the stock one, each sample once, whatever the ranks."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
+import torch
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from recipe_utils.data.sampler import epoch_permutation, num_update_steps, update_step_indices
+from recipe_utils.data.sampler import (
+    StepIndex,
+    epoch_permutation,
+    num_update_steps,
+    update_step_indices,
+)
 
 SIZES_AND_RANKS = list(itertools.product([1, 2, 3, 7, 16, 19, 48], [1, 2, 3, 4, 8]))
 
@@ -101,3 +109,73 @@ def test_max_steps_per_epoch_is_an_upper_bound():
 def test_an_epoch_without_update_steps_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         num_update_steps(*arguments)
+
+
+# ---- Blocks, and the place of an index in the training ---------------------------------------------
+
+
+@pytest.mark.parametrize("dp_degree", [1, 2, 4])
+@pytest.mark.parametrize(("num_samples", "block"), [(37, 16), (64, 16), (37, 8), (128, 2), (3, 4)])
+def test_blocks_of_an_update_step_are_whole_on_a_rank_and_the_same_on_any_number(
+    num_samples, block, dp_degree
+):
+    permutation = epoch_permutation(num_samples, epoch=2, shuffle=True)
+    shares = [
+        update_step_indices(permutation, 0, 64, rank, dp_degree, block=block)
+        for rank in range(dp_degree)
+    ]
+    window = permutation[:64].tolist()
+    assert sorted(itertools.chain(*shares)) == sorted(window)
+    for share in shares:
+        positions = [index.position for index in share]
+        assert [window[position] for position in positions] == share
+        blocks = [
+            list(of_block)
+            for _, of_block in itertools.groupby(positions, lambda position: position // block)
+        ]
+        for of_block in blocks:
+            first = of_block[0]
+            assert first % block == 0
+            assert of_block == list(range(first, min(first + block, len(window))))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= block
+
+
+def test_an_index_knows_its_place_and_is_the_same_on_any_number_of_ranks():
+    permutation = epoch_permutation(37, epoch=3, shuffle=True)
+
+    def places(dp_degree):
+        return {
+            (int(index), index.epoch, index.step, index.position, index.step_size)
+            for step in range(3)
+            for rank in range(dp_degree)
+            for index in update_step_indices(permutation, step, 16, rank, dp_degree, epoch=3)
+        }
+
+    order = permutation.tolist()
+    expected = {(order[i], 3, i // 16, i % 16, 16 if i < 32 else 5) for i in range(37)}
+    assert places(1) == places(2) == places(4) == expected
+
+
+def test_an_index_is_an_int_to_everything_else():
+    index = StepIndex(5, epoch=1, step=2, position=3, step_size=4)
+    assert (index, hash(index), str(index), f"{index}", repr(index)) == (5, hash(5), "5", "5", "5")
+    assert "abcdefg"[index] == "f"
+    assert torch.arange(9)[index] == 5
+    assert type(index - 1) is int
+    assert isinstance(index, int)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda i: pickle.loads(pickle.dumps(i))]
+)
+def test_an_index_comes_to_a_worker_with_its_place(copied):
+    index = copied(StepIndex(5, epoch=1, step=2, position=3, step_size=4))
+    assert type(index) is StepIndex
+    assert (index, index.epoch, index.step, index.position, index.step_size) == (5, 1, 2, 3, 4)
+
+
+def test_a_plain_int_is_the_only_sample_of_the_first_update_step():
+    index = StepIndex.of(5)
+    assert (index, index.epoch, index.step, index.position, index.step_size) == (5, 0, 0, 0, 1)
+    assert StepIndex.of(placed := StepIndex(5, 1)) is placed
