@@ -126,7 +126,7 @@ def process_group(settings: Settings) -> Result:
     with joined_ranks(settings) as ranks:
         for _ in range(3):
             ranks.new_cpu_group()
-        means = mean_over_ranks(torch.tensor([1.0, 2.0], device=ranks.device))
+        means = mean_over_ranks(torch.tensor([1.0, 2.0], device=ranks.device)).tolist()
         shape = list(ranks.mesh.mesh.shape)
         return {
             "backend": torch.distributed.get_backend(),
