@@ -15,8 +15,7 @@ is trained on what. To change any of it: ``tune cp dinov3_update_step my_recipe.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,26 +38,13 @@ from recipe_utils.data.views import (
     WholeImages,
     layout_of,
     load_images,
-    of_global_crops,
-    of_teacher,
 )
-from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.head import attach_head
-from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
-from recipe_utils.loss.self_distillation import (
-    SUMS,
-    ObjectiveSettings,
-    PatchStates,
-    SelfDistillationLoss,
-    TeacherBottlenecks,
-    TeacherViews,
-)
-from recipe_utils.loss.spreading import gradient_of_all
+from recipe_utils.loss.prototype_head import HeadArguments, with_heads
+from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
+from recipe_utils.model.average_teacher import AverageTeacher
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.forward_only import ForwardOnly
-from recipe_utils.model.heads import HeadArguments, with_heads
-from recipe_utils.model.moving_average import MovingAverage
-from recipe_utils.model.nearest_neighbors import gather_rows, num_voted_right
+from recipe_utils.model.nearest_neighbors import NearestNeighbors
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
 from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of
@@ -169,21 +155,24 @@ class DINOv3Recipe:
         kind = ViewSamples(settings.data, settings.views, layout)
         self.loader = UpdateStepLoader(views, kind, settings.data, ranks, "dataset", fill)
         self.loader.say_what_an_epoch_is()
-        self.knn_loaders = []
+        self.num_steps = settings.run.epochs * self.loader.steps_per_epoch
         if validates:
             data = settings.data.of_validation()
-            for name, images in (("dataset_knn", dataset_knn), ("dataset_val", dataset_val)):
-                whole_images, of_one_crop = (
-                    WholeImages(images, transform, layout),
+            bank, images = (
+                UpdateStepLoader(
+                    WholeImages(each, transform, layout),
                     ImageSamples(data, layout),
+                    data,
+                    ranks,
+                    name,
+                    fill,
                 )
-                self.knn_loaders.append(
-                    UpdateStepLoader(whole_images, of_one_crop, data, ranks, name, fill)
-                )
-        self.num_steps = settings.run.epochs * self.loader.steps_per_epoch
-        self.dp_group = ranks.new_dp_group()
+                for name, each in (("dataset_knn", dataset_knn), ("dataset_val", dataset_val))
+            )
+            with naming():
+                self.neighbors = NearestNeighbors(bank, images, objective.knn_neighbors, ranks)
 
-        # ---- Models: change modules in build()'s prepare, before they are wrapped, sharded and filled
+        # ---- Models: change modules in prepare(), before they are wrapped, sharded and filled
         def build(head: Any) -> nn.Module:
             def prepare(backbone: nn.Module, has_output: bool) -> None:
                 if has_output:
@@ -191,137 +180,72 @@ class DINOv3Recipe:
 
             return build_model(make_model, prepare, modules, ranks, settings.pipeline)
 
-        stages_of = partial(
-            build_pipeline, settings=settings.pipeline, dtype=modules.torch_dtype, ranks=ranks
-        )
         self.loss_fn = SelfDistillationLoss(objective)
         with naming():
-            models = {"student": build(self.loss_fn), "teacher": build(TeacherBottlenecks())}
-            if objective.gram_loss_weight:
-                models["gram_teacher"] = build(PatchStates())
-        self.model, teacher = models["student"], models["teacher"]
+            self.model = build(self.loss_fn)
+            self.teacher = AverageTeacher(build, objective, modules, settings.pipeline, ranks)
         run.open_log(cfg)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
-            for model in models.values():
-                load_weights(model, {training.MODEL_KEY: weights}, modules, ranks.device)
-        self.everything = nn.ModuleDict(models)  # what a checkpoint holds
-        self.exported = teacher
-        self.average = MovingAverage(teacher, self.model)
+            load_weights(self.model, {training.MODEL_KEY: weights}, modules, ranks.device)
         # None for a model in one piece
-        self.pipeline = stages_of(self.model, num_sums=len(SUMS))
-        self.student_again = ForwardOnly(self.model, self.pipeline, ranks.device)
-        self.teacher = ForwardOnly(teacher, stages_of(teacher), ranks.device)
-        self.gram_teacher = self.gram_copy = None
-        if "gram_teacher" in models:
-            gram_teacher = models["gram_teacher"]
-            self.gram_teacher = ForwardOnly(gram_teacher, stages_of(gram_teacher), ranks.device)
-            self.gram_copy = MovingAverage(gram_teacher, teacher)
+        self.pipeline = build_pipeline(
+            self.model, settings.pipeline, modules.torch_dtype, ranks, len(SUMS)
+        )
+        self.teacher.set_up(self.model, self.pipeline, weights)
+        self.models = self.teacher.beside(self.model)  # what a checkpoint holds
+        self.offloading = training.get_act_offloading_ctx_manager(
+            self.model, modules.enable_activation_offloading
+        )
 
         # ---- Optimizer, and back to where the training was
-        num_layers = len(whole.layers)
-        depth_of = partial(layer_of, num_layers=num_layers)
-        trained = trained_parameters(self.model)
-        self.optimizer = make_optimizer(
-            settings.schedules.groups(trained, settings.updates.optimizer, depth_of, num_layers + 2)
+        depth_of = partial(layer_of, num_layers=len(whole.layers))
+        groups = settings.schedules.groups(
+            trained_parameters(self.model), updates.optimizer, depth_of, len(whole.layers) + 2
         )
+        self.optimizer = make_optimizer(groups)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
         self.moved = WeightsMoved(self.optimizer, ranks.device)
-        run.resume(self.everything, self.optimizer, self.loader, {}, {})
+        run.resume(self.models, self.optimizer, self.loader, {}, {})
         self.lr_scheduler = build_lr_scheduler(
             make_lr_scheduler, self.optimizer, self.num_steps, last_epoch=run.global_step - 1
         )
 
     # ---- The mathematics ------------------------------------------------------------------------
 
-    @contextmanager
-    def teaching(self, step: UpdateStep) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
-        """The microbatches with what is said of all images of the update step, before any gradient exists.
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """Sums over the microbatch's images of what ``SUMS`` names, [7].
 
-        Sinkhorn-Knopp's targets are softmax(logits / t + log_u). Each microbatch has its own logits, which are
-        made of bottlenecks when they are needed; log_u [k] is of all microbatches on all ranks.
-
-        Yields:
-            They, and how many prototypes are the likeliest of some global crop.
+        The first is the loss; it is the backbone's head (``attach_head`` above): there FSDP2 holds the
+        weights of the heads gathered.
         """
-        seen = [of_teacher(microbatch) for microbatch in step.microbatches]
-        said = self.teacher.outputs(seen)
-        anchors = self.gram_teacher.outputs(seen) if self.gram_teacher is not None else {}
-        spread = self.spread(step)
-        with self.teacher.output_layer() as heads:  # its prototypes are gathered until the end
-            if heads is None:  # a pipeline's earlier stage, which has no loss
-                yield step.microbatches, torch.zeros((), device=self.ranks.device)
-                return
-            of_crops, of_patches = zip(*(said[i] for i in range(len(seen))), strict=True)
-            crop_biases = self.biases(heads.dino, of_crops)
-            patch_biases = self.biases(heads.ibot, of_patches)
-            temperature = self.loss_fn.teacher_temperature
-            num_used = num_prototypes_used(
-                of_crops, heads.dino.prototypes.weight, temperature, crop_biases, self.dp_group
-            )
-            taught = []
-            for i, microbatch in enumerate(step.microbatches):
-                crops = TeacherHidden(of_crops[i], heads.dino.prototypes, crop_biases[i])
-                patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
-                views = TeacherViews(crops, patches, anchors.get(i), spread.get(i))
-                taught.append(microbatch.with_teacher(views))
-            yield taught, num_used
-
-    def biases(self, head: Any, rows: Sequence[Tensor]) -> list[Tensor]:
-        """log_u for each microbatch's rows: that of the update step for all, or each its own."""
-        objective = self.settings.objective
-        log_u = partial(
-            prototype_bias,
-            weight=head.prototypes.weight,
-            temperature=self.loss_fn.teacher_temperature,
-            num_iterations=objective.sinkhorn_iterations,
-        )
-        if objective.sinkhorn_over == "microbatch":
-            return [log_u([each]) for each in rows]
-        return [log_u(rows, group=self.dp_group)] * len(rows)
-
-    def spread(self, step: UpdateStep) -> dict[int, tuple[Tensor, Tensor]]:
-        """KoLeo's gradient and mean for each microbatch, if all images of an update step are one group.
-
-        The first of two passes: it takes one more forward of the global crops.
-        """
-        in_groups = self.settings.views.koleo_group_size is not None
-        if in_groups or not self.settings.objective.koleo_loss_weight:
-            return {}
-        found = self.student_again.outputs([of_global_crops(each) for each in step.microbatches])
-        if not found:
-            return {}
-        cls = [found[i] for i in range(len(found))]
-        gradient, mean = gradient_of_all(
-            torch.cat(cls), self.loader.samples_per_rank, self.dp_group
-        )
-        parts = gradient.split([len(each) for each in cls])
-        return {i: (part, mean) for i, part in enumerate(parts)}
+        with self.offloading:
+            return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
-        """One optimizer step along grad[(1 / N) sum over images of w_d DINO + w_i iBOT + w_k KoLeo + w_g Gram].
+        """One optimizer step along grad[(1 / N) sum_i w_d DINO_i + w_i iBOT_i + w_k KoLeo_i + w_g Gram_i].
 
-        N images of all microbatches on all ranks. Then the teacher follows the student.
+        N images i of all microbatches on all ranks. Then the teacher follows the student.
 
         Returns:
             This rank's part of ``METRICS``, [8]; their means over all ranks are means per image. And the
             gradient norm before clipping, of all parts together.
         """
         schedules, run = self.settings.schedules, self.run
-        self.loss_fn.teacher_temperature = schedules.temperature_at(run.global_step)
         schedules.set_weight_decay(self.optimizer, run.global_step, self.num_steps)
+        temperature = schedules.temperature_at(run.global_step)
+        self.loss_fn.teacher_temperature = temperature
         # dp_degree / images of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # image weighs the same and the accumulated gradient is final.
         scale = step.scale("images")
         metrics = torch.zeros(len(SUMS), device=self.ranks.device)
-        # The teacher goes first, over all microbatches: with stages in a schedule of its own.
-        with self.teaching(step) as (taught, num_used):
+        # The teacher goes first, over all microbatches: its targets depend on all images.
+        with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
             if self.pipeline is not None:
                 # One schedule for all microbatches, so that its bubble is paid once per update step.
                 sums = self.pipeline.forward_backward(taught, lambda sums: sums[0] * scale)
                 metrics += sums * scale
-                num_used = num_used * self.ranks.dims.pp  # known to the last stage only
             else:
                 microbatches = mark_last(taught)
                 for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
@@ -330,56 +254,29 @@ class DINOv3Recipe:
                         scaled[0].backward()
                     metrics += scaled.detach()
 
-        if run.global_step < schedules.freeze_last_layer_steps:
-            for name, parameter in self.model.named_parameters():
-                if ".prototypes." in name:
-                    parameter.grad = None
+        schedules.freeze_prototypes(self.model, run.global_step)
         grad_norm = clip_grad_norm_by_part_(
             self.model, PARTS, self.settings.updates.clip_grad_norm, self.pipeline
         )
         # With a fused optimizer the host does not wait for the device here.
         if self.nonfinite.admits(grad_norm):
             self.optimizer.step()
-            self.momentum = schedules.momentum_at(run.global_step, self.num_steps)
-            self.average.update(self.momentum, grad_norm)
-        every = self.settings.objective.gram_teacher_every_n_steps
-        if self.gram_copy is not None and (run.global_step + 1) % every == 0:
-            self.gram_copy.update(0.0)
+            momentum = schedules.momentum_at(run.global_step, self.num_steps)
+            self.teacher.follow(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.cat([metrics, num_used.to(metrics.dtype).reshape(1)]), grad_norm
+        return torch.cat([metrics, num_used.to(metrics.dtype).view(1)]), grad_norm
 
-    def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums over the microbatch's images of what ``SUMS`` names, [7].
+    @property
+    def max_images(self) -> int | None:
+        """Of a rank, where KoLeo takes two passes over all images of an update step; else None."""
+        in_groups = self.settings.views.koleo_group_size is not None
+        takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
+        return self.loader.samples_per_rank if takes_two else None
 
-        The first is the loss; it is the backbone's head (``attach_head`` above): there FSDP2 holds the weights
-        of the heads gathered.
-        """
-        return self.model(**microbatch.inputs, targets=microbatch.targets)
-
-    def validate(self) -> dict[str, float]:
-        """The share of ``dataset_val`` whose nearest neighbours in ``dataset_knn`` name it right, as the teacher sees both."""
-        (bank, bank_labels), (states, labels) = map(self.states_of, self.knn_loaders)
-        found = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        if self.ranks.has_last_stage:
-            bank, bank_labels = (gather_rows(each, self.dp_group) for each in (bank, bank_labels))
-            num_neighbors = self.settings.objective.knn_neighbors
-            found[0] = num_voted_right(states, labels, bank, bank_labels, num_neighbors)
-            found[1] = len(labels)
-        num_right, num_images = mean_over_ranks(found)
-        return {"knn_accuracy": num_right / num_images}
-
-    def states_of(self, loader: UpdateStepLoader) -> tuple[Tensor, Tensor]:
-        """The teacher's cls states of this rank's images [n, d], and their labels [n]; of the last stage."""
-        states, labels = [], []
-        with loader.epoch(0) as steps:
-            for step in steps:
-                found = self.teacher.outputs(step.microbatches)
-                for index in sorted(found):
-                    states.append(found[index])
-                    labels.append(step.microbatches[index].targets.labels[: len(found[index])])
-        if not states:
-            return torch.empty(0), torch.empty(0)
-        return torch.cat(states), torch.cat(labels).to(self.ranks.device)
+    @torch.no_grad()
+    def validate(self) -> dict[str, Tensor]:
+        """The share of ``dataset_val`` that nearest neighbours in ``dataset_knn`` name right, as the teacher sees both."""
+        return {"knn_accuracy": self.neighbors.accuracy(self.teacher.states_of)}
 
     # ---- The order of things --------------------------------------------------------------------
 
@@ -400,40 +297,38 @@ class DINOv3Recipe:
                     run.advance(step)
 
                     if run.should_log():
-                        # With a fused optimizer the host waits for the device here only.
+                        # Read once the device has the next update step to do: nobody waits for it.
                         run.log(
                             **dict(zip(METRICS, mean_over_ranks(metrics), strict=True)),
                             lr=lr,
                             grad_norm=grad_norm,
-                            ema_momentum=self.momentum,
-                            teacher_temperature=self.loss_fn.teacher_temperature,
+                            **self.settings.schedules.at(run.global_step, self.num_steps),
                             effective_local_batch=self.loader.samples_per_rank,
                             effective_global_batch=step.totals["images"],
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
                             **self.moved.read(step),
                             **run.throughput(),
                         )
-                        run.warn(self.nonfinite.warning)
-                    if run.should_look(step) and self.nonfinite.look(run.global_step):
-                        run.save(self.everything, self.optimizer)
+                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
+                        run.save(self.models, self.optimizer)
                         raise NonfiniteError(self.nonfinite.description)
                     run.profiler.step()
                     if run.should_validate():
                         run.log_validation(**self.validate())
                     if step.stop_requested:  # on all ranks alike
-                        run.save_and_stop(self.everything, self.optimizer)
+                        run.save_and_stop(self.models, self.optimizer)
                         return
                     # Neither at an epoch's last step: it is done below. Exported first, so that a run
                     # that is killed meanwhile does it again.
                     if run.should_export(step):
                         run.export(
-                            self.checkpointer, self.exported, f"export_step_{run.global_step}"
+                            self.checkpointer, self.teacher.model, f"export_step_{run.global_step}"
                         )
                     if run.should_save(step):
-                        run.save(self.everything, self.optimizer)
+                        run.save(self.models, self.optimizer)
             # Raises if it is the last and cannot be exported.
-            problem = run.export(self.checkpointer, self.exported, f"epoch_{epoch}")
-            run.finish_epoch(self.everything, self.optimizer, problem)
+            problem = run.export(self.checkpointer, self.teacher.model, f"epoch_{epoch}")
+            run.finish_epoch(self.models, self.optimizer, problem)
 
 
 @entry_point

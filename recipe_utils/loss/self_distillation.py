@@ -15,8 +15,8 @@ from torch import Tensor
 from recipe_utils.data.views import ViewTargets
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
+from recipe_utils.loss.prototype_head import SelfDistillationHeads
 from recipe_utils.loss.spreading import koleo_loss
-from recipe_utils.model.heads import SelfDistillationHeads
 from recipe_utils.settings import ROOM, Count, Positive
 
 SUMS = (

@@ -1,9 +1,73 @@
 """How well a frozen backbone's states tell classes apart: by the votes of nearest neighbours, over all ranks."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from recipe_utils.data.loader import UpdateStepLoader
+from recipe_utils.data.microbatch import Microbatch
+from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.ranks import Ranks
+
+StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
+"""Class states [g, d] of a microbatch's images by its index; empty on ranks without a pipeline's last stage."""
+
+
+class NearestNeighbors:
+    """Tells the class of images by those whose states are nearest, exact over all ranks.
+
+    Args:
+        bank: of images with labels, :class:`recipe_utils.data.views.WholeImages`.
+        images: whose classes are to be told, likewise.
+        num_neighbors: that vote.
+        ranks: of the job.
+
+    Raises:
+        ValueError: more neighbours than there are images.
+    """
+
+    def __init__(
+        self, bank: UpdateStepLoader, images: UpdateStepLoader, num_neighbors: int, ranks: Ranks
+    ) -> None:
+        if num_neighbors > len(bank.dataset):
+            raise ValueError(
+                f"knn_neighbors={num_neighbors}: {bank.dataset.name} has {len(bank.dataset)} images; set it to "
+                "fewer"
+            )
+        self._loaders = bank, images
+        self._num_neighbors = num_neighbors
+        self._ranks = ranks
+        self._dp_group = ranks.new_dp_group()
+
+    def accuracy(self, states_of: StatesOf) -> Tensor:
+        """The share of images whose label their neighbours name, []; the same on all ranks."""
+        (bank, bank_labels), (states, labels) = (
+            self._of(loader, states_of) for loader in self._loaders
+        )
+        found = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        if self._ranks.has_last_stage:
+            bank, bank_labels = (gather_rows(each, self._dp_group) for each in (bank, bank_labels))
+            found[0] = num_voted_right(states, labels, bank, bank_labels, self._num_neighbors)
+            found[1] = len(labels)
+        num_right, num_images = mean_over_ranks(found)
+        return num_right / num_images.clamp(min=1e-9)
+
+    def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor]:
+        """States [n, d] of this rank's images and their labels [n]; on ranks of earlier stages nothing."""
+        device = self._ranks.device
+        states: list[Tensor] = []
+        labels = [torch.empty(0, dtype=torch.int64)]
+        with loader.epoch(0) as steps:
+            for step in steps:
+                for index, found in sorted(states_of(step.microbatches).items()):
+                    targets: Any = step.microbatches[index].targets
+                    states.append(found)
+                    labels.append(targets.labels)
+        return torch.cat(states) if states else torch.empty(0), torch.cat(labels).to(device)
 
 
 @torch.no_grad()

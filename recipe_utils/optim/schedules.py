@@ -65,6 +65,21 @@ class ScheduleSettings:
         """The moving average's, after so many update steps of so many."""
         return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
 
+    def at(self, global_step: int, num_steps: int) -> dict[str, float]:
+        """What the last of so many update steps had, to be logged."""
+        step = max(global_step - 1, 0)
+        return {
+            "ema_momentum": self.momentum_at(step, num_steps),
+            "teacher_temperature": self.temperature_at(step),
+        }
+
+    def freeze_prototypes(self, model: nn.Module, global_step: int) -> None:
+        """Takes the prototypes' gradients away in the first update steps (arXiv:2104.14294, appendix C)."""
+        if global_step < self.freeze_last_layer_steps:
+            for name, parameter in model.named_parameters():
+                if ".prototypes." in name:
+                    parameter.grad = None
+
     def set_weight_decay(self, optimizer: Optimizer, global_step: int, num_steps: int) -> None:
         """Gives those groups that decay the weight decay after so many update steps."""
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
 
 HeadArguments = Annotated[
-    dict[str, Any], MadeWith(1, default="recipe_utils.model.heads.PrototypeHead")
+    dict[str, Any], MadeWith(1, default="recipe_utils.loss.prototype_head.PrototypeHead")
 ]
 """A config's arguments of a :class:`PrototypeHead`, but for the width of what comes in."""
 
@@ -98,6 +98,6 @@ def with_heads(
         model.output = SelfDistillationHeads(
             PrototypeHead(embed_dim, **dino), PrototypeHead(embed_dim, **ibot)
         )
-        return model  # type: ignore[no-any-return]
+        return model
 
     return make
