@@ -66,7 +66,9 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     """The norm of tensors together, [], at least fp32; a DTensor where they are."""
     if all(grad.dtype.itemsize >= torch.float32.itemsize for grad in grads):
         return nn.utils.get_total_norm(grads)
-    if isinstance(grads[0], DTensor):  # one by one: torch 2.14 cannot shard the foreach with a dtype
+    if isinstance(
+        grads[0], DTensor
+    ):  # one by one: torch 2.14 cannot shard the foreach with a dtype
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     else:
         norms = list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
