@@ -4,14 +4,14 @@ torchtune 0.6.1 keeps its recipes in a module-level list and has no way to add t
 PyTorch calls every entry point of the group ``torch.backends`` at the end of ``import torch``;
 ``tune`` imports torchtune first, so at that moment the list can be extended before it is read.
 This is the only module that touches a private name of torchtune's command line. It runs at every
-``import torch`` beside torchtune (:mod:`torchtune_update_step_registration`), so it imports nothing heavy.
+``import torch`` beside torchtune (:mod:`recipe_utils.tune.registration`), so it imports nothing heavy.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from torchtune_update_step_registration import OURS, be_quiet_about_kernels
+from recipe_utils.tune.registration import OURS, be_quiet_about_kernels
 
 # A wheel carries recipes/ and configs/ inside the package; a checkout has links to them there.
 ROOT = Path(__file__).resolve().parents[1]
