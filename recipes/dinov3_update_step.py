@@ -143,10 +143,11 @@ class DINOv3Recipe:
 
         # ---- Data: what a sample is, and how update steps are made of them
         validates = run.validates_on(settings.dataset_val)
-        cfg_knn = cfg.get("dataset_knn") or cfg.dataset
         dataset, dataset_knn, dataset_val = make_all(
             dataset=partial(load_images, cfg.dataset),
-            dataset_knn=partial(load_images, cfg_knn if validates else None),
+            dataset_knn=partial(
+                load_images, (cfg.get("dataset_knn") or cfg.dataset) if validates else None
+            ),
             dataset_val=partial(load_images, cfg.dataset_val if validates else None),
         )
         layout, fill = layout_of(whole), settings.pipeline.fill(ranks)
@@ -173,13 +174,13 @@ class DINOv3Recipe:
                 self.neighbors = NearestNeighbors(bank, images, objective.knn_neighbors, ranks)
 
         # ---- Models: change modules in prepare(), before they are wrapped, sharded and filled
-        def build(head: Any) -> nn.Module:
-            def prepare(backbone: nn.Module, has_output: bool) -> None:
-                if has_output:
-                    attach_head(backbone, head, settings.pipeline.splits_backward)
+        def prepare(head: Any, backbone: nn.Module, has_output: bool) -> None:
+            if has_output:
+                attach_head(backbone, head, settings.pipeline.splits_backward)
 
-            return build_model(make_model, prepare, modules, ranks, settings.pipeline)
-
+        build = lambda head: build_model(  # noqa: E731 # the student's and the teacher's
+            make_model, partial(prepare, head), modules, ranks, settings.pipeline
+        )
         self.loss_fn = SelfDistillationLoss(objective)
         with naming():
             self.model = build(self.loss_fn)

@@ -43,6 +43,7 @@ MAX_ARGUMENTS = 8
 MAX_RECIPE_LINES = defaultdict(lambda: 300)
 MAX_RECIPE_LINES["full_dpo_update_step"] = 350  # a second model, eight metrics
 MAX_RECIPE_LINES["knowledge_distillation_update_step"] = 350  # a second model, five metrics
+MAX_RECIPE_LINES["dinov3_update_step"] = 380  # a second model, nearest neighbours, schedules
 
 
 def room_of(module):
@@ -164,7 +165,7 @@ def test_in_a_recipe_the_config_is_only_read_as_a_whole_or_to_make_components(pa
     """Keys have their type, default and meaning in a room; ``cfg.KEY`` is for what is made of it."""
     tree = ast.parse(path.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    makers = {"config.instantiate", "load_dataset", "load_pairs"}
+    makers = {"config.instantiate", "load_dataset", "load_pairs", "load_images"}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
             continue
@@ -228,6 +229,33 @@ def of_a_teacher(order):
     return names
 
 
+def of_a_moving_average(tail):
+    """Each head is clipped by itself, the teacher follows where the student has stepped; metrics are a vector."""
+    tail = tail.replace(
+        "clip_grad_norm_(self.model, self", "clip_grad_norm_by_part_(self.model, PARTS, self"
+    )
+    step = "        self.optimizer.step()\n"
+    follow = (
+        "        momentum = schedules.momentum_at(run.global_step, self.num_steps)\n"
+        "        self.teacher.follow(momentum, grad_norm, run.global_step + 1)\n"
+    )
+    tail = tail.replace(step, step + follow)
+    return tail.replace(
+        "return (loss,", "return (torch.cat([metrics, num_used.to(metrics.dtype).view(1)]),"
+    )
+
+
+def of_images(order):
+    """Schedules are logged; there is no ``val_loss`` that could be best, and no text that could be said."""
+    names = list(order)
+    names.insert(names.index("self.nonfinite.read_and_restart"), "self.settings.schedules.at")
+    first = names.index("self.validate") + 1
+    last = names.index("run.log_answers")
+    assert names[first : last + 1] == ["run.export", "run.should_sample", "run.log_answers"]
+    return names[:first] + names[last + 1 :]
+
+
+DIFFERENCES["dinov3_update_step"] = {"tail": of_a_moving_average, "order": of_images}
 DIFFERENCES["knowledge_distillation_update_step"] = {"tail": of_a_vector, "order": of_a_teacher}
 DIFFERENCES["full_dpo_update_step"] = {"tail": without_stages, "order": of_pairs}
 

@@ -107,7 +107,7 @@ def weights_after(config):
             made.train()
             return {
                 name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
-                for name, p in parameters_by_name(made.everything).items()
+                for name, p in parameters_by_name(made.models).items()
             }
 
 
