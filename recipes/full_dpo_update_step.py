@@ -257,7 +257,7 @@ class FullDPORecipe:
         return metrics, grad_norm
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
+    def validate(self) -> dict[str, Tensor]:
         """METRICS of ``dataset_val``, ratios of sums over all ranks."""
         self.model.eval()
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
@@ -273,7 +273,7 @@ class FullDPORecipe:
         sums[-1] *= self.ranks.dp_degree / max(num_tokens, 1)
         return self.named(sums, "val_")
 
-    def named(self, metrics: Tensor, prefix: str = "") -> dict[str, float]:
+    def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """METRICS of all ranks from this rank's part, in one reduction; and the loss that they make up."""
         metrics = torch.cat([self.objective(metrics).view(1), metrics])
         found = dict(zip(("loss", *METRICS), mean_over_ranks(metrics), strict=True))
@@ -300,7 +300,7 @@ class FullDPORecipe:
                     run.advance(step)
 
                     if run.should_log():
-                        # With a fused optimizer the host waits for the device here only.
+                        # Read once the device has the next update step to do: nobody waits for it.
                         run.log(
                             **self.named(metrics),
                             lr=lr,
@@ -311,8 +311,7 @@ class FullDPORecipe:
                             **self.moved.read(step),
                             **run.throughput(),
                         )
-                        run.warn(self.nonfinite.warning)
-                    if run.should_look(step) and self.nonfinite.look(run.global_step):
+                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
                         run.save(self.model, self.optimizer)
                         raise NonfiniteError(self.nonfinite.description)
                     run.profiler.step()

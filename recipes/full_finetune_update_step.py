@@ -217,7 +217,7 @@ class FullFinetuneRecipe:
         return loss, grad_norm
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def validate(self) -> Tensor:
         """Mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
         self.model.eval()
         sums = torch.zeros(1, device=self.ranks.device)
@@ -252,7 +252,7 @@ class FullFinetuneRecipe:
                     run.advance(step)
 
                     if run.should_log():
-                        # With a fused optimizer the host waits for the device here only.
+                        # Read once the device has the next update step to do: nobody waits for it.
                         run.log(
                             loss=mean_over_ranks(loss)[0],
                             lr=lr,
@@ -262,8 +262,7 @@ class FullFinetuneRecipe:
                             **self.moved.read(step),
                             **run.throughput(),
                         )
-                        run.warn(self.nonfinite.warning)
-                    if run.should_look(step) and self.nonfinite.look(run.global_step):
+                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
                         run.save(self.model, self.optimizer)
                         raise NonfiniteError(self.nonfinite.description)
                     run.profiler.step()

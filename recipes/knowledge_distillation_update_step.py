@@ -257,7 +257,7 @@ class KDRecipe:
         return metrics, grad_norm
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
+    def validate(self) -> dict[str, Tensor]:
         """Means per target token of ``dataset_val``, exact over all ranks."""
         self.model.eval()
         sums = torch.zeros(len(self.metrics), device=self.ranks.device)
@@ -275,7 +275,7 @@ class KDRecipe:
         dp_degree, found = self.ranks.dp_degree, self.named(sums, "val_")
         return {k: value * dp_degree / max(num_target_tokens, 1) for k, value in found.items()}
 
-    def named(self, metrics: Tensor, prefix: str = "") -> dict[str, float]:
+    def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Metrics of all ranks from this rank's part, in one reduction."""
         found = dict(zip(self.metrics, mean_over_ranks(metrics), strict=True))
         if self.settings.teacher.kd_ratio == 1:
@@ -301,7 +301,7 @@ class KDRecipe:
                     run.advance(step)
 
                     if run.should_log():
-                        # With a fused optimizer the host waits for the device here only.
+                        # Read once the device has the next update step to do: nobody waits for it.
                         run.log(
                             **self.named(metrics),
                             lr=lr,
@@ -312,8 +312,7 @@ class KDRecipe:
                             teacher_seconds=self.teacher.read_seconds(),
                             **run.throughput(),
                         )
-                        run.warn(self.nonfinite.warning)
-                    if run.should_look(step) and self.nonfinite.look(run.global_step):
+                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
                         run.save(self.model, self.optimizer)
                         raise NonfiniteError(self.nonfinite.description)
                     run.profiler.step()

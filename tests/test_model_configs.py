@@ -155,7 +155,8 @@ def test_beside_what_adapters_need_it_is_the_full_config_of_the_same_model(name)
     own = {"save_adapter_weights_only", "export_dtype", "lr_scheduler"}
     assert ours.keys() == full.keys() | own
     may_differ = {
-        "output_dir", "model", "dataset", "optimizer", "batch_size", "max_tokens_per_microbatch", "weights_dtype",
+        "output_dir", "model", "dataset", "optimizer", "batch_size", "gradient_accumulation_steps",
+        "max_tokens_per_microbatch", "weights_dtype",
     } | own  # fmt: skip
     for key in ours.keys() - may_differ:
         assert ours[key] == full[key], key
@@ -215,6 +216,33 @@ def test_the_header_says_the_memory_of_the_model_and_its_reference(name):
     assert cached == pytest.approx(bytes_of_trained(name) * size / 1e9, rel=0.02)
 
 
+SAMPLES = 160
+"""Of an update step on each rank, where stock's configs have 16 or 32. Alpaca's published rates are of 128: 2e-5 of all
+weights (Stanford Alpaca), 3e-4 of adapters (alpaca-lora)."""
+TOKENS = {"alpaca_dataset": 110, "alpaca_cleaned_dataset": 200}
+"""Of a sample, prompt and all, at the least of what tokenizers make of it on average."""
+
+
+def with_shorter_warm_up(stock):
+    """As many samples as stock's longest, in fewer update steps."""
+    warm_up = {**stock["lr_scheduler"], "num_warmup_steps": 100 * 32 // SAMPLES}
+    assert stock["lr_scheduler"]["num_warmup_steps"] == 100
+    return {**stock, "lr_scheduler": warm_up}
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *ADAPTERS, *TEACHERS])
+def test_an_update_step_holds_sixteen_thousand_tokens_on_each_rank(name):
+    cfg = load(name)
+    assert cfg.batch_size * cfg.gradient_accumulation_steps == SAMPLES
+    num_tokens = SAMPLES * TOKENS[cfg.dataset._component_.split(".")[-1]]
+    assert num_tokens >= 16_384
+    assert f"tokens each, are {num_tokens:,} tokens and more" in config_path(name).read_text()
+    # Activations of 16,384 take too much beside the weights of some; see configs/README.md.
+    of_16k = {"llama3_2/1B_full", "qwen2_5/0.5B_full", *(n for n in ADAPTERS if "3B" not in n)}
+    expects_16k = name in of_16k or name.removesuffix("_update_step") in of_16k
+    assert (cfg.max_tokens_per_microbatch == 16_384) == expects_16k
+
+
 def of_teacher(cfg):
     """What a config says of its teacher, under the keys that a config of the teacher itself has."""
     keys = ("model", "tokenizer", "checkpointer")
@@ -230,7 +258,8 @@ def test_beside_what_a_teacher_needs_it_is_the_full_config_of_the_student(name):
         "kd_ratio", "lr_scheduler", "pipeline_parallel_dim",
     }  # fmt: skip
     assert ours.keys() == full.keys() | own
-    for key in ours.keys() - own - {"output_dir", "dataset", "optimizer"}:
+    batch = {"batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch"}
+    for key in ours.keys() - own - batch - {"output_dir", "dataset", "optimizer"}:
         assert ours[key] == full[key], key
     assert ours["output_dir"].endswith(
         name.replace("/", "_").replace("_update_step", "").replace(".", "_")
@@ -248,12 +277,12 @@ def test_model_tokens_and_files_of_the_teacher_are_those_of_its_own_config(name)
 
 
 @every_teacher_s_config
-def test_data_batch_and_schedule_are_those_of_the_stock_distillation(name):
+def test_data_rates_and_schedule_are_those_of_the_stock_distillation(name):
     ours = OmegaConf.to_container(load(name), resolve=True)
     path = STOCK_CONFIGS / "llama3_2" / "8B_to_1B_KD_lora_distributed.yaml"
     stock = yaml.safe_load(path.read_text())
-    for key in ("dataset", "lr_scheduler", "kd_ratio", "batch_size", "gradient_accumulation_steps"):
-        assert ours[key] == stock[key], key
+    for key in ("dataset", "lr_scheduler", "kd_ratio"):
+        assert ours[key] == with_shorter_warm_up(stock)[key], key
 
 
 @every_teacher_s_config
@@ -319,8 +348,7 @@ def test_files_model_data_and_optimizer_are_those_of_the_stock_config(name):
     for key in ("model", "tokenizer", "checkpointer", "dataset", "optimizer"):
         assert ours[key] == stock[key], key
     if name in ADAPTERS:
-        for key in ("lr_scheduler", "batch_size", "gradient_accumulation_steps"):
-            assert ours[key] == stock[key], key
+        assert ours["lr_scheduler"] == with_shorter_warm_up(stock)["lr_scheduler"]
 
 
 @every_full_config

@@ -15,8 +15,11 @@ from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
 
-_NUM_LENGTHS_OF_FLEX = 4
-"""Of packed rows where each is compiled for: more are more compilations, fewer more padding."""
+_NUM_ROW_LENGTHS = 4
+"""Of packed rows where code is compiled: flex attention for each of them, layers for the first and then for any.
+More would be more compilations, fewer more padding."""
+_NUM_ROW_LENGTHS_ON_CPU = 1
+"""Where PyTorch's compiler takes minutes for the second length of DoRA's layers."""
 _ROW_MULTIPLE = 128
 """What rows on CUDA are padded to a multiple of [slots]: tiles of its matrix products, and blocks of flex
 attention. Not measured."""
@@ -35,10 +38,9 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
     attention = choose(model, device)
 
     def num_row_lengths(way: Way) -> int | None:
-        # Compiled layers and flex attention are made for each shape that they meet.
-        if compiles:
-            return 1
-        return _NUM_LENGTHS_OF_FLEX if way == "flex" else None
+        if compiles and device.type == "cpu":
+            return _NUM_ROW_LENGTHS_ON_CPU
+        return _NUM_ROW_LENGTHS if compiles or way == "flex" else None
 
     return ModelLimits(
         vocab_size,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.samples import Sample
 from recipe_utils.data.teacher_cache import TeacherCache
 from recipe_utils.data.text import ModelLimits, TextSamples
+from recipe_utils.data.to_host import Late
 from recipe_utils.data.vocabulary import check_same_tokens
 from recipe_utils.files import problems_with_folder
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
@@ -320,7 +321,7 @@ class Teacher:
                 for i, microbatch in enumerate(step.microbatches)
             ]
 
-    def read_seconds(self) -> float | None:
+    def read_seconds(self) -> Late | None:
         """Mean seconds per update step since the last time, on this rank; None if it is not asked then."""
         return self._stopwatch.read_and_restart() if self._live is not None else None
 
@@ -332,6 +333,23 @@ class Teacher:
         """See :meth:`recipe_utils.model.kept_teacher.KeptTeacher.fill`; nothing where nothing is kept."""
         if self._kept is not None:
             self._kept.fill(num_epochs, [loader for loader in loaders if loader is not None])
+
+
+class _Spans(NamedTuple):
+    """Times or events of CUDA, from one to the other."""
+
+    spans: list[tuple[Any, Any]]
+    is_cuda: bool
+
+    def read(self) -> float:
+        """Mean seconds; see :class:`recipe_utils.data.to_host.Late`."""
+        if self.is_cuda and self.spans:
+            self.spans[-1][1].synchronize()
+        seconds = [
+            start.elapsed_time(end) / 1000 if self.is_cuda else end - start
+            for start, end in self.spans
+        ]
+        return sum(seconds) / max(len(seconds), 1)
 
 
 class _Stopwatch:
@@ -353,13 +371,7 @@ class _Stopwatch:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
 
-    def read_and_restart(self) -> float:
-        """Mean seconds of a block since the last time."""
-        if self._is_cuda and self._spans:
-            self._spans[-1][1].synchronize()
-        seconds = [
-            start.elapsed_time(end) / 1000 if self._is_cuda else end - start
-            for start, end in self._spans
-        ]
-        self._spans.clear()
-        return sum(seconds) / max(len(seconds), 1)
+    def read_and_restart(self) -> _Spans:
+        """Mean seconds of a block since the last time, to be read later."""
+        spans, self._spans = _Spans(self._spans, self._is_cuda), []
+        return spans

@@ -5,6 +5,7 @@ so: the large updates still arrive.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader import UpdateStep
+from recipe_utils.data.to_host import Late, ToHost
 from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 from recipe_utils.parallel.process_group import mean_over_ranks
 
@@ -52,10 +54,10 @@ class WeightsMoved:
             self._probes.append(_Probe(each, self._stride, start))
             start += sum(_local(p).numel() for p in _trained(each))
 
-    def read(self, step: UpdateStep) -> dict[str, float]:
-        """``weights_moved_fraction`` after ``step``, if a probe has come to its end; else nothing.
+    def read(self, step: UpdateStep) -> dict[str, Late]:
+        """``weights_moved_fraction`` after ``step``, to be read later, if a probe has come to its end; else nothing.
 
-        All ranks together, where metrics are logged; waits for the device. Warns once if less than half of bf16's
+        All ranks together, where metrics are logged. Warns once, when it is read, if less than half of bf16's
         weights have moved.
         """
         if step.index <= self._last_index:  # of another epoch
@@ -63,9 +65,9 @@ class WeightsMoved:
         self._last_index = step.index
         num_steps = max((probe.num_steps for probe in self._probes), default=0)
         is_due = num_steps >= NUM_STEPS or (step.is_last_of_epoch and num_steps > 0)
-        found: dict[str, float] = {}
+        found: dict[str, Late] = {}
         if is_due:
-            found = self._compare()
+            found = {"weights_moved_fraction": self._compare()}
             self._drop_probes(wants_others=False)
         if step.is_last_of_epoch:
             self._last_index = -1
@@ -76,27 +78,51 @@ class WeightsMoved:
         for probe in self._probes:
             probe.drop(wants_another=wants_others)
 
-    def _compare(self) -> dict[str, float]:
+    def _compare(self) -> "_Moved":
         # Of each element that is sampled there are as many as the stride.
         counts = self._stride * sum(
             (probe.counts().to(self._device) for probe in self._probes),
             start=torch.zeros(3, dtype=torch.float64, device=self._device),
         )
-        num_steps = max(probe.num_done() for probe in self._probes)
-        lr = max(probe.lr for probe in self._probes)
-        num_moved, num_counted, num_in_bf16 = mean_over_ranks(counts)
+        return _Moved(
+            counts=ToHost(mean_over_ranks(counts)),
+            steps=[(probe.num_steps, probe.num_left_out()) for probe in self._probes],
+            lr=max(probe.lr for probe in self._probes),
+            warn=self._warn,
+        )
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            log_rank_zero(_log, text, level=logging.WARNING)
+        self._has_warned = True
+
+
+class _Moved(NamedTuple):
+    """What a probe has found."""
+
+    counts: ToHost
+    """Elements that have moved, are counted, and are counted and of bf16, [3]."""
+    steps: list[tuple[int, ToHost | None]]
+    """Of each optimizer since its copy was made, and of them those that were left out."""
+    lr: float
+    warn: Callable[[str], None]
+
+    def read(self) -> float | None:
+        """See :class:`recipe_utils.data.to_host.Late`."""
+        num_moved, num_counted, num_in_bf16 = self.counts.read().tolist()
+        num_steps = max(
+            num_steps - (int(left_out.read()) if left_out is not None else 0)
+            for num_steps, left_out in self.steps
+        )
         if num_counted == 0 or num_steps == 0:
-            return {}
-        fraction = num_moved / num_counted
-        if fraction < 0.5 and num_in_bf16 > 0 and not self._has_warned:
-            self._has_warned = True
-            log_rank_zero(
-                _log,
+            return None
+        fraction: float = num_moved / num_counted
+        if fraction < 0.5 and num_in_bf16 > 0:
+            self.warn(
                 f"dtype=bf16: {fraction:.0%} of the trained weights have changed in {num_steps} update steps; bf16 "
-                f"rounds updates away that are small beside their weight (lr={lr:g}); set weights_dtype=fp32",
-                level=logging.WARNING,
+                f"rounds updates away that are small beside their weight (lr={self.lr:g}); set weights_dtype=fp32"
             )
-        return {"weights_moved_fraction": fraction}
+        return fraction
 
 
 class _Part(NamedTuple):
@@ -155,9 +181,10 @@ class _Probe:
             weights = self._sample(local, start).clone()
             self._parts.append(_Part(parameter, start, weights, had_gradient))
 
-    def num_done(self) -> int:
-        """Steps that have reached the weights. Waits for the device."""
-        return self.num_steps - int(self._num_left_out)
+    def num_left_out(self) -> ToHost | None:
+        """Of the steps, those that have not reached the weights; None where there can be none."""
+        left_out = self._num_left_out
+        return ToHost(left_out) if isinstance(left_out, Tensor) else None
 
     @torch.no_grad()
     def counts(self) -> Tensor:

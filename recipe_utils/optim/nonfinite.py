@@ -4,11 +4,17 @@ The gradient norm is one number that all ranks share, and a loss that is NaN or 
 every rank decides for itself, and alike.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.data.to_host import ToHost
 from recipe_utils.optim.optimizer import OnNonfinite, OptimizerInBackward
+
+_log = get_logger("INFO")
 
 
 class NonfiniteError(RuntimeError):
@@ -45,6 +51,7 @@ class NonfiniteGuard:
         self._num_seen = 0
         self._last_read = (0, 0)
         self._text = ""
+        self._unread: list[_LeftOut] = []
 
     def admits(self, grad_norm: Tensor | None) -> bool:
         """Whether to step: not where ``grad_norm`` [] is NaN or infinite.
@@ -64,24 +71,31 @@ class NonfiniteGuard:
             return True
         return not is_nonfinite
 
-    def read_and_restart(self, global_step: int) -> int:
-        """How many were left out since the last time, up to ``global_step``. Waits for the device.
+    def read_and_restart(self, global_step: int) -> "_LeftOut":
+        """How many were left out since the last time, up to ``global_step``, to be read later.
 
-        Those in a row at the end count on.
+        Those in a row at the end count on. Once it is read, a warning says so, unless the training should stop.
         """
-        self._read(global_step)
+        left_out = self._left_out(global_step)
         self._num_left_out.zero_()
         self._most_in_a_row = self._num_in_a_row.clone()
         self._num_seen = 0
-        return self._last_read[0]
+        self._unread.append(left_out)
+        return left_out
 
-    def look(self, global_step: int) -> bool:
-        """Whether what was left out up to ``global_step`` ends the training. Waits for the device.
+    def look(self, global_step: int, waits: bool = True) -> bool:
+        """Whether what was left out ends the training.
 
-        Goes on counting; where :meth:`read_and_restart` has just read, what that read.
+        Args:
+            global_step: of the update step that was done last.
+            waits: for the device, so that all steps up to this one are known; otherwise those are that have
+                been read already. Goes on counting.
         """
-        if self._num_seen:
-            self._read(global_step)
+        if waits:
+            for left_out in [*self._unread]:
+                left_out.read()
+            if self._num_seen:
+                self._take(self._left_out(global_step))
         return self.should_stop
 
     @property
@@ -92,10 +106,8 @@ class NonfiniteGuard:
             return False
         return self._on_nonfinite == "stop" or in_a_row > self._max_in_a_row
 
-    @property
-    def warning(self) -> str:
-        """What was read last, in words, if the training goes on; empty if nothing was left out."""
-        return "" if self.should_stop else self.description
+    warning = ""
+    """Of copied recipes, which say it: it is said when it is read."""
 
     @property
     def description(self) -> str:
@@ -111,9 +123,47 @@ class NonfiniteGuard:
             "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
         )
 
-    def _read(self, global_step: int) -> None:
-        self._last_read = int(self._num_left_out), int(self._most_in_a_row)
-        self._text = (
-            f"{self._last_read[0]} of the last {self._num_seen} update steps up to {global_step} had a "
-            "loss or gradient that is not finite; they were left out, the weights are untouched"
-        )
+    def _left_out(self, global_step: int) -> "_LeftOut":
+        counts = torch.stack([self._num_left_out, self._most_in_a_row])
+        return _LeftOut(self, counts, self._num_seen, global_step)
+
+    def _take(self, left_out: "_LeftOut") -> None:
+        """What is known now; why the training should stop stays what it was."""
+        if not self.should_stop:
+            self._last_read = left_out.counts()
+            self._text = (
+                f"{self._last_read[0]} of the last {left_out.num_seen} update steps up to "
+                f"{left_out.global_step} had a loss or gradient that is not finite; they were left out, the "
+                "weights are untouched"
+            )
+
+    def _take_unread(self, left_out: "_LeftOut") -> None:
+        self._take(left_out)
+        self._unread.remove(left_out)
+        if self.description and not self.should_stop:
+            log_rank_zero(_log, self.description, level=logging.WARNING)
+
+
+class _LeftOut:
+    """How many of some update steps were left out; the guard knows once it is read."""
+
+    def __init__(
+        self, guard: NonfiniteGuard, counts: Tensor, num_seen: int, global_step: int
+    ) -> None:
+        self.num_seen = num_seen
+        self.global_step = global_step  # of the last of them
+        self._guard = guard
+        self._counts = ToHost(counts)
+        self._is_read = False
+
+    def counts(self) -> tuple[int, int]:
+        """Of those left out, and of the most in a row. Waits for the device."""
+        num_left_out, in_a_row = self._counts.read().tolist()
+        return num_left_out, in_a_row
+
+    def read(self) -> int:
+        """See :class:`recipe_utils.data.to_host.Late`."""
+        if not self._is_read:
+            self._is_read = True
+            self._guard._take_unread(self)
+        return self.counts()[0]

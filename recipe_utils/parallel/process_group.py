@@ -99,16 +99,16 @@ def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
-def mean_over_ranks(values: Tensor) -> list[float]:
-    """The means of a vector's entries [k] over all ranks, in one reduction. Waits for the device.
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The means of a vector's entries over all ranks, in one reduction, [k] in fp64 on the same device.
 
     With an entry a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over all N
     target tokens: ranks of one tensor-parallel group contribute equal values, which the mean counts
-    once.
+    once. The host does not wait for a device that is none of its own.
     """
     values = values.detach().flatten().clone()
     dist.all_reduce(values)
-    return [value / dist.get_world_size() for value in values.tolist()]
+    return values.double() / dist.get_world_size()
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:

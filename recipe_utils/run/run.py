@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.prefetch import Prefetched
+from recipe_utils.data.to_host import Late, LateNumber
 from recipe_utils.model.merge import contents_of_export
 from recipe_utils.model.stages import adapters_of
 from recipe_utils.model.weights import gather_weights
@@ -38,6 +39,14 @@ from recipe_utils.run.summary import (
 )
 from recipe_utils.run.throughput import Throughput
 from recipe_utils.settings import ConfigError, naming
+
+
+class _Line(NamedTuple):
+    """Metrics of an update step that may still be on their way."""
+
+    step: int
+    metrics: dict[str, float | Late]
+    also: dict[str, Any]
 
 
 class Run:
@@ -70,6 +79,8 @@ class Run:
         self.num_tokens_seen = 0  # target tokens of the update steps that are done
         self.is_best = False  # the last validation is, and keep_best_checkpoint asks for it
         self.stop = threading.Event()  # once set, training saves and ends
+        # What an accelerator has just been given to do nobody waits for.
+        self.reads_late = ranks.device.type != "cpu"
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
@@ -82,6 +93,7 @@ class Run:
         )
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
         self._shown: dict[str, Any] = {}  # metrics before the bar
+        self._held: _Line | None = None
         self._best_val_loss: float | None = None
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
@@ -101,7 +113,7 @@ class Run:
         self._at_exit.callback(self._ranks.leave)
         self._lock_folder()
         self._at_exit.callback(lambda: self._report(self._checkpoints.close()))
-        self._at_exit.callback(self._log.close)
+        self._at_exit.callback(self._close_log)
         return self
 
     def __exit__(self, *reason: Any) -> None:
@@ -221,8 +233,9 @@ class Run:
                 bar.update(1)
 
     def advance(self, step: UpdateStep) -> None:
-        """An update step is done."""
+        """An update step is done, or on its way on the device; metrics of the one before are written."""
         assert self._steps is not None
+        self._write_held()
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
         self.num_tokens_seen += step.totals.get("target_tokens", 0)
@@ -243,9 +256,16 @@ class Run:
         return self.global_step % self.settings.log_every_n_steps == 0
 
     def should_look(self, step: UpdateStep) -> bool:
-        """Whether it is time to ask if gradients were finite: what is logged or left on the disk rests on it."""
+        """Of copied recipes: :meth:`must_know`, and wherever metrics are logged."""
+        return self.should_log() or self.must_know(step)
+
+    def must_know(self, step: UpdateStep) -> bool:
+        """Whether to wait until it is known if gradients were finite: what is left on the disk rests on it.
+
+        So does what is logged, but where that is read late, this is known by then.
+        """
         return (
-            self.should_log()
+            (self.should_log() and not self.reads_late)
             or self.should_save(step)
             or self.should_export(step)
             or (self.settings.keep_best_checkpoint and self.should_validate())
@@ -280,23 +300,30 @@ class Run:
         every = self.settings.sample_every_n_steps
         return every is not None and self.global_step % every == 0
 
-    def log(self, **metrics: float | Tensor | None) -> None:
-        """Logs metrics of this update step, those that are None left out; waits for the device."""
-        found = {
-            name: value.item() if isinstance(value, Tensor) else value
+    def log(self, **metrics: float | Tensor | Late | None) -> None:
+        """Logs metrics of this update step, those that are None left out.
+
+        Where the device is no CPU, they are read, in this order, and written once it has been given the next
+        update step, or before anything else is logged, saved or exported.
+        """
+        found: dict[str, float | Late] = {
+            name: LateNumber(value) if isinstance(value, Tensor) else value
             for name, value in metrics.items()
             if value is not None
         }
-        if not found.get("num_nonfinite_steps", 1):
-            del found["num_nonfinite_steps"]  # there are hardly ever any
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             found |= training.get_memory_stats(device=self._ranks.device)
-        self._log_dict(found)
+        self._write_held()
+        self._held = _Line(self.global_step, found, self._position())
+        if not self.reads_late:
+            self._write_held()
 
-    def log_validation(self, **metrics: float) -> None:
+    def log_validation(self, **metrics: float | Tensor) -> None:
         """Logs what a validation found; its time is no training time. Says whether it :attr:`is_best`."""
-        self._log_dict(metrics)
-        val_loss, best = metrics.get("val_loss", math.nan), self._best_val_loss
+        self._write_held()
+        found = {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
+        self._write(_Line(self.global_step, {**found}, self._position()))
+        val_loss, best = found.get("val_loss", math.nan), self._best_val_loss
         is_lower = math.isfinite(val_loss) and (best is None or val_loss < best)
         self._best_val_loss = val_loss if is_lower else best
         self.is_best = is_lower and self.settings.keep_best_checkpoint
@@ -304,10 +331,11 @@ class Run:
 
     def log_answers(self, answers: Sequence[str]) -> None:
         """Logs what the model answers to ``sample_prompts``; its time is no training time."""
+        self._write_held()
         self._log.write_answers(self.global_step, self.settings.sample_prompts or [], answers)
         self._throughput.restart()
 
-    def throughput(self) -> dict[str, float]:
+    def throughput(self) -> dict[str, Late | float]:
         """Figures since the last time; see :class:`recipe_utils.run.throughput.Throughput`."""
         return self._throughput.read_and_restart()
 
@@ -319,10 +347,33 @@ class Run:
         """Logs a line on rank 0."""
         self._log.info(text)
 
-    def _log_dict(self, metrics: Mapping[str, Any]) -> None:
-        self._shown |= metrics
-        also = {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
-        self._log.write(self.global_step, metrics, also)
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
+
+    def _write_held(self) -> None:
+        """Writes the metrics that are still on their way, on all ranks alike; waits for their update step."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._write(held)
+
+    def _write(self, line: _Line) -> None:
+        read = {
+            name: value.read() if isinstance(value, Late) else value
+            for name, value in line.metrics.items()
+        }
+        found = {name: value for name, value in read.items() if value is not None}
+        if not found.get("num_nonfinite_steps", 1):
+            del found["num_nonfinite_steps"]  # there are hardly ever any
+        self._shown |= found
+        self._log.write(line.step, found, line.also)
+
+    def _close_log(self) -> None:
+        held = self._held
+        try:
+            self._write_held()
+        except Exception as error:  # the device's, which is told already if it ends the training
+            self.warn(f"update step {held.step if held else 0}: its metrics are lost ({error})")
+        self._log.close()
 
     def _say_what_was_done(self, first_step: int, first_tokens: int, began_seconds: float) -> None:
         num_steps = self.global_step - first_step
@@ -367,6 +418,7 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Saves all that is needed to go on from here, on any number of ranks."""
+        self._write_held()
         state = TrainingState(
             recipe=self._recipe,
             global_step=self.global_step,
@@ -403,6 +455,7 @@ class Run:
         Returns:
             Why it could not, on all ranks alike; None if it could.
         """
+        self._write_held()
         self._report(self._checkpoints.wait())  # which uses the group and the disk
         adapters = adapters_of(model)
         adapters_only = self.settings.save_adapter_weights_only and adapters.modules

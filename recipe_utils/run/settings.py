@@ -27,7 +27,7 @@ class RunSettings:
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """As ``torch.set_deterministic_debug_mode`` takes it."""
     log_every_n_steps: Count = 1
-    """Update steps; the host waits for the device only on those."""
+    """Update steps. On a GPU metrics are read once it has the next update step to do."""
     metric_logger: Component | None = None
     """Where metrics go, such as torchtune.training.metric_logging.DiskLogger."""
     log_peak_memory_stats: bool = False

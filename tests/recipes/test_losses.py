@@ -1,8 +1,12 @@
 """Loss curves: the same for every split and layout, and those of the stock recipe and of others."""
 
 import pytest
+import recipe_runs
 from distributed_runs import run_distributed
-from recipe_runs import run_compiled_recipe, run_recipe, run_stock_recipe
+from recipe_runs import ListLogger, run_compiled_recipe, run_recipe, run_stock_recipe
+from torch._dynamo.utils import counters
+
+from recipe_utils.model import sizes
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
 NUM_STEPS = 20
@@ -63,6 +67,42 @@ def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, on
     )
     (logged,) = run_distributed(run_compiled_recipe, 1, config)
     assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
+
+
+def run_counting_compilations(config):
+    """The losses with rows of as many lengths as on CUDA, and how many graphs were compiled after each of them."""
+    sizes._NUM_ROW_LENGTHS_ON_CPU = sizes._NUM_ROW_LENGTHS
+    num_graphs = []
+
+    class Counting(ListLogger):
+        def log_dict(self, payload, step):
+            num_graphs.append(counters["stats"]["unique_graphs"])
+            super().log_dict(payload, step)
+
+    recipe_runs.Counting = Counting
+    config["metric_logger"] = {"_component_": "recipe_runs.Counting"}
+    return run_compiled_recipe(config), num_graphs
+
+
+def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then_for_any(
+    tiny_config,
+):
+    """None after the first two update steps and the first validation, whatever the lengths."""
+    config = tiny_config(
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},  # AdamW makes much of a last digit
+        microbatching="packed",
+        max_tokens_per_microbatch=64,
+        dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 9},
+        run_val_every_n_steps=2,
+        epochs=2,
+    )
+    expected = losses(run_recipe(config))
+    ((logged, num_graphs),) = run_distributed(run_counting_compilations, 1, config)
+    assert losses(logged) == pytest.approx(expected, rel=1e-5)
+    after_warm_up = num_graphs[3:]
+    assert len(after_warm_up) > 8
+    assert len(set(after_warm_up)) == 1
+    assert num_graphs[0] < after_warm_up[0] <= 16
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])

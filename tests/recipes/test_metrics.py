@@ -49,6 +49,40 @@ def test_a_resumed_training_s_file_is_that_of_one_that_was_never_stopped(
     assert metrics_of(config) == expected
 
 
+@pytest.mark.parametrize("recipe", [SFT, DPO, KD])
+def test_metrics_that_are_read_late_are_the_same_also_of_a_resumed_training(
+    recipe, tiny_config, tiny_dpo_config, tiny_kd_config
+):
+    """As on a device that the host does not wait for."""
+    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
+    changes = {"epochs": 2, "max_steps_per_epoch": 3, "save_every_n_steps": 2}
+    if recipe != DPO:
+        changes |= VAL
+    config = make(**changes, weights_dtype="fp32")
+
+    def without_times(lines):
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+    expected = without_times(run_recipe(config, recipe)), metrics_of(config)
+    late = {**config, "output_dir": f"{config['output_dir']}_late"}
+    assert (without_times(run_recipe(late, recipe, True)), metrics_of(late)) == expected
+    Path(late["output_dir"], "step_6", "complete.json").unlink()
+    run_recipe({**late, "resume_from_checkpoint": True}, recipe, True)
+    assert metrics_of(late) == expected[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_late_metrics_are_written_with_every_rank_s_part(world_size, tiny_config):
+    config = tiny_config(global_batch_size=4, gradient_accumulation_steps=..., log_every_n_steps=3)
+    expected, late = (
+        run_distributed(run_recipe, world_size, config, SFT, reads_late)[0]
+        for reads_late in (False, True)
+    )
+    assert [m["step"] for m in late] == [3, 6]
+    for name in ("loss", "grad_norm", "num_tokens"):
+        assert [m[name] for m in late] == [m[name] for m in expected]
+
+
 # ---- The best model --------------------------------------------------------------------------------
 
 RISING = {

@@ -5,7 +5,8 @@ import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import recipe_class, run_recipe
+from recipe_runs import DPO, KD, SFT, ListLogger, recipe_class, run_recipe
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 16}
@@ -73,3 +74,81 @@ def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_conf
         clip_grad_norm=1.0,
     )
     assert run_distributed(num_reads_while_training, world_size, config) == [0] * world_size
+
+
+class Reads(TorchFunctionMode):
+    """Names of what has asked a tensor for its numbers."""
+
+    WAITING = (
+        "item",
+        "tolist",
+        "nonzero",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__format__",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (name := getattr(func, "__name__", "")) in self.WAITING:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("log_every_n_steps", [1, 2])
+@pytest.mark.parametrize("recipe", [SFT, DPO, KD])
+def test_what_is_logged_is_read_once_the_device_has_the_next_update_step(
+    recipe, log_every_n_steps, tiny_config, tiny_dpo_config, tiny_kd_config, monkeypatch
+):
+    """After an update nothing is asked for but what is logged of an earlier one; at an epoch's end all."""
+    monkeypatch.setattr("recipe_utils.optim.moved.NUM_STEPS", 3)
+    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
+    cfg = OmegaConf.create(
+        make(
+            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True},
+            max_steps_per_epoch=7,
+            batch_size=1,
+            log_every_n_steps=log_every_n_steps,
+        )
+    )
+    ListLogger.logged.clear()
+    made = recipe_class(recipe=recipe)(cfg)
+    run, reads = made.run, Reads()
+    run.reads_late = True
+    logged_by, read_between, read_in_advance = [], [], []
+    with run:
+        made.setup(cfg)
+        update, advance, profiled = made.update, run.advance, run.profiler.step
+
+        def updating(step):
+            updated = update(step)
+            reads.found.clear()
+            return updated
+
+        def advancing(step):
+            assert reads.found == []
+            with reads:
+                advance(step)
+            read_in_advance.append(bool(reads.found))
+            reads.found.clear()
+            logged_by.append([line["step"] for line in ListLogger.logged])
+            reads.__enter__()
+
+        def after_log_and_look():
+            reads.__exit__(None, None, None)
+            read_between.append(bool(reads.found))
+            profiled()
+
+        made.update, run.advance, run.profiler.step = updating, advancing, after_log_and_look
+        made.train()
+    every = log_every_n_steps
+    assert logged_by == [list(range(every, i + 1, every)) for i in range(7)]
+    assert read_in_advance == [i > 0 and i % every == 0 for i in range(7)]
+    assert read_between == [False] * 6 + [True]  # known before the export
+    assert [line["step"] for line in ListLogger.logged] == list(range(every, 8, every))
+    assert sum("weights_moved_fraction" in line for line in ListLogger.logged) == 1

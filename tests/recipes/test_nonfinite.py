@@ -1,6 +1,7 @@
 """An update step whose gradient is not finite never reaches the weights, on any rank."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from omegaconf import OmegaConf
 from recipe_runs import ListLogger, recipe_class
 from torch.distributed.tensor import DTensor
 from torchtune.utils import get_logger
+
+from recipe_utils.run.log import read_metrics
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 48}
 
@@ -28,6 +31,10 @@ def config_of(tiny_config, **changes):
     )
 
 
+def metrics_file(config):
+    return Path(config["output_dir"], "logs", "metrics.jsonl")
+
+
 def everything(recipe):
     """Copies of all weights and of the optimizer's state on this rank."""
     state = recipe.optimizer.state_dict()["state"]
@@ -36,7 +43,7 @@ def everything(recipe):
     return [tensor.detach().clone() for tensor in local]
 
 
-def run_with_spoilt_steps(config, spoilt, factor):
+def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
     """The last rank's first microbatch of the update steps ``spoilt`` has its loss times ``factor``.
 
     Returns what was logged, the warnings, and for each update step whether it changed anything.
@@ -48,6 +55,7 @@ def run_with_spoilt_steps(config, spoilt, factor):
     get_logger().addHandler(handler)
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
+    recipe.run.reads_late |= reads_late
     recipe.setup(cfg)
     sums, update = recipe.sums, recipe.update
     changed, to_spoil = [], []
@@ -121,3 +129,44 @@ def test_too_many_in_a_row_stop_a_run_that_skips(tiny_config):
     )
     assert "3 in a row, max_nonfinite_steps=2" in error
     assert changed == [True, False, False, False]
+
+
+# ---- Where the device is behind the host --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_reads_late_stops_an_update_step_later(world_size, tiny_config):
+    config = config_of(tiny_config)
+    args = (run_with_spoilt_steps, world_size, config)
+    for error, _, changed in run_distributed(*args, [3], float("nan"), True):
+        assert "1 of the last 1 update steps up to 3 had a loss or gradient" in error
+        assert changed == [True, True, False, True]
+    assert [line["step"] for line in read_metrics(metrics_file(config))] == [1, 2, 3, 4]
+    resumed = {**config, "resume_from_checkpoint": True}
+    (logged, _, changed), *_ = run_distributed(
+        run_with_spoilt_steps, world_size, resumed, [], 1.0, True
+    )
+    assert [metrics["step"] for metrics in logged] == [5, 6]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("changes", [{"save_every_n_steps": 3}, {"max_steps_per_epoch": 3}])
+def test_before_anything_is_left_on_the_disk_it_is_known(changes, tiny_config):
+    config = config_of(tiny_config, **changes)
+    ((error, _, changed),) = run_distributed(
+        run_with_spoilt_steps, 1, config, [3], float("nan"), True
+    )
+    assert "1 of the last 1 update steps up to 3 had a loss or gradient" in error
+    assert changed == [True, True, False]
+    assert not Path(config["output_dir"], "epoch_0").exists()
+
+
+def test_what_is_left_out_is_counted_and_said_late_all_the_same(tiny_config):
+    config = config_of(tiny_config, on_nonfinite="skip")
+    ((logged, warnings, changed),) = run_distributed(
+        run_with_spoilt_steps, 1, config, [3, 6], float("nan"), True
+    )
+    assert changed == [True, True, False, True, True, False]
+    assert [m.get("num_nonfinite_steps", 0) for m in logged] == [0, 0, 1, 0, 0, 1]
+    said = [text for text in warnings if "they were left out" in text]
+    assert ["up to 3" in said[0], "up to 6" in said[1], len(said)] == [True, True, 2]

@@ -154,11 +154,17 @@ def tiny_kd_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def run_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]]:
-    """Trains with ``config``; the metrics that rank 0 logged, empty on the others."""
+def run_recipe(
+    config: dict[str, Any], recipe: str = SFT, reads_late: bool = False
+) -> list[dict[str, Any]]:
+    """Trains with ``config``; the metrics that rank 0 logged, empty on the others.
+
+    With ``reads_late`` as on an accelerator, where the device may be behind the host.
+    """
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
     made = recipe_class(recipe=recipe)(cfg)
+    made.run.reads_late |= reads_late
     with made.run:
         made.setup(cfg)
         made.train()

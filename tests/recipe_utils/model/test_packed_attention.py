@@ -109,7 +109,7 @@ def test_documents_with_two_ends_take_flex_where_others_take_flash_attention():
     ("way", "compiles", "num_row_lengths", "with_two_ends"),
     [
         ("varlen", False, None, 4),
-        ("varlen", True, 1, 1),
+        ("varlen", True, 4, 4),
         ("flex", False, 4, 4),
         ("by_document", False, None, None),
     ],

@@ -49,7 +49,7 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
 
 @pytest.mark.parametrize(
     ("device", "compiles", "num_row_lengths"),
-    [("cpu", False, None), ("cpu", True, 1), ("cuda", False, 4), ("cuda", True, 1)],
+    [("cpu", False, None), ("cpu", True, 1), ("cuda", False, 4), ("cuda", True, 4)],
 )
 def test_packed_rows_have_few_lengths_where_code_is_compiled_for_each(
     device, compiles, num_row_lengths

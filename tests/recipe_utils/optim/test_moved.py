@@ -27,6 +27,12 @@ def step_of(index, epoch_length=1000):
     return UpdateStep(index, (), {}, 1, is_last_of_epoch=index == epoch_length - 1)
 
 
+def read(moved, step):
+    """What the device has found, once it has."""
+    found = {name: late.read() for name, late in moved.read(step).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def train(parameter, optimizer, moved, num_steps, epoch_length=1000, gradient=1.0, rates=None):
     """What is read after each step; ``gradient`` broadcasts to the parameter."""
     found = []
@@ -35,7 +41,7 @@ def train(parameter, optimizer, moved, num_steps, epoch_length=1000, gradient=1.
             optimizer.param_groups[0]["lr"] = rates[i]
         parameter.grad = torch.zeros_like(parameter) + torch.as_tensor(gradient).to(parameter.dtype)
         optimizer.step()
-        found.append(moved.read(step_of(i % epoch_length, epoch_length)).get(KEY))
+        found.append(read(moved, step_of(i % epoch_length, epoch_length)).get(KEY))
     return found
 
 
@@ -66,7 +72,7 @@ def test_metrics_that_are_logged_seldom_have_it_when_they_are():
         parameter.grad = torch.ones(4)
         optimizer.step()
         if i % 25 == 24:
-            found |= {i: moved.read(step_of(i))}
+            found |= {i: read(moved, step_of(i))}
     assert found == {24: {KEY: 1.0}, 49: {}}
 
 
@@ -124,7 +130,7 @@ def test_steps_that_were_left_out_are_no_steps():
         assert train(parameter, optimizer, moved, num_steps=20) == [None] * 20
     assert not messages
     _, other, moved = make(torch.ones(4))
-    assert moved.read(step_of(0, epoch_length=1)) == {}
+    assert read(moved, step_of(0, epoch_length=1)) == {}
     assert other.param_groups[0]["lr"] == 1e-3
 
 
@@ -139,7 +145,7 @@ def test_gradients_that_are_not_finite_are_not_counted():
     for i in range(20):
         parameter.grad = gradient.to(torch.bfloat16)
         optimizer.step()
-        found.append(moved.read(step_of(i)))
+        found.append(read(moved, step_of(i)))
     assert found[-1] == {KEY: 0.5}
 
 
@@ -155,7 +161,7 @@ def test_of_many_weights_a_sample_is_kept_over_all_of_them():
     assert part.weights.untyped_storage().nbytes() == part.weights.nbytes  # no view of all weights
     for i in range(1, NUM_STEPS):
         optimizer.step()
-        found = moved.read(step_of(i))
+        found = read(moved, step_of(i))
     assert found[KEY] == pytest.approx(2 / 3, abs=0.01)
 
 
@@ -167,7 +173,7 @@ def test_an_optimizer_in_the_backward_is_watched_too():
     found = []
     for i in range(20):
         sum(parameter.sum() for parameter in model).backward()
-        found.append(moved.read(step_of(i)).get(KEY))
+        found.append(read(moved, step_of(i)).get(KEY))
     assert found == [None] * 19 + [0.5]
 
 

@@ -81,8 +81,8 @@ def on_two_ranks():
     except ValueError as error:
         lengths.append(str(error))
     together = torch.tensor(sums_of(rank), requires_grad=True)
-    means = mean_over_ranks(together)
-    one_by_one = [mean_over_ranks(torch.tensor(value)) for value in sums_of(rank)]
+    means = mean_over_ranks(together).tolist()
+    one_by_one = [mean_over_ranks(torch.tensor(value)).tolist() for value in sums_of(rank)]
     return lengths, means, one_by_one, together.tolist(), gather_objects({"rank": rank}, group)
 
 

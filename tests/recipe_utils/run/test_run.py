@@ -4,9 +4,10 @@ import signal
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from recipe_runs import ListLogger, recipe_class
+from recipe_runs import ListLogger, keep_messages, recipe_class
 
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.settings import ConfigError
@@ -103,3 +104,58 @@ def test_only_asked_for_metrics_and_validations_are_logged(started):
         {"step": 4, "num_nonfinite_steps": 2},
         {"step": 4, "val_loss": 1.5},
     ]
+
+
+def test_metrics_that_are_still_on_their_way_are_written_before_all_that_follows(started):
+    start, _ = started
+    recipe, cfg = start(metric_logger={"_component_": "recipe_runs.ListLogger"})
+    with recipe.run as run:
+        run.reads_late = True
+        recipe.setup(cfg)
+        list(run.epochs())
+        writes = [
+            lambda: run.log_validation(val_loss=torch.tensor(1.5)),
+            lambda: run.log_answers([]),
+            lambda: run.save(recipe.model, recipe.optimizer),
+            lambda: run.export(recipe.checkpointer, recipe.model, "export_step_3"),
+        ]
+        for global_step, write in enumerate(writes):
+            run.global_step = global_step
+            run.log(loss=torch.tensor(2.0))
+            assert {"step": global_step, "loss": 2.0} not in ListLogger.logged
+            write()
+            assert {"step": global_step, "loss": 2.0} in ListLogger.logged
+        run.global_step = 4
+        run.log(loss=torch.tensor(3.0))
+    assert ListLogger.logged[1:2] == [{"step": 0, "val_loss": 1.5}]
+    assert ListLogger.logged[-1] == {"step": 4, "loss": 3.0}  # on the way out
+
+
+def test_metrics_that_never_come_end_no_training_on_its_way_out(started):
+    class Lost:
+        def read(self):
+            raise RuntimeError("the device is gone")
+
+    start, closed = started
+    recipe, cfg = start()
+    with keep_messages() as messages, recipe.run as run:
+        run.reads_late = True
+        recipe.setup(cfg)
+        list(run.epochs())
+        run.global_step = 3
+        run.log(loss=Lost())
+    assert closed == [True]
+    assert "update step 3: its metrics are lost (the device is gone)" in messages
+
+
+def test_metrics_are_those_of_their_update_step_whatever_becomes_of_the_tensors(started):
+    start, _ = started
+    recipe, cfg = start(metric_logger={"_component_": "recipe_runs.ListLogger"})
+    with recipe.run as run:
+        run.reads_late = True
+        recipe.setup(cfg)
+        list(run.epochs())
+        loss = torch.tensor(2.0)
+        run.log(loss=loss, num_tokens=3)
+        loss.zero_()
+    assert ListLogger.logged == [{"step": 0, "loss": 2.0, "num_tokens": 3}]
