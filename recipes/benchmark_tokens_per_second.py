@@ -39,6 +39,7 @@ from recipe_utils.benchmark import report
 from recipe_utils.benchmark.exactness import CRAFTED, crafted_config
 from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses, RankReport
 from recipe_utils.benchmark.lineup import LineupSettings
+from recipe_utils.benchmark.matrix_peak import peak_of, useful_flops
 from recipe_utils.benchmark.peer_configs import Peer
 from recipe_utils.benchmark.peers import DISTILLATION, PAIRS
 from recipe_utils.benchmark.start_adapters import write_fresh_adapters
@@ -100,6 +101,10 @@ class BenchmarkTokensPerSecond:
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {peer.name: [] for peer in self.peers}
         self.errors: dict[str, Any] = {}
+        self.useful_flops = {
+            peer.name: useful_flops(peer, self.contents[peer.name]) for peer in self.peers
+        }
+        self.peak_tflops: float | None = None  # of matrix products
 
     # ---- Turns ----------------------------------------------------------------------------------
 
@@ -109,6 +114,20 @@ class BenchmarkTokensPerSecond:
         files = {each["checkpointer"]["adapter_checkpoint"]: each for each in drawing}
         for of_peer in files.values():
             write_fresh_adapters(OmegaConf.create(of_peer))
+
+    def measure_matrix_peak(self) -> None:
+        """Times matrix products while no peer is there; of several rounds the fastest counts."""
+        if self.useful_flops[self.baseline][0] is None:
+            return
+        processes = self._start(self.baseline_peer, "products", self.baseline_peer.config)
+        try:
+            _, messages = processes.take_turn()
+        except PeerDiedError as error:
+            log.warning(str(error))
+        else:
+            self.peak_tflops = max(self.peak_tflops or 0, peak_of(messages))
+        finally:
+            processes.kill()
 
     def run_round(self, number: int) -> None:
         """Starts all peers anew, lets them take turns and ends them."""
@@ -191,7 +210,9 @@ class BenchmarkTokensPerSecond:
         losses = self.losses
         if is_distillation:
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        summaries = report.summarize(self.steps, losses, self.baseline, self.other_models)
+        summaries = report.summarize(
+            self.steps, losses, self.baseline, self.other_models, self.peak_tflops
+        )
         limit = next((peer.name for peer in self.peers if peer.kind == "limit"), None)
         batch = "{batch_size} x {gradient_accumulation_steps}".format(**self.peers[0].config)
         setting = (
@@ -211,6 +232,7 @@ class BenchmarkTokensPerSecond:
             report.throughput_table(summaries, self.baseline, self.missing),
             f"{rounds} {report.samples_sentence(self.steps, summaries)} "
             f"{report.idle_sentence(self.steps, len(self.peers))}",
+            *filter(None, [report.peak_sentence(self.peak_tflops)]),
         ]
         if is_of_pairs:
             parts.append(
@@ -243,6 +265,7 @@ class BenchmarkTokensPerSecond:
             {
                 **about,
                 "baseline": self.baseline,
+                "matrix_peak_tflops": self.peak_tflops,
                 "peers": {
                     peer.name: {
                         "kind": peer.kind,
@@ -323,6 +346,7 @@ class BenchmarkTokensPerSecond:
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
             idle_cpu_seconds=sum(each.idle_cpu_seconds for each in reports),
+            useful_flops=self.useful_flops[name][step - 1],
         )
 
     def _about(self) -> dict[str, Any]:
@@ -370,6 +394,7 @@ def recipe_main(cfg: DictConfig) -> None:
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):
+        benchmark.measure_matrix_peak()
         benchmark.run_round(number)
     if benchmark.settings.exactness:
         benchmark.measure_exactness()

@@ -31,6 +31,8 @@ class TimedStep:
     """So far, of the largest rank."""
     idle_cpu_seconds: float
     """CPU time that the peer took before this step, while other peers were timed."""
+    useful_flops: float | None = None
+    """That its samples need; None where that was not counted."""
 
 
 class Quartiles(NamedTuple):
@@ -69,6 +71,8 @@ class PeerSummary:
     has_samples_of_baseline: bool
     """Whether the same tokens went into its model in every update step as into the baseline's."""
     has_model_of_baseline: bool = True
+    share_of_peak: float | None = None
+    """Median of useful floating-point operations per second over those of the fastest matrix product."""
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
@@ -83,6 +87,7 @@ def summarize(
     losses: Mapping[str, Sequence[Sequence[float]]],
     baseline: str,
     other_models: Collection[str] = (),
+    peak_tflops: float | None = None,
 ) -> list[PeerSummary]:
     """Compares each peer with the baseline, step by step.
 
@@ -91,6 +96,7 @@ def summarize(
         losses: of each peer and round, per update step from the first [nats per target token].
         baseline: name of the peer that ratios are taken over.
         other_models: names of peers that train another model than the baseline.
+        peak_tflops: of the fastest matrix product on all ranks; None if none was measured.
 
     Returns:
         A summary of each peer that made a step, in the order of ``losses``.
@@ -145,6 +151,7 @@ def summarize(
                 ),
                 has_samples_of_baseline=has_samples_of_baseline,
                 has_model_of_baseline=peer not in other_models,
+                share_of_peak=_share_of_peak(own, peak_tflops),
             )
         )
     return summaries
@@ -163,8 +170,8 @@ def throughput_table(
     lines = [
         f"| peer | target tokens/s (quartiles) | over {baseline} (quartiles) | per round "
         f"| seconds per update step more than {baseline} (quartiles) | real tokens/s "
-        f"| slots per target | padding | peak memory GB (over {baseline}) | loss deviation |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| slots per target | padding | useful work over the matrix peak | peak memory GB (over {baseline}) | loss deviation |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in summaries:
         rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
@@ -178,10 +185,23 @@ def throughput_table(
             f"| {extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) "
             f"| {each.real_tokens_per_second:.0f} | {each.slots_per_target:.2f} "
             f"| {each.padding_fraction:.0%} "
+            f"| {'' if each.share_of_peak is None else f'{each.share_of_peak:.2f}'} "
             f"| {each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
         )
-    lines += [f"| {peer} | {why} | | | | | | | | |" for peer, why in missing.items()]
+    lines += [f"| {peer} | {why} | | | | | | | | | |" for peer, why in missing.items()]
     return "\n".join(lines)
+
+
+def peak_sentence(peak_tflops: float | None) -> str:
+    """What useful work is, if it was measured what it is a share of."""
+    if peak_tflops is None:
+        return ""
+    return (
+        "Useful work is what the samples need of the model, forward and backward: products of real tokens with "
+        "weights, of target tokens with the output layer, causal attention within documents. The matrix peak, "
+        f"{peak_tflops * 1e3:.4g} GFLOP/s, is the fastest product of the sizes of the model, measured in this run "
+        "with the same dtype, threads and processes."
+    )
 
 
 def loss_table(losses: Mapping[str, Sequence[Sequence[float]]]) -> str:
@@ -326,6 +346,13 @@ def write_chart(
 
 def _rate(step: TimedStep) -> float:
     return step.num_target_tokens / step.seconds
+
+
+def _share_of_peak(steps: Sequence[TimedStep], peak_tflops: float | None) -> float | None:
+    if peak_tflops is None or any(each.useful_flops is None for each in steps):
+        return None
+    rates = [(each.useful_flops or 0) / each.seconds / 1e12 for each in steps]
+    return statistics.median(rates) / peak_tflops
 
 
 def _peak_memory(steps: Sequence[TimedStep]) -> int:

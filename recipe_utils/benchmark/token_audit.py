@@ -26,6 +26,8 @@ class StepContents(NamedTuple):
     """Of all tokens of the samples."""
     fingerprint_of_shared: int = 0
     """Of those that pairs share and that go into the model once, although both sides hold them."""
+    document_lengths: tuple[int, ...] = ()
+    """[tokens], without padding."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> StepContents:
@@ -37,6 +39,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
         ignore_index: the label of positions that are no targets.
     """
     num_targets = num_real = tokens_fingerprint = 0
+    document_lengths: list[int] = []
     for sample in samples:
         labels = torch.as_tensor(sample["labels"])
         is_target = labels != ignore_index
@@ -45,9 +48,14 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
         first = lengths.cumsum(0) - lengths
         is_target[first[first < len(labels)]] = False
         num_targets += int(is_target.sum())
-        num_real += num_real_tokens(sample, ignore_index)
+        num_real_of_sample = num_real_tokens(sample, ignore_index)
+        num_real += num_real_of_sample
+        has_padding = num_real_of_sample < len(labels)  # as one more document
+        document_lengths += lengths.tolist()[: -1 if has_padding else None]
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
-    return StepContents(num_targets, num_real, tokens_fingerprint)
+    return StepContents(
+        num_targets, num_real, tokens_fingerprint, document_lengths=tuple(document_lengths)
+    )
 
 
 def contents_of_pairs(

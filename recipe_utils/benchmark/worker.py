@@ -17,6 +17,7 @@ from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark import exactness
 from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
+from recipe_utils.benchmark.matrix_peak import measure_products
 from recipe_utils.benchmark.peer_configs import Peer
 from recipe_utils.benchmark.peers import KINDS
 from recipe_utils.benchmark.token_audit import FedTokens
@@ -29,8 +30,8 @@ def write_spec(
 
     Args:
         path: of the JSON file.
-        job: ``"turns"`` trains in turns, ``"gradient_errors"`` compares gradients, and
-            ``"references"`` writes what they are compared with.
+        job: ``"turns"`` trains in turns, ``"gradient_errors"`` compares gradients,
+            ``"references"`` writes what they are compared with, and ``"products"`` times matrix products.
         peer: whose work it is.
         config: of the recipe, resolved.
         pad_id: the token that batches are padded with.
@@ -65,7 +66,9 @@ def main() -> None:
         gate.install()
         train(config, lambda _: None)
         raise RuntimeError("the training ended before the benchmark did")
-    if spec["job"] == "references":
+    if spec["job"] == "products":
+        pipe.send(measure_products(config))
+    elif spec["job"] == "references":
         exactness.write_references(config, Path(spec["references"]))
         pipe.send(None)
     else:

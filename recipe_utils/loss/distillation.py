@@ -4,6 +4,7 @@ Shapes: b samples, s slots per sample, n target tokens, c those of a chunk; d em
 of the student, d_t and v_t of the teacher, m = min(v, v_t) tokens that both have rows for.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 _log = get_logger("INFO")
 
+_OfRows = Callable[..., tuple[Tensor, Tensor | None]]
 Kind = Literal["forward", "reverse", "symmetric", "js"]
 
 SUMS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
@@ -58,13 +60,18 @@ class TeacherHidden(NamedTuple):
         """Those of a chunk."""
         return self._replace(hidden=self.hidden[rows])
 
-    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
+    def logits_like(self, logits: Tensor, temperature: float) -> Tensor:
         """Of the m tokens, [c, m], in the precision of the student's logits [c, v]."""
         of_teacher = self.output(self.hidden)[:, : logits.size(1)].to(logits.dtype)
         if temperature != 1:
             of_teacher /= temperature
         if self.bias is not None:
             of_teacher += self.bias[: logits.size(1)]
+        return of_teacher
+
+    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
+        """Of the m tokens, [c, m], in the precision of the student's logits [c, v]."""
+        of_teacher = self.logits_like(logits, temperature)
         for few in _few_rows_of(of_teacher):
             of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
         return of_teacher
@@ -87,6 +94,21 @@ class TeacherTopK(NamedTuple):
     def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
         """Of the k tokens and of all others together, [c, k + 1]; at the temperature they were taken at."""
         return self.log_probs.to(logits.dtype, copy=True).clamp_(min=_LOG_OF_NOTHING)
+
+
+class _KnownTokens(NamedTuple):
+    """Which tokens' log-probabilities a teacher has given."""
+
+    num_tokens: int
+    """m, over which both sides are normalised."""
+    token_ids: Tensor | None
+    """Of the k likeliest, [c, k]; None where all m are known."""
+
+
+def _known_tokens(teacher: TeacherHidden | TeacherTopK, num_columns: int) -> _KnownTokens:
+    if isinstance(teacher, TeacherTopK):
+        return _KnownTokens(teacher.num_tokens, teacher.token_ids)
+    return _KnownTokens(num_columns, None)
 
 
 def _few_rows_of(logits: Tensor) -> list[slice]:
@@ -128,7 +150,7 @@ class LinearDistillationLoss(nn.Module):
         teacher_temperature: T of the teacher's side; None for the same. A side of its own is no softer view
             of one distribution, so no square of T weighs the divergence then.
         tokens_per_chunk: target tokens projected at once; takes two to three times
-            ``tokens_per_chunk * v`` fp32 numbers.
+            ``tokens_per_chunk * v`` fp32 numbers, compiled four to five times.
         num_output_chunks: chunks where the student's output layer is called as a module.
         ignore_index: the label of positions that are no targets.
 
@@ -185,6 +207,17 @@ class LinearDistillationLoss(nn.Module):
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
+        self._compiled: _OfRows | None = None
+
+    def compile_chunks(self, backend: Any) -> None:
+        """Compiles the arithmetic on both sides' logits: with and without a gradient, once for chunks of any length.
+
+        Of a whole chunk at once: compiled, it keeps what it makes of a row in caches by itself.
+
+        Args:
+            backend: of ``torch.compile``.
+        """
+        self._compiled = torch.compile(self._of_logits, dynamic=True, backend=backend)
 
     def forward(
         self,
@@ -229,25 +262,16 @@ class LinearDistillationLoss(nn.Module):
         def of_chunk(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            teacher_of_chunk = teacher.of_rows(rows)
-            log_p = teacher_of_chunk.log_probs_like(logits, self.teacher_temperature)
-            sums = logits.new_empty(len(SUMS), len(logits))
+            of_teacher = teacher.of_rows(rows)
             label = labels[rows].unsqueeze(1) if labels is not None else None
-            for few in _few_rows_of(logits):
-                sums[:, few], gradient = self._of_few_rows(
-                    logits[few],
-                    log_p[few],
-                    teacher_of_chunk.of_rows(few),
-                    label[few] if label is not None else None,
-                    needs_gradient,
-                )
-                if gradient is not None:
-                    logits[few] = gradient
+            # No row and one would each have code of their own.
+            of_rows = self._of_chunk if self._compiled is None or len(logits) < 2 else self._fused
+            sums, gradient = of_rows(logits, of_teacher, label, needs_gradient)
             if row_weights is not None:
                 sums *= row_weights[rows]
-                if needs_gradient:
-                    logits *= row_weights[rows].unsqueeze(1)
-            return sums.sum(1), logits if needs_gradient else None
+                if gradient is not None:
+                    gradient *= row_weights[rows].unsqueeze(1)
+            return sums.sum(1), gradient
 
         return sum_over_chunks(
             output,
@@ -259,11 +283,63 @@ class LinearDistillationLoss(nn.Module):
             backward_in_parts=backward_in_parts,
         )
 
+    def _of_chunk(
+        self,
+        logits: Tensor,
+        teacher: TeacherHidden | TeacherTopK,
+        label: Tensor | None,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`_of_few_rows` of as many as fit into caches; the gradient is in the logits' place."""
+        log_p = teacher.log_probs_like(logits, self.teacher_temperature)
+        sums = logits.new_empty(len(SUMS), len(logits))
+        for few in _few_rows_of(logits):
+            sums[:, few], gradient = self._of_few_rows(
+                logits[few],
+                log_p[few],
+                _known_tokens(teacher.of_rows(few), log_p.size(1)),
+                label[few] if label is not None else None,
+                needs_gradient,
+            )
+            if gradient is not None:
+                logits[few] = gradient
+        return sums, logits if needs_gradient else None
+
+    def _fused(
+        self,
+        logits: Tensor,
+        teacher: TeacherHidden | TeacherTopK,
+        label: Tensor | None,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, compiled."""
+        assert self._compiled is not None
+        if isinstance(teacher, TeacherHidden):
+            of_teacher = teacher.logits_like(logits, self.teacher_temperature)
+        else:
+            of_teacher = teacher.log_probs_like(logits, self.teacher_temperature)
+        # A copy, or each length of what labels are a slice of would have code of its own.
+        label = label.clone() if label is not None else None
+        known = _known_tokens(teacher, of_teacher.size(1))
+        return self._compiled(logits, of_teacher, known, label, needs_gradient)
+
+    def _of_logits(
+        self,
+        logits: Tensor,
+        of_teacher: Tensor,
+        known: "_KnownTokens",
+        label: Tensor | None,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`_of_few_rows`, with the teacher's logits [c, m] where all tokens are known."""
+        log_p = of_teacher if known.token_ids is not None else F.log_softmax(of_teacher, dim=-1)
+        return self._of_few_rows(logits, log_p, known, label, needs_gradient)
+
     def _of_few_rows(
         self,
         logits: Tensor,
         log_p: Tensor,
-        teacher: TeacherHidden | TeacherTopK,
+        known: "_KnownTokens",
         label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -272,7 +348,7 @@ class LinearDistillationLoss(nn.Module):
         Args:
             logits: [c, v].
             log_p: what the teacher says of them, [c, m] or [c, k + 1]; is overwritten.
-            teacher: of these rows.
+            known: of which tokens that is.
             label: [c, 1]; None if there is no cross-entropy.
             needs_gradient: or None is returned for it.
         """
@@ -283,7 +359,7 @@ class LinearDistillationLoss(nn.Module):
             log_probs = F.log_softmax(logits, dim=-1)
             ce_loss = -log_probs.gather(1, label).squeeze(1)
 
-        num_tokens = teacher.num_tokens if isinstance(teacher, TeacherTopK) else log_p.size(1)
+        num_tokens = known.num_tokens
         shares_softmax = bool(ce_weight) and self.temperature == 1 and num_tokens == logits.size(1)
         if shares_softmax:
             log_q = log_probs
@@ -294,9 +370,9 @@ class LinearDistillationLoss(nn.Module):
             )
         p = log_p.exp()
         entropy = -(p * log_p).sum(1)
-        if isinstance(teacher, TeacherTopK):
-            likeliest = teacher.token_ids[:, :1]
-            kd_loss, h = self._of_buckets(log_q, log_p, p, teacher.token_ids)
+        if known.token_ids is not None:
+            likeliest = known.token_ids[:, :1]
+            kd_loss, h = self._of_buckets(log_q, log_p, p, known.token_ids)
         else:
             likeliest = log_p.argmax(1, keepdim=True)
             kd_loss, h = self.divergence(log_q, log_p, p)

@@ -54,8 +54,8 @@ class LinearCrossEntropyLoss(nn.Module):
         def of_any_length(
             logits: Tensor, labels: Tensor, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            # Else one row would have code of its own, and so would each length of what labels are a slice of.
-            if len(logits) == 1:
+            # Else no row and one would have code of their own, and so would each length of what labels are a slice of.
+            if len(logits) < 2:
                 return _cross_entropy(logits, labels, needs_gradient)
             return compiled(logits, labels.clone(), needs_gradient)
 

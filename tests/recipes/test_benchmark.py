@@ -177,7 +177,9 @@ def test_every_peer_has_its_speed_padding_and_memory_over_the_baseline(benchmark
     assert "| over stock (quartiles) |" in markdown
     summaries = {summary["peer"]: summary for summary in results["summaries"]}
     assert summaries["stock"]["ratio"] == [1, 1, 1]
+    assert results["matrix_peak_tflops"] > 0
     for summary in summaries.values():
+        assert 0 < summary["share_of_peak"] < 1
         assert summary["ratio"][1] > 0
         assert summary["memory_ratio"] > 0
     assert summaries["limit"]["padding_fraction"] == 0

@@ -7,29 +7,15 @@ import sysconfig
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from recipe_utils.benchmark.gpu.in_process import joined_ranks
 from recipe_utils.benchmark.gpu.measure import Result, Settings, check, median_seconds
+from recipe_utils.benchmark.matrix_peak import Product, tflops
 from recipe_utils.parallel.process_group import mean_over_ranks
 
 _PACKAGES = ("torch", "torchtune", "torchao", "triton", "numpy", "omegaconf", "pydantic")
-
-
-class Product(NamedTuple):
-    """[m, k] @ [k, n], or with the left one transposed in memory, as a weight's gradient is computed."""
-
-    m: int
-    k: int
-    n: int
-    is_transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        """As it stands in the results."""
-        return f"{self.m}x{self.k}x{self.n}" + (" left transposed" if self.is_transposed else "")
 
 
 _PRODUCTS = (
@@ -72,7 +58,11 @@ def machine(settings: Settings) -> Result:
     found["copy_gb_per_second"] = _bandwidths(settings)
 
     products = (Product(64, 64, 64), Product(64, 64, 32, True)) if settings.is_small else _PRODUCTS
-    found["products_tflops"] = {product.name: _tflops(product, settings) for product in products}
+    num_timed = 3 if settings.is_small else 30
+    found["products_tflops"] = {
+        product.name: tflops(product, settings.device, torch.bfloat16, num_timed // 3, num_timed)
+        for product in products
+    }
     found["matrix_peak_tflops"] = max(found["products_tflops"].values())
     return found
 
@@ -104,21 +94,6 @@ def _bandwidths(settings: Settings) -> dict[str, float]:
         copy = partial(to.copy_, of, non_blocking=True)
         found[name] = times * num_bytes / 1e9 / median_seconds(copy, device, 1, 5)
     return found
-
-
-def _tflops(product: Product, settings: Settings) -> float:
-    m, k, n, is_transposed = product
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": settings.device}
-    left = torch.randn(*((k, m) if is_transposed else (m, k)), **options)
-    if is_transposed:
-        left = left.t()
-    right = torch.randn(k, n, **options)
-    out = torch.empty(m, n, **options)
-    num_timed = 3 if settings.is_small else 30
-    seconds = median_seconds(
-        lambda: torch.mm(left, right, out=out), settings.device, num_timed // 3, num_timed
-    )
-    return 2 * m * k * n / seconds / 1e12
 
 
 def process_group(settings: Settings) -> Result:

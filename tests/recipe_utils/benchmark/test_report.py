@@ -51,6 +51,23 @@ def test_seconds_of_an_update_step_are_compared_with_the_baseline_s_of_the_same_
     assert "| -1.500 (-1.750 to -1.250) |" in report.throughput_table([stock, fast], "stock", {})
 
 
+def test_useful_work_is_a_share_of_the_matrix_peak_where_both_are_known():
+    counted = [replace(each, useful_flops=1e9 * each.seconds * i) for i, each in enumerate(STEPS)]
+    stock, fast = summarize(counted, LOSSES, "stock", peak_tflops=0.01)
+    assert stock.share_of_peak == pytest.approx(0.1)  # 0 and 2 of 10 GFLOP/s
+    assert fast.share_of_peak == pytest.approx(0.2)
+    table = report.throughput_table([stock, fast], "stock", {"limit": "skipped"})
+    assert "| useful work over the matrix peak |" in table
+    assert "| 0.20 |" in table
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "10 GFLOP/s" in report.peak_sentence(0.01)
+    for steps, peak in ((STEPS, 0.01), (counted, None)):
+        assert {each.share_of_peak for each in summarize(steps, LOSSES, "stock", (), peak)} == {
+            None
+        }
+    assert report.peak_sentence(None) == ""
+
+
 def test_losses_of_another_model_are_not_compared():
     stock, fast = summarize(STEPS, LOSSES, "stock", ["fast"])
     assert fast.loss_deviation is None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torchtune.modules import loss as stock
 
 from recipe_utils.loss.distillation import (
@@ -343,3 +344,69 @@ def test_samples_without_targets_give_zero_with_a_graph():
     assert not sums.any()
     for gradient in torch.autograd.grad(sums[0], [hidden, *case.inputs[1:]]):
         assert not gradient.any()
+
+
+# ---- Compiled -----------------------------------------------------------------------------------------
+
+
+def case_of(num_rows, **options):
+    torch.manual_seed(num_rows)
+    return Case(num_rows=num_rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("is_top_k", "options"),
+    [
+        (False, {}),
+        (False, {"divergence": "js", "kd_ratio": 1.0, "with_row_weights": True}),
+        (
+            False,
+            {"teacher_vocab": V - 13, "with_bias": True, "temperature": 2.0, "output": "bias"},
+        ),
+        (True, {"divergence": "reverse", "teacher_vocab": V + 13}),
+    ],
+    ids=str,
+)
+def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(options, is_top_k):
+    """With and without a gradient; no row and one are left out."""
+    torch._dynamo.reset()  # other cases' variants of the same function count for its limit
+    counter = CompileCounter()
+    eager, compiled = (case_of(2, **options).loss_fn() for _ in range(2))
+    compiled.compile_chunks(counter)
+    for num_rows in (3, 7, 9, 14, 1, 5, 0, 37, 28):
+        case = case_of(num_rows, **options)
+        teacher = case.teacher
+        if is_top_k:
+            teacher = top_k_of(teacher, 4, min(V, case.teacher_vocab), 1.0)
+        args = (case.layer, case.hidden, case.labels, teacher, case.weights)
+        (sums, expected) = (loss.of_rows(*args) for loss in (compiled, eager))
+        assert_close(sums, expected)
+        if num_rows:
+            assert_close(
+                torch.autograd.grad(sums[0], case.inputs),
+                torch.autograd.grad(expected[0], case.inputs),
+            )
+        with torch.no_grad():
+            args = (case.layer, case.hidden.detach(), *args[2:])
+            assert_close(compiled.of_rows(*args), eager.of_rows(*args))
+    assert counter.frame_count == 2
+
+
+def test_what_the_compiler_fuses_gives_the_same_in_fp32():
+    """In-place operations included; the default compiler, not a stand-in."""
+    eager, compiled = (
+        LinearDistillationLoss("forward", 2.0, tokens_per_chunk=16) for _ in range(2)
+    )
+    compiled.compile_chunks("inductor")
+    torch.manual_seed(0)
+    layer = nn.Linear(D, 300, bias=False, dtype=torch.float32)
+    of_teacher = nn.Linear(D_T, 300, bias=False, dtype=torch.float32).requires_grad_(False)
+    for num_rows in (40, 23):
+        hidden = torch.randn(num_rows, D, dtype=torch.float32, requires_grad=True)
+        teacher = TeacherHidden(torch.randn(num_rows, D_T, dtype=torch.float32), of_teacher)
+        found = []
+        for loss in (compiled, eager):
+            loss.kd_ratio = 0.3
+            sums = loss.of_rows(layer, hidden, torch.arange(num_rows), teacher)
+            found.append((sums, *torch.autograd.grad(sums[0], [hidden, layer.weight])))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
