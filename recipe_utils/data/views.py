@@ -546,20 +546,8 @@ class ImageSamples:
         return _without_targets(self.collate([sample]))
 
 
-def of_teacher(microbatch: Microbatch) -> Microbatch:
-    """What a teacher sees of a microbatch: its global crops without masks, and no draws. Targets are the same."""
-    seen = of_global_crops(microbatch)
-    kind, pixels = seen.inputs["tokens"].tensor_split([1], dim=2)
-    unmasked = {
-        **seen.inputs,
-        "tokens": torch.cat([kind.masked_fill(kind == MASKED_PATCH, PATCH), pixels], dim=2),
-        "input_pos": seen.inputs["input_pos"][:, :, :2],
-    }
-    return replace(seen, inputs=unmasked)
-
-
 def of_global_crops(microbatch: Microbatch) -> Microbatch:
-    """What a student sees of a microbatch, without local crops; their class tokens are none of the targets."""
+    """A microbatch without its local crops, whose class tokens are none of the targets then; nothing is copied."""
     inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
     first, *_ = inputs["crop_groups"]
     num_slots = first[0] * first[1]

@@ -14,7 +14,7 @@ from torchtune import training
 
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.views import of_global_crops, of_teacher
+from recipe_utils.data.views import of_global_crops
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
 from recipe_utils.loss.self_distillation import (
@@ -29,6 +29,7 @@ from recipe_utils.model.forward_only import ForwardOnly
 from recipe_utils.model.moving_average import MovingAverage
 from recipe_utils.model.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
+from recipe_utils.model.vision_transformer import PatchEmbedding
 from recipe_utils.model.weights import load_weights
 from recipe_utils.parallel.ranks import Ranks
 
@@ -77,6 +78,10 @@ class AverageTeacher:
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
             load_weights(model, {training.MODEL_KEY: dict(weights)}, modules, ranks.device)
+            model.eval()  # drops no branch
+            for module in model.modules():
+                if isinstance(module, PatchEmbedding):
+                    module.sees_masked_patches = True
         stages_of = partial(
             build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks
         )
@@ -111,10 +116,10 @@ class AverageTeacher:
             They; on a pipeline's earlier stages, which have no loss, as they are. And how many prototypes are the
             likeliest of some global crop; as a mean over the ranks of a pipeline, of which the last knows it.
         """
-        seen = [of_teacher(microbatch) for microbatch in step.microbatches]
+        seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
         said = self._forward.outputs(seen)
         anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
-        spread = self._spread_of(step, max_images) if max_images is not None else {}
+        spread = self._spread_of(seen, max_images) if max_images is not None else {}
         with self._forward.output_layer() as heads:  # its prototypes are gathered until the end
             if heads is None:
                 yield step.microbatches, torch.zeros((), device=self._ranks.device)
@@ -145,12 +150,14 @@ class AverageTeacher:
         log_u = prototype_bias(rows, prototypes, temperature, num_iterations, self._dp_group)
         return [log_u] * len(rows)
 
-    def _spread_of(self, step: UpdateStep, max_images: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _spread_of(
+        self, seen: Sequence[Microbatch], max_images: int
+    ) -> dict[int, tuple[Tensor, Tensor]]:
         """KoLeo's gradient and mean for each microbatch, all images of the update step being one group.
 
         The first of two passes: it takes one more forward of the student's global crops.
         """
-        found = self._student.outputs([of_global_crops(each) for each in step.microbatches])
+        found = self._student.outputs(seen)
         if not found:  # the last stage is on another rank
             return {}
         cls = [found[i] for i in range(len(found))]

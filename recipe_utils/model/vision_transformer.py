@@ -24,8 +24,8 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
-MASKED_PATCH = 1
-"""Kind of a token that the mask token stands for; 0 is a patch."""
+PATCH, MASKED_PATCH = 0, 1
+"""Kinds of tokens: a patch as it is, and one that the mask token stands for."""
 CLS = 2
 """Kind of a crop's class token; register r is 3 + r."""
 
@@ -54,6 +54,8 @@ class PatchEmbedding(nn.Module):
         self.num_channels = num_channels
         self.embedding_dim = embed_dim
         self.num_registers = num_registers
+        self.sees_masked_patches = False
+        """True on a teacher, which a mask hides nothing from."""
         self.patches = nn.Linear(num_channels * patch_size**2, embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(embed_dim))
         self.cls_token = nn.Parameter(torch.zeros(embed_dim))
@@ -75,13 +77,15 @@ class PatchEmbedding(nn.Module):
                 f"columns, these have {tokens.size(-1)}; the model and the images' transform must have the same two"
             )
         kinds = tokens[..., 0].long()
+        if self.sees_masked_patches:
+            kinds = kinds.masked_fill(kinds == MASKED_PATCH, PATCH)
         learned = [self.mask_token[None], self.cls_token[None]]
         if self.register_tokens is not None:
             learned.append(self.register_tokens)
         # All of them for every token, so that each weight has a gradient even if no token is of its kind.
         others = F.embedding((kinds - MASKED_PATCH).clamp(min=0), torch.cat(learned))
         embedded = self.patches(tokens[..., 1:].to(self.patches.weight.dtype))
-        return torch.where((kinds == 0)[..., None], embedded, others)
+        return torch.where((kinds == PATCH)[..., None], embedded, others)
 
 
 class AxialRotaryPositions(nn.Module):

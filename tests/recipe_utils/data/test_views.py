@@ -31,7 +31,7 @@ from recipe_utils.data.views import (
     block_mask,
     load_images,
     mask_ratios,
-    of_teacher,
+    of_global_crops,
     position_factor,
 )
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -375,20 +375,15 @@ def test_without_drop_path_there_are_no_draws():
     assert microbatch.inputs["crop_groups"] == ((6, 17), (9, 5))
 
 
-def test_a_teacher_sees_the_global_crops_without_masks_and_draws():
+def test_global_crops_are_what_a_row_begins_with():
     microbatch, _ = collated()
-    seen = of_teacher(microbatch)
-    tokens = microbatch.inputs["tokens"][:, : 6 * G]
+    seen = of_global_crops(microbatch)
     assert seen.inputs["crop_groups"] == ((6, G),)
-    assert torch.equal(seen.inputs["tokens"][..., 1:], tokens[..., 1:])
-    kinds = seen.inputs["tokens"][..., 0]
-    assert not (kinds == MASKED_PATCH).any()
-    is_masked = tokens[..., 0] == MASKED_PATCH
-    assert is_masked.any()
-    assert torch.equal(kinds[~is_masked], tokens[..., 0][~is_masked])
-    assert torch.equal(seen.inputs["input_pos"], microbatch.inputs["input_pos"][:, : 6 * G, :2])
-    assert seen.targets is microbatch.targets
-    assert (microbatch.inputs["tokens"][..., 0] == MASKED_PATCH).any()  # which is left as it was
+    for name in ("tokens", "input_pos"):
+        assert torch.equal(seen.inputs[name], microbatch.inputs[name][:, : 6 * G])
+        assert seen.inputs[name].data_ptr() == microbatch.inputs[name].data_ptr()  # no copy
+    assert torch.equal(seen.targets.cls_positions, microbatch.targets.cls_positions[:6])
+    assert seen.targets[1:] == microbatch.targets[1:]
 
 
 def test_a_stand_in_has_crops_to_run_and_asks_nothing():
@@ -466,7 +461,7 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
             assert (microbatch.inputs["tokens"][0, targets.cls_positions, 0] == CLASS).all()
             assert len(targets.patch_positions) == number * P
             assert step.totals == {"images": number, "crop_tokens": number * G}
-            assert of_teacher(microbatch).inputs["crop_groups"] == ((number, G),)
+            assert of_global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
             labels += targets.labels.tolist()
     assert labels == [index % 10 for index in range(NUM_IMAGES)]
 
