@@ -71,6 +71,9 @@ class SelfDistillationHeads(nn.Module):
         ibot: of patches.
     """
 
+    share_of_tokens = 0.1
+    """About: class tokens and masked patches, of all tokens of DINOv3's crops; for cutting pipeline stages."""
+
     def __init__(self, dino: PrototypeHead, ibot: PrototypeHead) -> None:
         super().__init__()
         self.dino = dino

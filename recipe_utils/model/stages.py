@@ -167,10 +167,11 @@ def ties_output(model: Any) -> bool:
     return isinstance(model.output, TiedLinear)
 
 
-def _output_cost(model: Any) -> int:
-    """Parameters of the output layer, or of what else takes its place: heads of several layers, or nothing."""
+def _output_cost(model: Any) -> float:
+    """Parameters of the output layer, or of what else takes its place: heads that few tokens reach, or nothing."""
     output = model.output.tied_module if ties_output(model) else model.output
     weight = getattr(output, "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
-    return sum(p.numel() for p in output.parameters())
+    num_parameters = sum(p.numel() for p in output.parameters())
+    return num_parameters * float(getattr(output, "share_of_tokens", 1.0))
