@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from big_batch_of_views import TRANSFORM, step_of_16
+from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import DINO, ListLogger, recipe_class
@@ -33,7 +33,8 @@ LAYOUTS = {
     "pp-2-fsdp-2": (4, PP_2),
 }
 HELD_OUT = {
-    "dataset_val": {"_component_": "tiny.tiny_images", "num_images": 21},
+    "dataset_knn": {"_component_": "tiny.tiny_images", "num_images": 31, "num_classes": 13},
+    "dataset_val": {"_component_": "tiny.tiny_images", "num_images": 21, "num_classes": 13},
     "run_val_every_n_steps": 1,
     "knn_neighbors": 5,
     "batch_size_val": 3,
@@ -172,7 +173,7 @@ def test_every_term_is_logged(curve):
         assert metrics["effective_local_batch"] == 16
     assert [m["effective_global_batch"] for m in curve if "loss" in m] == [16, 16, 5]
     accuracies = [m["knn_accuracy"] for m in curve if "knn_accuracy" in m]
-    assert all(0 < a < 1 and a * 21 == pytest.approx(round(a * 21)) for a in accuracies)
+    assert all(0 < a < 1 and a * 21 == pytest.approx(round(a * 21)) for a in accuracies), accuracies
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one-process"])
@@ -325,7 +326,7 @@ def test_another_seed_is_told_and_other_data_are_refused(tiny_config):
     resumed = {**config, "resume_from_checkpoint": True, "epochs": 2}
     for changes, text in (
         ({"data_seed": 1}, "data_seed=1"),
-        ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 36}}, "dataset_length=36"),
+        ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 36}}, "num_samples=36"),
         ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 37, "num_classes": 3}}, "hash_of_samples"),
         ({"global_batch_size": 32, "batch_size": 16}, "global_batch_size=32"),
     ):  # fmt: skip

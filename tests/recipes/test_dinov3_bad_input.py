@@ -249,12 +249,12 @@ def test_an_image_that_cannot_be_used_is_left_out_where_that_is_asked_for(tiny_c
 
 def test_a_path_of_an_empty_and_of_a_broken_file_is_named(tiny_config, tmp_path):
     datasets = pytest.importorskip("datasets")
-    Image = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image")
     datasets.disable_progress_bars()
     folder = tmp_path / "images"
     folder.mkdir()
     for index in range(4):
-        Image.new("L", (16, 16), 40 * index).save(folder / f"{index}.png")
+        pillow.new("L", (16, 16), 40 * index).save(folder / f"{index}.png")
     given = {"dataset": {"_component_": "recipe_utils.data.images.image_folder_dataset"}}
     given["dataset"]["source"] = str(folder)
     config = step_of_16(tiny_config, batch_size=4, global_batch_size=4, **given)
