@@ -106,6 +106,7 @@ class Settings:
         """What is wrong between keys of different rooms."""
         yield from self.data.problems_with(self.ranks)
         yield from self.views.problems_with(self.data)
+        yield from self.objective.problems_with(self.data, self.ranks)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
@@ -146,9 +147,9 @@ class DINOv3Recipe:
         dataset, dataset_knn, dataset_val = make_all(
             dataset=partial(load_images, cfg.dataset),
             dataset_knn=partial(
-                load_images, (cfg.get("dataset_knn") or cfg.dataset) if validates else None
+                load_images, (cfg.get("dataset_knn") or cfg.dataset) if validates else None, True
             ),
-            dataset_val=partial(load_images, cfg.dataset_val if validates else None),
+            dataset_val=partial(load_images, cfg.dataset_val if validates else None, True),
         )
         layout, fill = layout_of(whole), settings.pipeline.fill(ranks)
         with naming():
@@ -262,8 +263,8 @@ class DINOv3Recipe:
         # With a fused optimizer the host does not wait for the device here.
         if self.nonfinite.admits(grad_norm):
             self.optimizer.step()
-            momentum = schedules.momentum_at(run.global_step, self.num_steps)
-            self.teacher.follow(momentum, grad_norm, run.global_step + 1)
+        momentum = schedules.momentum_at(run.global_step, self.num_steps)
+        self.teacher.follow(momentum, grad_norm, run.global_step + 1)  # where the student has moved
         self.optimizer.zero_grad(set_to_none=True)
         return torch.cat([metrics, num_used.to(metrics.dtype).view(1)]), grad_norm
 

@@ -56,6 +56,8 @@ class TrainingState:
     """Of the run that began it; a resumed training goes on with it."""
     num_tokens_seen: int = 0
     """Target tokens of all update steps that are done."""
+    num_images_seen: int = 0
+    """Images of them, where images are counted."""
     best_val_loss: float | None = None
     """Of the run so far."""
 
@@ -75,13 +77,21 @@ def read_state(path: Path) -> TrainingState:
     content.setdefault("frozen", {})  # of versions before 0.3
     content.setdefault("run_id", "")  # of versions before 0.4.1
     content.setdefault("num_tokens_seen", 0)  # of versions before 0.4.2
+    content.setdefault("num_images_seen", 0)  # of versions before 0.5
     content.setdefault("best_val_loss", None)
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(
             f"{path / 'state.json'}: it has {sorted(content)} instead of {sorted(names)}"
         )
-    for name in ("global_step", "epoch", "samples_consumed", "seed", "num_tokens_seen"):
+    for name in (
+        "global_step",
+        "epoch",
+        "samples_consumed",
+        "seed",
+        "num_tokens_seen",
+        "num_images_seen",
+    ):
         if type(content[name]) is not int or content[name] < 0:
             raise CheckpointError(
                 f"{path / 'state.json'}: {name}={content[name]} is no number that a training counts"

@@ -125,11 +125,41 @@ class ViewSettings:
             )
 
 
-def load_images(cfg: DictConfig | ListConfig | None) -> Any:
-    """A dataset of its component, or of a list of components one after the other; None of none."""
+def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
+    """A dataset of its component, or of a list of components one after the other; None of none.
+
+    Args:
+        cfg: the component.
+        with_labels: whether nearest neighbours are to vote for them.
+
+    Raises:
+        ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
+            is needed.
+    """
     if isinstance(cfg, ListConfig):
-        return ConcatDataset([config.instantiate(part) for part in cfg])
-    return config.instantiate(cfg)
+        made: Any = ConcatDataset([config.instantiate(part) for part in cfg])
+    else:
+        made = config.instantiate(cfg)
+    if made is None or len(made) == 0:
+        return made
+    try:
+        sample = made[0]
+    except Exception:
+        return made
+    if isinstance(sample, tuple) and len(sample) == 2:
+        sample = {"image": sample[0], "label": sample[1]}
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ValueError(
+            f"its samples have {found} and no image; set it to one of images, such as "
+            "recipe_utils.data.images.image_folder_dataset"
+        )
+    if with_labels and sample.get("label") is None:
+        raise ValueError(
+            "its images have no labels for neighbours to vote for; set dataset_knn and dataset_val to images with "
+            "labels, or run_val_every_n_steps=null"
+        )
+    return made
 
 
 # ---- What is drawn --------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
+from recipe_utils.model.vision_transformer import check_vision_transformer
+from recipe_utils.settings import ConfigError
 
 HeadArguments = Annotated[
     dict[str, Any], MadeWith(1, default="recipe_utils.loss.prototype_head.PrototypeHead")
@@ -93,14 +95,23 @@ def with_heads(
         make_backbone: a :func:`recipe_utils.model.vision_transformer.dinov3_vit`.
         dino: arguments of :class:`PrototypeHead` for crops, but for the width.
         ibot: likewise for patches.
+
+    The builder raises a ValueError for another model, see
+    :func:`recipe_utils.model.vision_transformer.check_vision_transformer`, and a
+    :class:`recipe_utils.settings.ConfigError` for an argument of a head.
     """
 
     def make() -> nn.Module:
         model: Any = make_backbone()
+        check_vision_transformer(model)
         embed_dim: int = model.tok_embeddings.embedding_dim
-        model.output = SelfDistillationHeads(
-            PrototypeHead(embed_dim, **dino), PrototypeHead(embed_dim, **ibot)
-        )
+        heads = []
+        for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
+            try:
+                heads.append(PrototypeHead(embed_dim, **arguments))
+            except ValueError as error:
+                raise ConfigError(f"{key}.{error}") from error
+        model.output = SelfDistillationHeads(*heads)
         return model
 
     return make

@@ -12,11 +12,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.views import ViewTargets
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads
 from recipe_utils.loss.spreading import koleo_loss
+from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings import ROOM, Count, Positive
 
 SUMS = (
@@ -80,6 +82,21 @@ class ObjectiveSettings:
             yield (
                 f"gram_loss_weight={self.gram_loss_weight}: there is no Gram teacher; set "
                 "gram_teacher_every_n_steps, or gram_loss_weight=0"
+            )
+
+    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[str]:
+        """What an update step of so many images excludes."""
+        if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
+            return
+        dp_degree = ranks.dims_or_none.dp_degree
+        try:
+            num_images = data.batch_size * data.num_accumulated(dp_degree) * dp_degree
+        except ValueError:
+            return
+        if num_images == 1:
+            yield (
+                f"koleo_loss_weight={self.koleo_loss_weight}: an update step of 1 image has no neighbours to be "
+                "spread from; set global_batch_size to 2 or more, or koleo_loss_weight=0"
             )
 
 

@@ -166,7 +166,7 @@ class AverageTeacher:
         return {i: (part, mean) for i, part in enumerate(parts)}
 
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
-        """Moves the average towards the student, after each update step that the student has taken.
+        """Moves the average towards the student, after each update step; not where that was left out as not finite.
 
         Args:
             momentum: how much of itself it keeps.

@@ -391,6 +391,25 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     )
 
 
+def check_vision_transformer(model: nn.Module) -> None:
+    """Whether images of a microbatch go through a model each by itself, as crops in rows.
+
+    Raises:
+        ValueError: it is no :class:`VisionTransformer`, or a norm over the batch is in it.
+    """
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"it is a {type(model).__name__} and no vision transformer; set it to "
+            "recipe_utils.model.vision_transformer.dinov3_vit or one of its sizes"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"its {name} is a {type(module).__name__}, by which images would depend on how an update step is "
+                "split; set it to a norm of each token, such as torch.nn.LayerNorm"
+            )
+
+
 _S16 = {"patch_size": 16, "embed_dim": 384, "num_layers": 12, "num_heads": 6}
 _B16 = {"patch_size": 16, "embed_dim": 768, "num_layers": 12, "num_heads": 12}
 _L16 = {"patch_size": 16, "embed_dim": 1024, "num_layers": 24, "num_heads": 16}

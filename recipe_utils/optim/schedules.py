@@ -48,11 +48,13 @@ class ScheduleSettings:
 
     def problems_with(self, student_temperature: float) -> Iterator[str]:
         """What the student's temperature excludes."""
-        if self.teacher_temperature >= student_temperature:
-            yield (
-                f"teacher_temperature={self.teacher_temperature}: student_temperature={student_temperature} must be "
-                "above it, or the teacher says nothing more definite than the student; set it lower"
-            )
+        for name in ("teacher_temperature", "teacher_temperature_start"):
+            temperature = getattr(self, name)
+            if temperature is not None and temperature >= student_temperature:
+                yield (
+                    f"{name}={temperature}: student_temperature={student_temperature} must be above it, or the "
+                    "teacher says nothing more definite than the student; set it lower"
+                )
 
     def temperature_at(self, global_step: int) -> float:
         """The teacher's, after so many update steps."""

@@ -2,8 +2,8 @@
 
 python -m recipe_utils.run.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png]
 
-Reads ``logs/metrics.jsonl`` of each and draws loss, val_loss, learning rate, gradient norm, tokens per second and
-padding over update steps, and the losses over target tokens, too.
+Reads ``logs/metrics.jsonl`` of each and draws loss, val_loss, accuracy of nearest neighbours, learning
+rate, gradient norm, tokens or images per second and padding over update steps, and the losses over target tokens, too.
 """
 
 import argparse
@@ -19,9 +19,11 @@ PANELS = (
     ("loss", "step", "loss [nats]"),
     ("val_loss", "num_tokens_seen", "val_loss [nats]"),
     ("val_loss", "step", "val_loss [nats]"),
+    ("knn_accuracy", "step", "accuracy of nearest neighbours"),
     ("lr", "step", "learning rate"),
     ("grad_norm", "step", "gradient norm"),
     ("tokens_per_second_per_gpu", "step", "target tokens / s / rank"),
+    ("images_per_second_per_gpu", "step", "images / s / rank"),
     ("padding_fraction", "step", "padding [fraction of slots]"),
 )
 """Metric, what it is drawn over, label."""
@@ -38,7 +40,11 @@ def curve(
         name: of the metric.
         over: another.
     """
-    points = [(line[over], line[name]) for line in metrics if line.get(name) is not None]
+    points = [
+        (line[over], line[name])
+        for line in metrics
+        if line.get(name) is not None and line.get(over) is not None
+    ]
     return [x for x, _ in points], [y for _, y in points]
 
 

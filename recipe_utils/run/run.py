@@ -77,6 +77,7 @@ class Run:
         )
         self.run_id = ""  # from resume() on
         self.num_tokens_seen = 0  # target tokens of the update steps that are done
+        self.num_images_seen = 0  # where images are counted
         self.is_best = False  # the last validation is, and keep_best_checkpoint asks for it
         self.stop = threading.Event()  # once set, training saves and ends
         # What an accelerator has just been given to do nobody waits for.
@@ -174,6 +175,7 @@ class Run:
         self.samples_consumed = state.samples_consumed
         self.global_step = state.global_step
         self.num_tokens_seen = state.num_tokens_seen
+        self.num_images_seen = state.num_images_seen
         self._best_val_loss = state.best_val_loss
         if state.seed != self.seed:
             self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
@@ -211,9 +213,14 @@ class Run:
         self._at_exit.callback(self.profiler.stop)
         self._log.begin(self.global_step, self.run_id)
         self.profiler.start()
-        began = self.global_step, self.num_tokens_seen, time.perf_counter()
+        first_step, first_tokens, first_images = (
+            self.global_step,
+            self.num_tokens_seen,
+            self.num_images_seen,
+        )
+        began_seconds = time.perf_counter()
         yield from range(self.epoch, self.settings.epochs)
-        self._say_what_was_done(*began)
+        self._say_what_was_done(first_step, first_tokens, first_images, began_seconds)
 
     def progress(self, steps: Prefetched[UpdateStep]) -> Iterator[UpdateStep]:
         """The update steps of an epoch, with a progress bar on rank 0."""
@@ -239,6 +246,7 @@ class Run:
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
         self.num_tokens_seen += step.totals.get("target_tokens", 0)
+        self.num_images_seen += step.totals.get("images", 0)
         self._throughput.add(step, self._steps.wait_seconds)
 
     def skip(self, step: UpdateStep, why: str) -> None:
@@ -348,6 +356,8 @@ class Run:
         self._log.info(text)
 
     def _position(self) -> dict[str, Any]:
+        if self.num_images_seen:
+            return {"epoch": self.epoch, "num_images_seen": self.num_images_seen}
         return {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
 
     def _write_held(self) -> None:
@@ -375,12 +385,19 @@ class Run:
             self.warn(f"update step {held.step if held else 0}: its metrics are lost ({error})")
         self._log.close()
 
-    def _say_what_was_done(self, first_step: int, first_tokens: int, began_seconds: float) -> None:
+    def _say_what_was_done(
+        self, first_step: int, first_tokens: int, first_images: int, began_seconds: float
+    ) -> None:
         num_steps = self.global_step - first_step
         epochs, folder = self.settings.epochs, Path(self.settings.output_dir)
         if num_steps:
             seconds = time.perf_counter() - began_seconds
-            self.info(what_was_done(num_steps, self.num_tokens_seen - first_tokens, seconds))
+            num_tokens = self.num_tokens_seen - first_tokens
+            num_images = self.num_images_seen - first_images
+            if num_images:
+                self.info(what_was_done(num_steps, num_images, seconds, "images"))
+            else:
+                self.info(what_was_done(num_steps, num_tokens, seconds))
         elif self._last_export is None:
             self.info(
                 f"Nothing left: {self.epoch} of {epochs} epochs are done; epochs={self.epoch + 1} goes on"
@@ -430,6 +447,7 @@ class Run:
             frozen=self._frozen,
             run_id=self.run_id,
             num_tokens_seen=self.num_tokens_seen,
+            num_images_seen=self.num_images_seen,
             best_val_loss=self._best_val_loss,
         )
         try:

@@ -63,6 +63,8 @@ def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
 def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int) -> str:
     """What stands before the bar, such as ``epoch 1 of 3 | loss 5.732 | lr 1.2e-4 | 12.3k tok/s | val 5.81``.
 
+    Of images ``70.1 img/s | knn 0.881``.
+
     Args:
         epoch: from 0.
         num_epochs: in all.
@@ -75,9 +77,12 @@ def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size
     if "lr" in metrics:
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
         parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
-    if "tokens_per_second_per_gpu" in metrics:
-        rate = tqdm.format_sizeof(metrics["tokens_per_second_per_gpu"] * world_size)
-        parts.append(f"{rate} tok/s")
+    for counted, unit in (("tokens", "tok"), ("images", "img")):
+        if f"{counted}_per_second_per_gpu" in metrics:
+            rate = tqdm.format_sizeof(metrics[f"{counted}_per_second_per_gpu"] * world_size)
+            parts.append(f"{rate} {unit}/s")
     if "val_loss" in metrics:
         parts.append(f"val {metrics['val_loss']:.2f}")
+    if "knn_accuracy" in metrics:
+        parts.append(f"knn {metrics['knn_accuracy']:.3f}")
     return " | ".join(parts) + " "

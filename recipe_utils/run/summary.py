@@ -12,23 +12,30 @@ from recipe_utils.components import component_at
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
-def what_was_done(num_steps: int, num_tokens: int, seconds: float) -> str:
-    """Update steps, target tokens, time and rate in a sentence; of this start, where it went on."""
+def what_was_done(
+    num_steps: int, num_seen: int, seconds: float, counted: str = "target tokens"
+) -> str:
+    """Update steps, what they hold, time and rate in a sentence; of this start, where it went on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(hours or minutes)
     time = " ".join([*parts, f"{rest} s"])
-    rate = num_tokens / max(seconds, 1e-9)
-    return f"{num_steps} update steps, {num_tokens:,} target tokens in {time}: {rate:,.0f} tokens/s"
+    rate, unit = num_seen / max(seconds, 1e-9), counted.split()[-1]
+    return f"{num_steps} update steps, {num_seen:,} {counted} in {time}: {rate:,.0f} {unit}/s"
 
 
 def what_validation_said(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """First, last and best ``val_loss`` of the lines of a metrics file; empty if there is none."""
-    found = [(line["val_loss"], line["step"]) for line in metrics if line.get("val_loss")]
-    if not found:
-        return ""
-    best, step = min(found)
-    return f"val_loss: first {found[0][0]:.3f}, last {found[-1][0]:.3f}, best {best:.3f} (update step {step})"
+    """First, last and best ``val_loss`` or ``knn_accuracy`` of the lines of a metrics file; empty if there is none."""
+    for name, best_of in (("val_loss", min), ("knn_accuracy", max)):
+        found = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
+        if found:
+            values = list(found.values())
+            step = best_of(found, key=found.__getitem__)
+            return (
+                f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {found[step]:.3f} (update step "
+                f"{step})"
+            )
+    return ""
 
 
 def write_generation_config(

@@ -1,17 +1,22 @@
 """The gradient of every parameter is that of one batch with its teacher, in float64, whatever the layout and the split."""
 
+from dataclasses import replace
 from functools import cache
 
 import big_batch_of_views
+import numpy as np
 import pytest
 import tiny
+import torch
 from big_batch import TOLERANCE, error
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.data.views import ViewSamples
 
+collate = ViewSamples.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
 LAYOUTS = {  # world size, dimensions, schedules
     "one-process": (1, {}, [None]),
@@ -25,8 +30,8 @@ LAYOUTS = {  # world size, dimensions, schedules
 
 
 @cache
-def reference(group_size):
-    return big_batch_of_views.reference(group_size)
+def reference(group_size, **only):
+    return big_batch_of_views.reference(group_size, **only)
 
 
 def gradients_and_metrics(configs, mutation=()):
@@ -78,6 +83,7 @@ def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
 
 MUTANTS = {
     "Sinkhorn of each microbatch": {"sinkhorn_over": "microbatch"},
+    "KoLeo of each microbatch": {"koleo_group_size": 2},
 }
 EDITS = {
     "no scale": (
@@ -89,9 +95,57 @@ EDITS = {
 
 @pytest.mark.parametrize("name", [*MUTANTS, *EDITS])
 def test_a_naive_split_misses_it(name, tiny_config):
-    config = step_of_16(tiny_config, batch_size=2, **MUTANTS.get(name, {}))
+    split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
+    config = step_of_16(tiny_config, **{**split, **MUTANTS.get(name, {})})
     ((found, _),) = gradients_and_metrics([config], EDITS.get(name, ()))
-    assert error(found[0], reference(2).gradients[0]) > 5e-2
+    assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
+
+
+def over_all_patches(self, samples):
+    """iBOT as a mean over the masked patches of a microbatch, whichever crops they are of."""
+    made = collate(self, samples)
+    weights = made.targets.masked_weights
+    even = torch.full_like(weights, 2 * len(samples) / max(len(weights), 1))
+    return replace(made, targets=made.targets._replace(masked_weights=even))
+
+
+def crop_major(self, samples):
+    """As if crops were dealt to microbatches, the first of all images and then the second of all."""
+    dealt = [dict(sample) for sample in samples]
+    for key in ("global_crops", "masks", "draws"):
+        of_crops = [sample[key][crop] for crop in (0, 1) for sample in samples]
+        for image, sample in enumerate(dealt):
+            rest = samples[image][key][2:]
+            sample[key] = np.stack([*of_crops[2 * image : 2 * image + 2], *rest])
+    return collate(self, dealt)
+
+
+@pytest.mark.parametrize("mutant", [over_all_patches, crop_major])
+def test_naive_microbatches_miss_it(mutant, tiny_config, monkeypatch):
+    monkeypatch.setattr(ViewSamples, "collate", mutant)
+    split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
+    ((found, _),) = gradients_and_metrics([step_of_16(tiny_config, **split)])
+    assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
+
+
+def test_stages_that_divide_by_their_microbatches_miss_it(tiny_config):
+    """As PyTorch's schedules do unless they are told not to."""
+    edit = ("lambda sums: sums[0] * scale", "lambda sums: sums[0] * scale / len(taught)")
+    split = {"batch_size": 4, "koleo_group_size": 2, "max_steps_per_epoch": 1}
+    configs = [step_of_16(tiny_config, **split, **PP_2)]
+    expected = reference(2, num_steps=1).gradients[0]
+    of_ranks = run_distributed(gradients_and_metrics, 2, configs, edit)
+    # The largest entries are of one stage.
+    assert max(error(found[0], expected) for ((found, _),) in of_ranks) > 5e-2
+
+
+@pytest.mark.parametrize(
+    "without", ["dino", "ibot", "koleo", "gram", "drop path", "rescaled positions"]
+)
+def test_a_reference_without_a_part_is_another(without, tiny_config):
+    """So all parts are in what the tests above compare."""
+    expected = reference(2, num_steps=1).gradients[0]
+    assert error(reference(2, num_steps=1, without=without).gradients[0], expected) > 1e-2
 
 
 def weights_after(config):

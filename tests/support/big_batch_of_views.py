@@ -40,6 +40,7 @@ TRANSFORM = {
     "std": [0.4],
 }
 LR, MOMENTUM, EMA_MOMENTUM, STUDENT_T, TEACHER_T = 0.3, 0.9, 0.6, 0.1, 0.07
+ROPE_RESCALE = 2.0
 WEIGHTS = {"dino": 1.0, "ibot": 0.8, "koleo": 0.3, "gram": 0.5}
 
 
@@ -78,20 +79,24 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
         "gram_teacher_every_n_steps": 2,
         "ema_momentum": EMA_MOMENTUM,
         "mask_ratio": [0.1, 0.6],
+        "rope_rescale": ROPE_RESCALE,
         "dtype": "fp64",
         "seed": 0,
         **changes,
     }
 
 
-def reference(group_size: int | None, **weights: float) -> Reference:
+def reference(
+    group_size: int | None, num_steps: int | None = None, without: str | None = None
+) -> Reference:
     """The update steps of an epoch.
 
     Args:
         group_size: of KoLeo; None for all images of an update step.
-        **weights: of the terms, if others than ``WEIGHTS``.
+        num_steps: only the first of them; None for all.
+        without: a term of ``WEIGHTS``, ``drop path`` or ``rescaled positions``, left out; None leaves out nothing.
     """
-    weights = {**WEIGHTS, **weights}
+    weights = {name: weight * (name != without) for name, weight in WEIGHTS.items()}
     make = with_heads(lambda: torchtune_config.instantiate(OmegaConf.create(MODEL)), HEAD, HEAD)
     student, teacher, gram_teacher = make().double(), make().double(), make().double()
     for model in (student, teacher, gram_teacher):
@@ -100,16 +105,21 @@ def reference(group_size: int | None, **weights: float) -> Reference:
     from tiny import tiny_images
 
     transform = torchtune_config.instantiate(OmegaConf.create(TRANSFORM))
-    settings = ViewSettings(transform=TRANSFORM, mask_ratio=[0.1, 0.6])
+    settings = ViewSettings(transform=TRANSFORM, mask_ratio=[0.1, 0.6], rope_rescale=ROPE_RESCALE)
     views = Views(tiny_images(NUM_IMAGES), transform, settings, layout_of(student), 0)
     order = epoch_permutation(NUM_IMAGES, 0, shuffle=True).tolist()
     all_metrics, all_gradients = [], []
-    for step, start in enumerate(range(0, NUM_IMAGES, IMAGES_PER_STEP)):
+    for step, start in enumerate([*range(0, NUM_IMAGES, IMAGES_PER_STEP)][:num_steps]):
         window = order[start : start + IMAGES_PER_STEP]
         samples = [
             views[StepIndex(index, 0, step, position, len(window))]
             for position, index in enumerate(window)
         ]
+        for sample in samples:
+            if without == "drop path":
+                sample["draws"] = [None] * len(sample["draws"])
+            if without == "rescaled positions":
+                sample["position_factor"] = 1.0
         metrics = _metrics(samples, student, teacher, gram_teacher, group_size, weights)
         optimizer.zero_grad()
         metrics["loss"].backward()
@@ -125,8 +135,10 @@ def reference(group_size: int | None, **weights: float) -> Reference:
     return Reference(all_metrics, all_gradients, student.state_dict(), teacher.state_dict())
 
 
-def _states(model: Any, crop: Any, mask: Any = None, draws: Any = None) -> tuple[Tensor, Tensor]:
-    """Class state [d] and patch states [P, d] of one crop [c, h, h]."""
+def _states(
+    model: Any, factor: float, crop: Any, mask: Any = None, draws: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Class state [d] and patch states [P, d] of one crop [c, h, h], its positions times a factor."""
     patch, num_registers = MODEL["patch_size"], MODEL["num_registers"]
     pixels = F.unfold(torch.as_tensor(crop)[None], patch, stride=patch)[0].T  # [P, c * p * p]
     side = crop.shape[-1] // patch
@@ -135,7 +147,8 @@ def _states(model: Any, crop: Any, mask: Any = None, draws: Any = None) -> tuple
     tokens = torch.zeros(len(special) + len(pixels), 1 + pixels.size(1))
     tokens[:, 0] = torch.cat([special, kinds])
     tokens[len(special) :, 1:] = pixels
-    centres = (2 * (torch.arange(side).double() + 0.5) / side - 1).float()  # as crops are
+    centres = factor * (2 * (torch.arange(side).double() + 0.5) / side - 1)
+    centres = centres.float()  # as crops are
     positions = torch.zeros(len(tokens), 2)
     positions[len(special) :] = torch.cartesian_prod(centres, centres)
     if draws is not None:
@@ -166,8 +179,13 @@ def _metrics(
     weights: dict[str, float],
 ) -> dict[str, Tensor]:
     with torch.no_grad():
-        of_teacher = [[_states(teacher, crop) for crop in s["global_crops"]] for s in samples]
-        of_gram = [[_states(gram_teacher, crop)[1] for crop in s["global_crops"]] for s in samples]
+        of_teacher, of_gram = (
+            [
+                [_states(model, s["position_factor"], crop) for crop in s["global_crops"]]
+                for s in samples
+            ]
+            for model in (teacher, gram_teacher)
+        )
         crop_logits = [
             teacher.output.dino.prototypes(teacher.output.dino(cls[None]))
             for image in of_teacher
@@ -182,13 +200,13 @@ def _metrics(
         patch_targets = _sinkhorn(torch.cat(masked)).split([len(each) for each in masked])
     local, of_global, ibot, gram, embeddings = [], [], [], [], []
     for i, sample in enumerate(samples):
-        draws = sample["draws"]
+        draws, factor = sample["draws"], sample["position_factor"]
         seen = [
-            _states(student, sample["global_crops"][c], sample["masks"][c], draws[c])
+            _states(student, factor, sample["global_crops"][c], sample["masks"][c], draws[c])
             for c in (0, 1)
         ]
         small = [
-            _states(student, crop, None, draws[2 + j])
+            _states(student, factor, crop, None, draws[2 + j])
             for j, crop in enumerate(sample["local_crops"])
         ]
         dino = [
@@ -208,7 +226,7 @@ def _metrics(
         ibot.append(sum(of_masked, torch.zeros(())) / 2)
         grams = []
         for c in (0, 1):
-            mine, its = (F.normalize(x, dim=-1) for x in (seen[c][1], of_gram[i][c]))
+            mine, its = (F.normalize(x, dim=-1) for x in (seen[c][1], of_gram[i][c][1]))
             grams.append(F.mse_loss(mine @ mine.T, its @ its.T))
         gram.append(sum(grams) / 2)
         embeddings.append(torch.stack([cls for cls, _ in seen]))

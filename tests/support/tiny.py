@@ -430,3 +430,34 @@ class TinyImages(Dataset[dict[str, Any]]):
 def tiny_images(num_images: int = 40, num_classes: int = 4) -> TinyImages:
     """Images of 16 x 16 pixels in one channel, with labels."""
     return TinyImages(num_images, num_classes)
+
+
+def unlabelled_images(num_images: int = 8) -> Samples:
+    """Images without labels."""
+    return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
+
+
+def broken_images(num_images: int = 20, index: int = 5, kind: str = "nan") -> Samples:
+    """Images one of which, called ``broken.png``, cannot be used."""
+    images = [image.numpy().copy() for image in TinyImages(num_images, 4).images]
+    spoilt = {
+        "nan": images[index] * float("nan"),
+        "empty": images[index][:, :0],
+        "integers": (images[index] * 1e6).astype("int64"),
+        "two channels": images[index].repeat(2, 0)[:, :, :],
+        "text": "a picture",
+    }
+    samples: list[dict[str, Any]] = [
+        {"image": image, "name": f"{i}.png"} for i, image in enumerate(images)
+    ]
+    samples[index] = {"image": spoilt[kind], "name": "broken.png"}
+    return Samples(samples)
+
+
+def normalised_by_batch(**sizes: Any) -> nn.Module:
+    """A vision transformer whose last norm couples all tokens of a microbatch."""
+    from recipe_utils.model.vision_transformer import dinov3_vit
+
+    model = dinov3_vit(**sizes)
+    model.norm = nn.BatchNorm1d(sizes["embed_dim"])
+    return model

@@ -321,7 +321,7 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     with pytest.raises(
         CheckpointError,
         match=re.escape(
-            "state.json: it has ['best_val_loss', 'frozen', 'num_tokens_seen', 'run_id'] instead of"
+            "state.json: it has ['best_val_loss', 'frozen', 'num_images_seen', 'num_tokens_seen', 'run_id'] instead"
         ),
     ):
         read_state(tmp_path / "step_1")

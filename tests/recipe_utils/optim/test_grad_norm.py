@@ -8,7 +8,7 @@ from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_utils.optim.grad_norm import clip_grad_norm_
+from recipe_utils.optim.grad_norm import clip_grad_norm_, clip_grad_norm_by_part_
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings, build_mesh, join_ranks
 
@@ -170,3 +170,64 @@ def test_the_norm_over_stages_counts_each_parameter_once_and_clips_every_copy(tw
         assert norm == pytest.approx(13)  # of 3, 4 and 12
         assert own == pytest.approx([[3 / 13, 0], [0, 4 / 13]][rank])
         assert shared == pytest.approx([12 / 13, 0])
+
+
+# ---- Part by part ----------------------------------------------------------------------------------
+
+
+def model_of_parts(scales=(1.0, 10.0, 0.01)):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Linear(4, 3), "output": nn.ModuleDict()})
+    model["output"]["dino"], model["output"]["ibot"] = nn.Linear(3, 5), nn.Linear(3, 6)
+    for part, scale in zip((model["layers"], *model["output"].values()), scales, strict=True):
+        for parameter in part.parameters():
+            parameter.grad = scale * torch.randn(parameter.shape)
+    return model
+
+
+PARTS = ("output.dino", "output.ibot")
+
+
+def test_each_part_is_clipped_by_its_own_norm_and_the_norm_is_that_of_all():
+    model, untouched = model_of_parts(), model_of_parts()
+    norm = clip_grad_norm_by_part_(model, PARTS, 1.0)
+    everything = torch.cat([p.grad.flatten() for p in untouched.parameters()])
+    torch.testing.assert_close(norm, everything.norm())
+    of_parts = zip(
+        (model["layers"], *model["output"].values()),
+        (untouched["layers"], *untouched["output"].values()),
+        strict=True,
+    )
+    for part, before in of_parts:
+        nn.utils.clip_grad_norm_(before.parameters(), 1.0)
+        for mine, its in zip(part.parameters(), before.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad)
+    # The small part is as it was: it does not pay for the others.
+    small = model["output"]["ibot"].weight.grad
+    torch.testing.assert_close(small, model_of_parts()["output"]["ibot"].weight.grad)
+
+
+def test_without_a_limit_parts_are_measured_only_and_a_part_without_gradients_is_none():
+    model, untouched = model_of_parts(), model_of_parts()
+    clip_grad_norm_by_part_(model, PARTS)
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(model.parameters(), untouched.parameters(), strict=True)
+    )
+    for parameter in model["output"]["dino"].parameters():
+        parameter.grad = None
+    rest = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(clip_grad_norm_by_part_(model, PARTS, 1.0), rest.norm())
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert clip_grad_norm_by_part_(model, PARTS, 1.0) is None
+
+
+def test_a_name_that_only_begins_alike_is_of_another_part():
+    model = model_of_parts()
+    model["output"]["dino_too"] = nn.Linear(2, 2)
+    for parameter in model["output"]["dino_too"].parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    before = model["output"]["dino"].weight.grad.clone()
+    clip_grad_norm_by_part_(model, PARTS, 1e6)
+    torch.testing.assert_close(model["output"]["dino"].weight.grad, before)

@@ -88,9 +88,27 @@ def test_a_window_ends_when_its_rates_are_read_and_the_next_begins_there():
 def test_figures_are_those_of_what_is_counted_and_finite():
     throughput = Throughput(world_size=1)
     assert read_and_restart(throughput) == {"data_wait_seconds": 0}
-    throughput.add(UpdateStep(0, (), {"images": 3}, dp_degree=1), 0.5)
+    throughput.add(UpdateStep(0, (), {"pairs": 3}, dp_degree=1), 0.5)
     assert read_and_restart(throughput) == {"data_wait_seconds": 0.5}
     throughput.add(UpdateStep(0, (), {"target_tokens": 0, "real_tokens": 0, "slots": 0}, 1), 0.5)
     figures = read_and_restart(throughput)
     assert figures["tokens_per_second_per_gpu"] == 0
     assert figures["padding_fraction"] == 1
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 2)])
+def test_images_are_counted_once_however_many_ranks_and_microbatches(pp, dp, monkeypatch):
+    """By a clock that goes 4 seconds an update step: 3 microbatches of 2 images on each data-parallel rank."""
+    seconds = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    throughput = Throughput(world_size=pp * dp)
+    totals = {"images": 3 * 2 * dp, "crop_tokens": 3 * 2 * dp * 50}  # summed over dp ranks already
+    for _ in range(2):
+        throughput.add(UpdateStep(0, (), totals, dp_degree=dp), 0.25)
+        seconds[0] += 4.0
+    figures = read_and_restart(throughput)
+    assert figures == {
+        "data_wait_seconds": 0.25,
+        "images_per_second_per_gpu": 2 * 6 * dp / 8 / (pp * dp),
+        "crop_tokens_per_second_per_gpu": 2 * 300 * dp / 8 / (pp * dp),
+    }

@@ -1,0 +1,139 @@
+"""Sinkhorn-Knopp streamed over chunks, microbatches and ranks is Sinkhorn-Knopp on the whole matrix."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+
+from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
+
+DIM, NUM_PROTOTYPES = 5, 7
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def direct(logits, num_iterations):
+    """Targets [n, k] by scaling the matrix itself, each prototype first."""
+    targets = torch.exp(logits - logits.max())
+    for _ in range(num_iterations):
+        targets = targets / targets.sum(0, keepdim=True)
+        targets = targets / targets.sum(1, keepdim=True)
+    return targets
+
+
+def targets_of(rows, weight, temperature, log_u):
+    return torch.softmax(rows @ weight.T / temperature + log_u, dim=1)
+
+
+CUTS = {
+    "one microbatch": [23],
+    "one row each": [1] * 23,
+    "uneven, some empty": [0, 10, 0, 1, 12, 0],
+}
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3, 10])
+@pytest.mark.parametrize("rows_per_chunk", [1, 4, 23, 1000])
+@pytest.mark.parametrize("cut", CUTS)
+def test_streamed_is_direct_for_any_chunks_and_cuts(cut, rows_per_chunk, num_iterations):
+    rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
+    parts = rows.split(CUTS[cut])
+    log_u = prototype_bias(parts, weight, 0.3, num_iterations, rows_per_chunk=rows_per_chunk)
+    found = targets_of(rows, weight, 0.3, log_u)
+    expected = direct(rows @ weight.T / 0.3, num_iterations)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_after_many_iterations_every_prototype_has_as_much_as_any_other():
+    rows, weight = drawn(21, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
+    log_u = prototype_bias([rows], weight, 0.5, 500)
+    targets = targets_of(rows, weight, 0.5, log_u)
+    torch.testing.assert_close(targets.sum(1), torch.ones(21).double(), rtol=0, atol=1e-12)
+    share = torch.full((NUM_PROTOTYPES,), 21 / NUM_PROTOTYPES).double()
+    torch.testing.assert_close(targets.sum(0), share, rtol=0, atol=1e-9)
+
+
+def test_of_each_microbatch_by_itself_it_is_something_else():
+    rows, weight = drawn(20, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
+    whole = prototype_bias([rows], weight, 0.3)
+    alone = prototype_bias([rows[:10]], weight, 0.3)
+    difference = targets_of(rows[:10], weight, 0.3, whole) - targets_of(
+        rows[:10], weight, 0.3, alone
+    )
+    assert difference.abs().max() > 5e-2
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.04, 0.07, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_fp32_neither_overflows_nor_loses_a_row_at_the_temperatures_in_use(temperature, scale):
+    rows, weight = drawn(64, DIM), scale * drawn(NUM_PROTOTYPES, DIM, seed=1)
+    rows = torch.nn.functional.normalize(rows, dim=1)
+    exact = prototype_bias([rows], weight, temperature)
+    for dtype in (torch.float32, torch.bfloat16):
+        log_u = prototype_bias([rows.to(dtype)], weight.to(dtype), temperature)
+        assert log_u.dtype == torch.float32
+        assert log_u.isfinite().all()
+    log_u = prototype_bias([rows.float()], weight.float(), temperature)
+    largest = rows @ weight.T / temperature
+    # As exact as logits so large are in fp32.
+    assert (log_u - exact).abs().max() < 1e-5 * max(largest.abs().max().item(), 1.0)
+    targets = targets_of(rows.float(), weight.float(), temperature, log_u)
+    torch.testing.assert_close(targets.sum(1), torch.ones(64))
+
+
+@pytest.mark.parametrize("rows", [[], [torch.zeros(0, DIM)], [torch.zeros(0, DIM)] * 3])
+def test_of_no_row_at_all_it_is_zero(rows):
+    log_u = prototype_bias(rows, drawn(NUM_PROTOTYPES, DIM, dtype=torch.float32), 0.1)
+    assert log_u.dtype == torch.float32
+    assert torch.equal(log_u, torch.zeros(NUM_PROTOTYPES))
+
+
+def over_ranks(cases):
+    """Each case: the rows' cuts of each rank."""
+    rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
+    found = []
+    for of_ranks in cases:
+        starts = [sum(map(sum, of_ranks[:rank])) for rank in range(len(of_ranks))]
+        rank = dist.get_rank()
+        own = rows[starts[rank] : starts[rank] + sum(of_ranks[rank])].split(of_ranks[rank])
+        group = dist.group.WORLD
+        log_u = prototype_bias(own, weight, 0.3, group=group, rows_per_chunk=4)
+        used = (
+            num_prototypes_used(own, weight, 0.3, [log_u] * len(own) or [log_u], group)
+            if own
+            else None
+        )
+        found.append((log_u, used))
+    return found
+
+
+def test_over_ranks_it_is_that_of_all_rows_also_where_one_has_none():
+    cases = [
+        [[5, 7], [11]],
+        [[23], [0, 0]],
+        [[0], [10, 13]],
+        [[0], [0, 0]],
+    ]
+    for rank, found in enumerate(run_distributed(over_ranks, 2, cases)):
+        for case, (log_u, used) in zip(cases, found, strict=True):
+            rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
+            rows = rows[: sum(map(sum, case))]
+            expected = prototype_bias([rows], weight, 0.3)
+            torch.testing.assert_close(log_u, expected, rtol=0, atol=1e-12, msg=f"{rank} {case}")
+            targets = targets_of(rows, weight, 0.3, log_u)
+            assert used == targets.argmax(1).unique().numel()
+
+
+def test_prototypes_used_are_those_that_are_the_likeliest_of_some_row():
+    weight = torch.eye(4, dtype=torch.float64)
+    rows = torch.eye(4, dtype=torch.float64)[[0, 0, 2]]
+    nothing = torch.zeros(4, dtype=torch.float64)
+    assert num_prototypes_used([rows[:1], rows[1:]], weight, 0.1, [nothing] * 2) == 2
+    assert num_prototypes_used([rows[:0]], weight, 0.1, [nothing]) == 0
+    towards_3 = torch.tensor([0.0, 0.0, 0.0, 100.0]).double()
+    assert num_prototypes_used([rows], weight, 0.1, [towards_3]) == 1
+    # Of each microbatch its own.
+    assert num_prototypes_used([rows[:1], rows[1:]], weight, 0.1, [towards_3, nothing]) == 3

@@ -1,0 +1,35 @@
+"""What is said at the end and before the bar talks of what was counted: tokens, or images."""
+
+from recipe_utils.run.screen import bar_text
+from recipe_utils.run.summary import what_validation_said, what_was_done
+
+
+def test_the_end_talks_of_tokens_or_of_images():
+    assert what_was_done(12, 4096, 61.0) == (
+        "12 update steps, 4,096 target tokens in 1 min 1 s: 67 tokens/s"
+    )
+    assert what_was_done(64, 4096, 58.5, "images") == (
+        "64 update steps, 4,096 images in 58 s: 70 images/s"
+    )
+
+
+def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
+    losses = [(2, 3.0), (4, 1.0), (6, 2.0)]
+    lines = [{"step": step, "val_loss": value} for step, value in losses]
+    assert what_validation_said([{"step": 1, "loss": 9.0}, *lines]) == (
+        "val_loss: first 3.000, last 2.000, best 1.000 (update step 4)"
+    )
+    lines = [
+        {"step": step, "knn_accuracy": value} for step, value in ((2, 0.0), (4, 0.9), (6, 0.9))
+    ]
+    assert what_validation_said([*lines, {"step": 8, "knn_accuracy": None}]) == (
+        "knn_accuracy: first 0.000, last 0.900, best 0.900 (update step 4)"
+    )
+    assert what_validation_said([{"step": 1, "loss": 9.0, "val_loss": None}]) == ""
+
+
+def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
+    of_text = {"loss": 1.5, "tokens_per_second_per_gpu": 4000.0, "val_loss": 2.25}
+    assert bar_text(0, 3, of_text, 2) == "epoch 1 of 3 | loss 1.500 | 8.00k tok/s | val 2.25 "
+    of_images = {"images_per_second_per_gpu": 35.0, "knn_accuracy": 0.8812}
+    assert bar_text(1, 2, of_images, 2) == "epoch 2 of 2 | 70.0 img/s | knn 0.881 "
