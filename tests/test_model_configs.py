@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import torchtune
 import yaml
 from omegaconf import OmegaConf
@@ -19,6 +21,8 @@ from recipe_utils.loss.distillation import make_distillation_loss
 from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
+from recipe_utils.loss.prototype_head import with_heads
+from recipe_utils.loss.self_distillation import ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.model.build import ModelSettings, build_on_meta
 from recipe_utils.model.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.settings import read_settings, settings_of
@@ -30,6 +34,7 @@ DEFAULTS = {
     "lora_finetune_update_step": "llama3_2/5M_lora_update_step",
     "full_dpo_update_step": "llama3_2/5M_full_dpo_update_step",
     "knowledge_distillation_update_step": "llama3_2/5M_to_1M_KD_update_step",
+    "dinov3_update_step": "vit/digits_dinov3_update_step",
 }
 PARAMETERS = {  # as published
     "llama3_2/1B_full_update_step": 1.24e9,
@@ -67,6 +72,11 @@ TEACHERS = {
 }
 """Config -> the one that trains all weights of its teacher."""
 CONFIGS = (*PARAMETERS, *ADAPTERS, *PREFERENCES, *TEACHERS)
+BACKBONES = {  # as published, arXiv:2508.10104 and arXiv:2104.14294
+    "vit/S16_dinov3_update_step": 21.6e6,
+    "vit/B16_dinov3_update_step": 85.7e6,
+    "vit/L16_dinov3_update_step": 303e6,
+}
 BETAS = [0.9, 0.95]
 """Stock's 0.999 averages squared gradients over 1000 update steps, which is all of most fine-tunings."""
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
@@ -76,6 +86,7 @@ COMPONENTS = (
 )  # fmt: skip
 OF_TEACHER = ("teacher_model", "teacher_tokenizer", "teacher_checkpointer", "kd_loss")
 every_config = pytest.mark.parametrize("name", CONFIGS)
+every_backbone_s_config = pytest.mark.parametrize("name", BACKBONES)
 every_full_config = pytest.mark.parametrize("name", PARAMETERS)
 every_adapter_config = pytest.mark.parametrize("name", ADAPTERS)
 every_preference_config = pytest.mark.parametrize("name", PREFERENCES)
@@ -128,12 +139,12 @@ def test_every_config_file_is_registered_and_the_other_way_round():
 def test_every_registered_training_config_is_tested_here():
     registered = [name for configs in RECIPES.values() for name in configs]
     training = {name for name in registered if "dataset" in unresolved(name)}
-    assert training == {*DEFAULTS.values(), *CONFIGS}
+    assert training == {*DEFAULTS.values(), *CONFIGS, *BACKBONES}
     for recipe, default in DEFAULTS.items():
         assert RECIPES[recipe][0] == default
 
 
-@pytest.mark.parametrize("name", [*DEFAULTS.values(), *CONFIGS])
+@pytest.mark.parametrize("name", [*DEFAULTS.values(), *CONFIGS, *BACKBONES])
 def test_the_recipe_takes_every_key_and_its_value(name, tmp_path):
     here = {"output_dir": str(tmp_path), "device": "cpu", "dtype": "fp32"}
     read_settings(OmegaConf.merge(load(name), here), settings_of(recipe_of(name)))
@@ -456,3 +467,109 @@ def test_weights_are_fp32_where_they_are_few_enough(name):
 @every_config
 def test_activations_are_checkpointed_from_seven_billion_parameters_on(name):
     assert load(name).enable_activation_checkpointing == (PARAMETERS[of_full(name)] > 7e9)
+
+
+# ---- Self-supervised vision ----------------------------------------------------------------------
+
+
+def build_with_heads(name):
+    cfg = load(name)
+    make = with_heads(lambda: config.instantiate(cfg.model), cfg.dino_head, cfg.ibot_head)
+    return build_on_meta(make, ModelSettings(dtype="bf16"))
+
+
+def num_parameters(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@every_backbone_s_config
+def test_backbone_and_heads_have_their_published_sizes(name):
+    whole = build_with_heads(name)
+    heads = num_parameters(whole.output)
+    assert num_parameters(whole) - heads == pytest.approx(BACKBONES[name], rel=0.01)
+    for head in (whole.output.dino, whole.output.ibot):
+        widths = [layer.out_features for layer in head.mlp if hasattr(layer, "out_features")]
+        assert (widths, head.prototypes.out_features) == ([2048, 2048, 256], 65_536)
+    assert whole.tok_embeddings.num_registers == 4
+    attach_head(whole, SelfDistillationLoss(ObjectiveSettings()))
+
+
+@every_backbone_s_config
+def test_the_configs_of_backbones_differ_in_what_goes_with_size_alone(name):
+    ours, first = unresolved(name), unresolved(next(iter(BACKBONES)))
+    assert list(ours) == list(first)
+    may_differ = {"output_dir", "model", "batch_size", "enable_activation_checkpointing"}
+    assert {key for key in ours if ours[key] != first[key]} <= may_differ
+    default = unresolved(DEFAULTS["dinov3_update_step"])
+    shared = [key for key in ours if key in default]
+    assert shared == [key for key in default if key in shared]
+
+
+@every_backbone_s_config
+def test_the_settings_of_self_distillation_are_the_published_ones(name):
+    """Siméoni et al., arXiv:2508.10104, section 3.2 and appendix C."""
+    cfg = load(name)
+    transform = config.instantiate(cfg.transform)
+    assert (transform.global_crop_size, transform.local_crop_size) == (256, 112)
+    assert transform.num_local_crops == 8
+    assert transform.problems_with(16, 3) == []
+    assert (cfg.mask_probability, cfg.mask_ratio) == (0.5, [0.1, 0.5])
+    assert cfg.global_batch_size == 4096
+    assert (cfg.sinkhorn_iterations, cfg.sinkhorn_over) == (3, "update_step")
+    # A mean over both global crops, where theirs is a sum.
+    assert (cfg.koleo_group_size, cfg.koleo_loss_weight) == (16, 2 * 0.1)
+    temperatures = (cfg.teacher_temperature_start, cfg.teacher_temperature, cfg.student_temperature)
+    assert temperatures == (0.04, 0.07, 0.1)
+    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay) == (4e-4, 0.04)
+    assert (cfg.layerwise_lr_decay, cfg.ema_momentum, cfg.rope_rescale) == (0.98, 0.999, 2.0)
+    for every_rank in (1, 8, 32):
+        assert cfg.global_batch_size % (cfg.batch_size * every_rank) == 0
+    assert cfg.batch_size % cfg.koleo_group_size == 0
+
+
+@every_backbone_s_config
+def test_rates_are_constant_after_the_warm_up(name):
+    cfg = load(name)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        schedule = config.instantiate(
+            cfg.lr_scheduler, optimizer, num_training_steps=31_200, last_epoch=-1
+        )
+    rate = schedule.lr_lambdas[0]
+    assert [rate(step) for step in (0, 1500, 3000, 10_000, 31_200)] == [0, 0.5, 1, 1, 1]
+
+
+@every_backbone_s_config
+def test_components_and_header_of_a_backbone_fit_it(name):
+    cfg, text = load(name), config_path(name).read_text()
+    for key in ("model", "dataset", "transform", "checkpointer", "optimizer", "profiler"):
+        assert callable(_get_component_from_path(cfg[key]._component_)), key
+    config.instantiate(cfg.checkpointer)
+    assert f"dinov3_update_step --config {name} image_dir=" in text
+    assert cfg.dataset.source == cfg.image_dir
+    assert (cfg.dtype, cfg.weights_dtype) == ("bf16", "fp32")
+    found = re.search(
+        r"^# ([\d.e]+) parameters x .* = ([\d.]+) GB, ([\d.e]+) of them heads", text, re.M
+    )
+    parameters, gigabytes, of_heads = map(float, found.groups())
+    whole = build_with_heads(name)
+    assert parameters == pytest.approx(num_parameters(whole), rel=0.01)
+    assert of_heads == pytest.approx(num_parameters(whole.output), rel=0.01)
+    assert gigabytes == pytest.approx(20 * num_parameters(whole) / 1e9, abs=0.05)
+
+
+@every_backbone_s_config
+def test_the_memory_that_an_update_step_s_crops_take_is_said(name):
+    cfg, whole = load(name), build_with_heads(name)
+    num_tokens = sum(
+        num_crops * (5 + (size // 16) ** 2)
+        for num_crops, size in (
+            (2, cfg.transform.global_crop_size),
+            (cfg.transform.num_local_crops, cfg.transform.local_crop_size),
+        )
+    )
+    columns = 1 + 3 * 16**2 + 2 + whole.num_draws
+    (said,) = re.findall(r"crops are (\d+) GB", config_path(name).read_text())
+    gigabytes = 4 * cfg.global_batch_size * num_tokens * columns / 1e9
+    assert float(said) == pytest.approx(gigabytes, abs=0.6)

@@ -50,7 +50,12 @@ RECIPES = {
         "qwen2_5/7B_full_dpo_update_step",
     ),
     "lora_dpo_update_step": ("llama3_1/8B_lora_dpo_update_step",),
-    "dinov3_update_step": ("vit/digits_dinov3_update_step",),
+    "dinov3_update_step": (
+        "vit/digits_dinov3_update_step",
+        "vit/S16_dinov3_update_step",
+        "vit/B16_dinov3_update_step",
+        "vit/L16_dinov3_update_step",
+    ),
     "knowledge_distillation_update_step": (
         "llama3_2/5M_to_1M_KD_update_step",
         "llama3_2/8B_to_1B_KD_update_step",
