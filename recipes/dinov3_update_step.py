@@ -40,14 +40,14 @@ from recipe_utils.data.views import (
     load_images,
 )
 from recipe_utils.loss.head import attach_head
-from recipe_utils.loss.prototype_head import HeadArguments, with_heads
+from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.model.average_teacher import AverageTeacher
 from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.nearest_neighbors import NearestNeighbors
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
-from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of
+from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of, with_heads
 from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.moved import WeightsMoved

@@ -236,8 +236,8 @@ def of_a_moving_average(tail):
     )
     step = "        self.optimizer.step()\n"
     follow = (
-        "        momentum = schedules.momentum_at(run.global_step, self.num_steps)\n"
-        "        self.teacher.follow(momentum, grad_norm, run.global_step + 1)\n"
+        "    momentum = schedules.momentum_at(run.global_step, self.num_steps)\n"
+        "    self.teacher.follow(momentum, grad_norm, run.global_step + 1)\n"
     )
     tail = tail.replace(step, step + follow)
     return tail.replace(

@@ -45,11 +45,10 @@ from recipe_utils.data.views import (
     of_global_crops,
 )
 from recipe_utils.loss.head import attach_head
-from recipe_utils.loss.prototype_head import with_heads
 from recipe_utils.loss.self_distillation import SelfDistillationLoss, TeacherViews
 from recipe_utils.model.average_teacher import AverageTeacher
 from recipe_utils.model.build import build_model, build_on_meta
-from recipe_utils.model.vision_transformer import dinov3_vit, fresh_vit_weights
+from recipe_utils.model.vision_transformer import dinov3_vit, fresh_vit_weights, with_heads
 from recipe_utils.model.weights import load_weights
 from recipe_utils.parallel.ranks import Ranks, join_ranks
 from recipe_utils.settings import read_settings, settings_of

@@ -1,6 +1,5 @@
 """What a self-supervised backbone's states are compared through: projections onto prototypes."""
 
-from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -9,8 +8,6 @@ from torch import Tensor, nn
 
 from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
-from recipe_utils.model.vision_transformer import check_vision_transformer
-from recipe_utils.settings import ConfigError
 
 HeadArguments = Annotated[
     dict[str, Any], MadeWith(1, default="recipe_utils.loss.prototype_head.PrototypeHead")
@@ -84,34 +81,3 @@ class SelfDistillationHeads(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Returns the states: heads are called by the loss, each with what is its own."""
         return states
-
-
-def with_heads(
-    make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
-) -> Callable[[], nn.Module]:
-    """A builder of a backbone with heads in place of its output layer.
-
-    Args:
-        make_backbone: a :func:`recipe_utils.model.vision_transformer.dinov3_vit`.
-        dino: arguments of :class:`PrototypeHead` for crops, but for the width.
-        ibot: likewise for patches.
-
-    The builder raises a ValueError for another model, see
-    :func:`recipe_utils.model.vision_transformer.check_vision_transformer`, and a
-    :class:`recipe_utils.settings.ConfigError` for an argument of a head.
-    """
-
-    def make() -> nn.Module:
-        model: Any = make_backbone()
-        check_vision_transformer(model)
-        embed_dim: int = model.tok_embeddings.embedding_dim
-        heads = []
-        for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
-            try:
-                heads.append(PrototypeHead(embed_dim, **arguments))
-            except ValueError as error:
-                raise ConfigError(f"{key}.{error}") from error
-        model.output = SelfDistillationHeads(*heads)
-        return model
-
-    return make

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from torchtune.modules import (
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
+
+from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
+from recipe_utils.settings import ConfigError
 
 PATCH, MASKED_PATCH = 0, 1
 """Kinds of tokens: a patch as it is, and one that the mask token stands for."""
@@ -389,6 +392,36 @@ def dinov3_vit(  # a model's sizes, each of which configs name
         norm=nn.LayerNorm(embed_dim, norm_eps),
         output=nn.Identity(),
     )
+
+
+def with_heads(
+    make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
+) -> Callable[[], nn.Module]:
+    """A builder of a backbone with heads in place of its output layer.
+
+    Args:
+        make_backbone: a :func:`dinov3_vit`.
+        dino: arguments of :class:`recipe_utils.loss.prototype_head.PrototypeHead` for crops, but for the width.
+        ibot: likewise for patches.
+
+    The builder raises a ValueError for another model, see
+    :func:`check_vision_transformer`, and a :class:`recipe_utils.settings.ConfigError` for an argument of a head.
+    """
+
+    def make() -> nn.Module:
+        model: Any = make_backbone()
+        check_vision_transformer(model)
+        embed_dim: int = model.tok_embeddings.embedding_dim
+        heads = []
+        for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):
+            try:
+                heads.append(PrototypeHead(embed_dim, **arguments))
+            except ValueError as error:
+                raise ConfigError(f"{key}.{error}") from error
+        model.output = SelfDistillationHeads(*heads)
+        return model
+
+    return make
 
 
 def check_vision_transformer(model: nn.Module) -> None:
