@@ -47,7 +47,7 @@ from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.nearest_neighbors import NearestNeighbors
 from recipe_utils.model.pipeline import build_pipeline
 from recipe_utils.model.schedule import PipelineSettings
-from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of
+from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of, make_backbone
 from recipe_utils.model.weights import load_weights
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.moved import WeightsMoved
@@ -131,8 +131,9 @@ class DINOv3Recipe:
         """Builds everything; the weights are read once all the rest has been checked."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, objective, updates = settings.modules, settings.objective, settings.updates
-        make_backbone = partial(config.instantiate, cfg.model)
-        make_model = with_heads(make_backbone, settings.dino_head or {}, settings.ibot_head or {})
+        make_model = with_heads(
+            partial(make_backbone, cfg.model), settings.dino_head or {}, settings.ibot_head or {}
+        )
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
         whole, transform, self.checkpointer, *_ = make_all(

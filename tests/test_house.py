@@ -230,14 +230,14 @@ def of_a_teacher(order):
 
 
 def of_a_moving_average(tail):
-    """Each head is clipped by itself, the teacher follows where the student has stepped; metrics are a vector."""
+    """Each head is clipped by itself, the teacher follows, who looks at the norm itself; metrics are a vector."""
     tail = tail.replace(
         "clip_grad_norm_(self.model, self", "clip_grad_norm_by_part_(self.model, PARTS, self"
     )
     step = "        self.optimizer.step()\n"
     follow = (
-        "        momentum = schedules.momentum_at(run.global_step, self.num_steps)\n"
-        "        self.teacher.follow(momentum, grad_norm, run.global_step + 1)\n"
+        "    momentum = schedules.momentum_at(run.global_step, self.num_steps)\n"
+        "    self.teacher.follow(momentum, grad_norm, run.global_step + 1)\n"
     )
     tail = tail.replace(step, step + follow)
     return tail.replace(

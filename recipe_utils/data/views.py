@@ -577,7 +577,7 @@ class ImageSamples:
 
 
 def of_teacher(microbatch: Microbatch) -> Microbatch:
-    """What a teacher sees of a microbatch: its global crops without masks, and no draws. Targets are the same."""
+    """What a teacher sees of a microbatch: its global crops without masks, and no draws; see :func:`of_global_crops`."""
     seen = of_global_crops(microbatch)
     kind, pixels = seen.inputs["tokens"].tensor_split([1], dim=2)
     unmasked = {

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
-from recipe_utils.model.vision_transformer import check_vision_transformer
 from recipe_utils.settings import ConfigError
 
 HeadArguments = Annotated[
@@ -93,14 +92,11 @@ def with_heads(
         dino: arguments of :class:`PrototypeHead` for crops, but for the width.
         ibot: likewise for patches.
 
-    The builder raises a ValueError for another model, see
-    :func:`recipe_utils.model.vision_transformer.check_vision_transformer`, and a
-    :class:`recipe_utils.settings.ConfigError` for an argument of a head.
+    The builder raises a :class:`recipe_utils.settings.ConfigError` for an argument of a head.
     """
 
     def make() -> nn.Module:
         model: Any = make_backbone()
-        check_vision_transformer(model)
         embed_dim: int = model.tok_embeddings.embedding_dim
         heads = []
         for key, arguments in (("dino_head", dino), ("ibot_head", ibot)):

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
+from torchtune import config
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
@@ -387,12 +389,13 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     )
 
 
-def check_vision_transformer(model: nn.Module) -> None:
-    """Whether images of a microbatch go through a model each by itself, as crops in rows.
+def make_backbone(cfg: DictConfig) -> VisionTransformer:
+    """The model of a component, through which images go each by itself, as crops in rows.
 
     Raises:
         ValueError: it is no :class:`VisionTransformer`, or a norm over the batch is in it.
     """
+    model: VisionTransformer = config.instantiate(cfg)
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"it is a {type(model).__name__} and no vision transformer; set it to "
@@ -404,6 +407,7 @@ def check_vision_transformer(model: nn.Module) -> None:
                 f"its {name} is a {type(module).__name__}, by which images would depend on how an update step is "
                 "split; set it to a norm of each token, such as torch.nn.LayerNorm"
             )
+    return model
 
 
 _S16 = {"patch_size": 16, "embed_dim": 384, "num_layers": 12, "num_heads": 6}
