@@ -8,7 +8,7 @@ This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.regi
 is imported.
 """
 
-__version__ = "0.4.2"
+__version__ = "0.4.3"
 
 
 def check_version(written_for: str, recipe: str) -> None:

@@ -131,8 +131,11 @@ class DINOv3Recipe:
         """Builds everything; the weights are read once all the rest has been checked."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, objective, updates = settings.modules, settings.objective, settings.updates
-        make_backbone = partial(config.instantiate, cfg.model)
-        make_model = with_heads(make_backbone, settings.dino_head or {}, settings.ibot_head or {})
+        make_model = with_heads(
+            partial(config.instantiate, cfg.model),
+            settings.dino_head or {},
+            settings.ibot_head or {},
+        )
         make_optimizer = partial(config.instantiate, cfg.optimizer)
         make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
         whole, transform, self.checkpointer, *_ = make_all(

@@ -230,7 +230,7 @@ def of_a_teacher(order):
 
 
 def of_a_moving_average(tail):
-    """Each head is clipped by itself, the teacher follows where the student has stepped; metrics are a vector."""
+    """Each head is clipped by itself, the teacher follows, who looks at the norm itself; metrics are a vector."""
     tail = tail.replace(
         "clip_grad_norm_(self.model, self", "clip_grad_norm_by_part_(self.model, PARTS, self"
     )
