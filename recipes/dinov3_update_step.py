@@ -88,8 +88,9 @@ class Settings:
 
     model: Component
     """The backbone: ``recipe_utils.model.vision_transformer.dinov3_vit`` or one of its sizes."""
-    dataset: Component
-    """Map-style, of images; labels are not looked at. All ranks must see the same."""
+    dataset: Component | list[Component]
+    """Map-style, of images; labels are not looked at. A list is one dataset after the other. All ranks must see the
+    same."""
     checkpointer: Component
     """Loads a backbone to start from, if it names one, and saves the teacher's:
     ``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``."""
@@ -97,9 +98,9 @@ class Settings:
     """Of crops: ``num_prototypes`` 65536, ``hidden_dim`` 2048, ``bottleneck_dim`` 256, ``num_layers`` 3."""
     ibot_head: HeadArguments | None = None
     """Of patches: likewise."""
-    dataset_knn: Component | None = None
+    dataset_knn: Component | list[Component] | None = None
     """Images with labels whose neighbours tell the class of others; null is ``dataset``."""
-    dataset_val: Component | None = None
+    dataset_val: Component | list[Component] | None = None
     """Images with labels, for ``run_val_every_n_steps``: how many of them their neighbours name right."""
 
     def problems(self) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, ListLogger, recipe_class
+from recipe_runs import DINO, ListLogger, recipe_class, run_recipe
 from torch.distributed.tensor import DTensor
 from torchtune.utils import get_logger
 
@@ -213,6 +213,13 @@ def test_images_and_their_tokens_are_counted_once_over_stages_ranks_and_microbat
         assert metrics["crop_tokens_per_second_per_gpu"] == num_images * tokens_of_image / 4 / 4
         assert metrics["effective_local_batch"] == 6
         assert metrics["effective_global_batch"] == num_images
+
+
+def test_a_list_of_datasets_is_one_after_the_other(tiny_config):
+    part = {"_component_": "tiny.tiny_images", "num_images": 9}
+    config = step_of_16(tiny_config, dataset=[part, part], batch_size=4)
+    logged = run_recipe(config, recipe=DINO)
+    assert [line["effective_global_batch"] for line in logged] == [16, 2]
 
 
 def test_a_last_update_step_of_one_image_has_no_neighbours_and_is_trained_on(tiny_config):
