@@ -65,9 +65,9 @@ class FrozenModel:
             model = build_model(make_model, prepare, modules, ranks, pipeline)
         with naming("teacher_checkpointer"):
             load_weights(model, checkpoint, modules, ranks.device)
-        frozen = model.requires_grad_(False).eval()
-        stages = build_pipeline(frozen, pipeline, modules.torch_dtype, ranks)
-        self._forward = ForwardOnly(frozen, stages, ranks.device)
+        self._model = model.requires_grad_(False).eval()
+        stages = build_pipeline(self._model, pipeline, modules.torch_dtype, ranks)
+        self._forward = ForwardOnly(self._model, stages, ranks.device)
         self.output_layer = self._forward.output_layer
         """See :meth:`recipe_utils.model.forward_only.ForwardOnly.output_layer`."""
 
