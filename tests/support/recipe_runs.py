@@ -1,7 +1,6 @@
 """Runs a recipe file in this process and returns what it logged."""
 
 import logging
-import os
 import runpy
 import tempfile
 import zlib
@@ -11,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 import torch
 import torchtune
@@ -174,8 +174,9 @@ def run_recipe(
 
 def run_compiled_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]]:
     """What :func:`run_recipe` returns with compiled layers."""
-    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes a minute
-    return run_recipe({**config, "compile": True}, recipe)
+    with pytest.MonkeyPatch.context() as patch:  # or later tests of this process would have it, too
+        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes a minute
+        return run_recipe({**config, "compile": True}, recipe)
 
 
 def run_stock_recipe(

@@ -59,7 +59,8 @@ def test_calls_for_each_size_of_crops_have_the_gradient_of_one_row():
 
 
 def test_bottlenecks_are_kept_and_no_tensor_has_all_logits(ranks):
-    contest = Contest(SMALL | {"ibot_head.num_prototypes": 4096}, 16, "fp32", ranks)
+    sizes = {"dino_head.bottleneck_dim": 32, "ibot_head.bottleneck_dim": 32}
+    contest = Contest(SMALL | sizes | {"ibot_head.num_prototypes": 4096}, 16, "fp32", ranks)
     microbatches = contest.microbatches([8, 8])
     num_masked = sum(microbatch.counts["masked_patches"] for microbatch in microbatches)
     kept = kept_of(contest, [8, 8])
