@@ -1,5 +1,7 @@
+import contextlib
 import gc
 import os
+import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -129,3 +131,17 @@ def tiny_kd_config(weights_folder, tmp_path):
 def module_config(weights_folder, tmp_path_factory):
     """The same for what a module's tests share, in a folder of its own."""
     return config_maker(weights_folder, tmp_path_factory.mktemp("module"))
+
+
+@pytest.fixture
+def started():
+    """The launchers that a test starts; whatever still runs at its end is ended."""
+    from warm_tune import children_of
+
+    processes = []
+    yield processes
+    for process in processes:
+        for pid in [*children_of(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()

@@ -3,7 +3,6 @@
 All processes here are warm, see warm_tune.py.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -43,18 +42,6 @@ def config_file(tiny_config, tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-@pytest.fixture
-def started():
-    """The launchers that a test starts; whatever still runs at its end is ended."""
-    processes = []
-    yield processes
-    for process in processes:
-        for pid in [*children_of(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
 
 
 def files_of(folder):

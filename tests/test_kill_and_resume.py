@@ -4,7 +4,6 @@ All processes here are warm, see warm_tune.py, so that what is killed has mostly
 during the seconds of its imports finds nothing to leave behind.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -66,18 +65,6 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(
     assert " 0 lost, 0 losses differ" in last
     assert last.endswith(" files compared, 0 differ")
     assert " 0 files compared" not in last
-
-
-@pytest.fixture
-def started():
-    """The launchers that a test starts; whatever still runs at its end is ended."""
-    processes = []
-    yield processes
-    for process in processes:
-        for pid in [*children_of(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
 
 
 def start_on_two_ranks(started, *arguments, cwd=None):
