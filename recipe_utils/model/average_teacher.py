@@ -59,7 +59,7 @@ class AverageTeacher:
         self._modules = modules
         self._ranks = ranks
         self._pipeline = pipeline
-        self._dp_group = ranks.new_dp_group()
+        self._dp_group = ranks.dp_group
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
         self.gram_model = build(PatchStates()) if objective.gram_loss_weight else None

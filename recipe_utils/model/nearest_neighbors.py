@@ -41,7 +41,7 @@ class NearestNeighbors:
         self._loaders = bank, images
         self._num_neighbors = num_neighbors
         self._ranks = ranks
-        self._dp_group = ranks.new_dp_group()
+        self._dp_group = ranks.dp_group
 
     def accuracy(self, states_of: StatesOf) -> Tensor:
         """The share of images whose label their neighbours name, []; the same on all ranks."""

@@ -7,6 +7,7 @@ different data, ``pp`` and ``tp`` ranks hold the same.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass as plain_dataclass
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import torch
@@ -171,8 +172,12 @@ class Ranks:
         """A gloo group of all ranks, apart from the others; background threads each need their own."""
         return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
 
-    def new_dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks of :attr:`dp_peers` on the device's backend; None where this one holds all data. All ranks together."""
+    @cached_property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks of :attr:`dp_peers` on the device's backend; None where this one holds all data.
+
+        Made when it is asked for first: by all ranks together.
+        """
         if self.dp_degree == 1:
             return None
         by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, self.dp_degree)
