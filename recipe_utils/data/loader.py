@@ -69,7 +69,8 @@ class DataSettings:
     shuffle: bool = True
     """A new order in each epoch, the same on any number of ranks."""
     data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Of that order, which does not depend on ``seed``; with 0 it is torchtune's, whose sampler knows no other."""
+    """Of that order, and of images' crops and masks, which do not depend on ``seed``; with 0 the order is torchtune's,
+    whose sampler knows no other."""
     num_workers: CountOrZero = 0
     """DataLoader processes; 0 loads in the background thread."""
     prefetch_update_steps: CountOrZero = 2

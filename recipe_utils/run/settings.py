@@ -23,7 +23,7 @@ class RunSettings:
     epochs: Count = 1
     """Passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Of dropout and new adapters, not of the order of samples (``data_seed``); null draws one."""
+    """Of dropout, new adapters and fresh vision transformers, not of the samples (``data_seed``); null draws one."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """As ``torch.set_deterministic_debug_mode`` takes it."""
     log_every_n_steps: Count = 1
