@@ -141,7 +141,8 @@ def started():
     processes = []
     yield processes
     for process in processes:
-        for pid in [*children_of(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:  # or its number may be another's by now
+            for pid in [*children_of(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()

@@ -153,12 +153,14 @@ def test_the_bar_can_be_switched_off(config, tmp_path, monkeypatch):
 # ---- What the user can mend ------------------------------------------------------------------------
 
 BAD = {"_component_": "tiny.tiny_dataset", "num_samples": 32, "replace": {"9": {"tokens": [1, 900], "labels": [1, 1]}}}  # fmt: skip
+DEADLY = {"_component_": "tiny.killing_dataset", "num_samples": 32, "index": 9, "folder": None}
 NONFINITE = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e30}}
 MENDABLE = {
     "a sample": ({"dataset": BAD, "shuffle": False}, 1, "error: sample 9 of dataset: token 900 is outside"),
     "a sample of a worker": (
         {"dataset": BAD, "shuffle": False, "num_workers": 1}, 1, "error: sample 9 of dataset: token 900 is outside",
     ),
+    "a worker": ({"dataset": DEADLY, "shuffle": False, "num_workers": 1}, 1, "error: num_workers=1: a DataLoader worker"),
     "a gradient": (NONFINITE, 1, "error: "),
     "a key": ({"batchsize": 3}, 2, "  - batchsize: this recipe has no such key; did you mean batch_size?"),
     "data": ({"dataset": {**BAD, "replace": {}, "num_without_targets": 32}}, 2, "  - dataset: nothing can be learned"),

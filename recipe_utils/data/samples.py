@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.datasets import ConcatDataset
 from torchtune.utils import get_logger
+
+from recipe_utils.data.workers import load_batches
 
 Sample = Mapping[str, Any]
 
@@ -184,8 +186,6 @@ def load_samples(
 ) -> Iterator[list[Sample]]:
     """Loads the samples of one update step after the other.
 
-    With workers, each loads whole update steps of its own, a few of them ahead.
-
     Args:
         dataset: names what is left out.
         indices_per_step: dataset indices of each update step of this rank.
@@ -196,22 +196,12 @@ def load_samples(
 
     Raises:
         SampleError: of the first sample that is bad, unless such are skipped; as it is loaded.
+        recipe_utils.data.workers.WorkerDiedError: see :func:`recipe_utils.data.workers.load_batches`.
     """
-    for samples in DataLoader(
-        dataset,
-        batch_sampler=indices_per_step,
-        num_workers=num_workers,
-        collate_fn=_keep_as_list,
-        # Of its own: from a background thread the global generator would be drawn from at any moment.
-        generator=torch.Generator(),
-    ):
+    for samples in load_batches(dataset, indices_per_step, num_workers):
         for sample in samples:
             if isinstance(sample, SampleError):
                 if not dataset.leaves_out(sample):
                     raise sample
                 dataset.name_left_out(sample)
         yield [sample for sample in samples if not isinstance(sample, SampleError)]
-
-
-def _keep_as_list(samples: list[Any]) -> list[Any]:
-    return samples

@@ -14,6 +14,7 @@ from yaml import YAMLError
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.data.count import OtherRankFailedError
 from recipe_utils.data.samples import SampleError
+from recipe_utils.data.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import tell_last, world_size_from_env
@@ -21,7 +22,7 @@ from recipe_utils.run.screen import set_up_screen
 from recipe_utils.settings import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE
 
-MENDABLE = (ExportError, NonfiniteError, SampleError)
+MENDABLE = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
 """Errors of a training that say all that there is to say; any other keeps its traceback."""
 
 

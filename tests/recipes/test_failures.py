@@ -67,6 +67,26 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
     assert sorted(int(text.split()[1]) for text in warnings) == bad
 
 
+@PLANS
+def test_a_worker_that_is_killed_on_one_rank_changes_no_loss(microbatching, tiny_config, tmp_path):
+    """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
+    data = {"_component_": "tiny.killing_dataset", "num_samples": 32, "index": 9}
+    config = tiny_config(
+        dataset={**data, "folder": str(tmp_path)},
+        shuffle=False,
+        microbatching=microbatching,
+        num_workers=1,
+    )
+    undisturbed = {**config, "num_workers": 0}
+    disturbed = run_distributed(run_recipe_keeping_warnings, 2, config)
+    assert (tmp_path / "asked_for_9").exists()
+    assert sum("ended by SIGKILL" in text for _, texts in disturbed for text in texts) == 1
+    for (losses, _), expected in zip(
+        disturbed, run_distributed(run_recipe, 2, undisturbed), strict=True
+    ):
+        assert [metrics["loss"] for metrics in losses] == [metrics["loss"] for metrics in expected]
+
+
 def fail_inside_a_step(config, failing_rank, at_microbatch):
     """Rank ``failing_rank`` raises in its forward; returns how long each rank took to end."""
     import torch.distributed as dist

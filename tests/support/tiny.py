@@ -1,8 +1,11 @@
 """Tiny components for configs under test, and gradients computed another way."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torchtune import config
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
@@ -139,6 +142,39 @@ class Samples(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.samples[index]
+
+
+class KillsItsWorker(Samples):
+    """Ends the DataLoader worker that asks for one of some samples; with a folder, for each only once."""
+
+    def __init__(
+        self,
+        samples: list[dict[str, Any]],
+        indices: list[int],
+        folder: Path | None,
+        how: str | int = "SIGKILL",
+    ) -> None:
+        super().__init__(samples)
+        self.indices, self.folder, self.how = indices, folder, how
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.indices and get_worker_info() is not None and self._is_due(index):
+            if isinstance(self.how, int):
+                os._exit(self.how)
+            os.kill(os.getpid(), signal.Signals[self.how])
+        return super().__getitem__(index)
+
+    def _is_due(self, index: int) -> bool:
+        if self.folder is None:
+            return True
+        mark = self.folder / f"asked_for_{index}"
+        is_due = not mark.exists()
+        mark.touch()
+        return is_due
+
+
+def killing_dataset(tokenizer: Any, num_samples: int, index: int, folder: str | None) -> Samples:
+    return KillsItsWorker(make_samples(num_samples), [index], Path(folder) if folder else None)
 
 
 def make_samples(

@@ -1,0 +1,99 @@
+"""DataLoader processes that load batches of samples ahead, and what happens where one is killed."""
+
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchtune.utils import get_logger
+
+_log = get_logger("INFO")
+
+_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))?:? ([\d, ]+)\)")
+"""How PyTorch's error begins where a worker is gone; what a dataset raises begins otherwise."""
+
+
+class WorkerDiedError(RuntimeError):
+    """DataLoader workers died twice on the way to one batch; the message says of what."""
+
+
+def load_batches(
+    dataset: Dataset[Any], batches: Sequence[list[int]], num_workers: int = 0
+) -> Iterator[list[Any]]:
+    """Loads one batch after the other; with workers, each loads whole ones of its own, a few of them ahead.
+
+    A worker that is killed, as the kernel does where memory ends, does not end a training of three weeks:
+    others go on from the first batch that has not come, and a warning says so.
+
+    Args:
+        dataset: map-style.
+        batches: dataset indices of each.
+        num_workers: worker processes; 0 loads in the calling thread.
+
+    Yields:
+        What the dataset returns for the next batch.
+
+    Raises:
+        WorkerDiedError: the workers that were started anew died before a batch had come.
+    """
+    num_loaded = 0
+    num_when_lost = None
+    while num_loaded < len(batches):
+        loading = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=batches[num_loaded:],
+                num_workers=num_workers,
+                collate_fn=_keep_as_list,
+                # Of its own: from a background thread the global generator would be drawn from at any moment.
+                generator=torch.Generator(),
+            )
+        )
+        workers = {process.pid: process for process in active_children()} if num_workers else {}
+        try:
+            for _ in range(len(batches) - num_loaded):
+                loaded = next(loading)
+                num_loaded += 1
+                yield loaded
+        except RuntimeError as error:
+            how = _how_they_died(error, workers)
+            if how is None:
+                raise
+            if num_when_lost == num_loaded:
+                raise WorkerDiedError(
+                    f"num_workers={num_workers}: a DataLoader worker {how}, and so did another before, on the way "
+                    f"to samples {_first_of(batches[num_loaded])}; set num_workers=0, which shows where a dataset "
+                    "ends its process, or fewer, which need less memory"
+                ) from None
+            num_when_lost = num_loaded
+            _log.warning(
+                f"A DataLoader worker {how}; others go on with the update step that it was to load. SIGKILL is "
+                f"what the kernel sends where memory ends: fewer than num_workers={num_workers} need less"
+            )
+
+
+def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess]) -> str | None:
+    """The end of the workers that an error is about; None of another error."""
+    found = _DIED.match(str(error))
+    pids = [int(pid) for pid in found[1].split(",")] if found else []
+    if not pids or not workers.keys() >= set(pids):
+        return None
+    ends = []
+    for pid in pids:
+        workers[pid].join()  # PyTorch's handler of signals may have been faster
+        code = workers[pid].exitcode or 0
+        ends.append(signal.Signals(-code).name if code < 0 else f"exit code {code}")
+    return f"(pid {', '.join(map(str, pids))}) ended by {', '.join(ends)}"
+
+
+def _first_of(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:5]))
+    return shown if len(indices) <= 5 else f"{shown}, ..."
+
+
+def _keep_as_list(samples: list[Any]) -> list[Any]:
+    return samples
