@@ -6,28 +6,49 @@ The table of keys that users read is the oracle: its type column says what is va
 import os
 import re
 import traceback
+from functools import cache
 
 import pytest
+from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import run_recipe
+from recipe_runs import DINO, DPO, KD, SFT, run_recipe
 
+from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings import ConfigError, key_table, read_settings, settings_of
 
-RECIPE = "full_finetune_update_step"
+RECIPES = (SFT, DPO, KD, DINO)
 VALUES = ["hello", "False", 1.5, -1, 0, None, [], {}, 10**30]
-MOST = {"seed": 2**32 - 1, "process_group_timeout_seconds": 1e9}
-TYPES = {
-    key: [part.strip() for part in type_text.split(" or ")]
-    for key, type_text in re.findall(
-        r"^\| `(\w+)` \| ([^|]*) \|", key_table(settings_of(RECIPE)), re.M
-    )
+MOST = {
+    "seed": 2**32 - 1,
+    "data_seed": 2**32 - 1,
+    "process_group_timeout_seconds": 1e9,
+    "mask_probability": 1.0,
+    "ema_momentum": 1.0,
+    "ema_momentum_end": 1.0,
 }
+PATHLESS = ("profiler", "dino_head", "ibot_head")
+"""Components that are made of their arguments alone."""
+settings_of = cache(settings_of)
 
 
-def is_documented(key, value):
+def types_of(recipe):
+    """The type column of the table of keys, by key."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", key_table(settings_of(recipe)), re.M)
+    return {key: [part.strip() for part in text.split(" or ")] for key, text in rows}
+
+
+TYPES = {recipe: types_of(recipe) for recipe in RECIPES}
+OWN = {
+    recipe: [key for key in types if recipe == SFT or TYPES[SFT].get(key) != types[key]]
+    for recipe, types in TYPES.items()
+}
+"""What other recipes share with the first is read by the same code."""
+
+
+def is_documented(recipe, key, value):
     """Whether the type column of the table of keys allows a value."""
-    for part in TYPES[key]:
+    for part in TYPES[recipe][key]:
         kind, _, bound = part.partition(" > ")
         kind, _, least = kind.partition(" >= ")
         if value is None:
@@ -40,65 +61,92 @@ def is_documented(key, value):
             fits &= value <= MOST.get(key, 2**31 - 1 if kind == "int" else float("inf"))
             fits |= kind == str(value)
         else:
-            # Without a path only the profiler knows what to make.
             fits = kind.startswith("list of") and value == [] and "component" not in kind
-            fits |= (key == "profiler" or kind == "mapping") and value == {}
+            fits |= (key in PATHLESS or kind == "mapping") and value == {}
         if fits:
             return True
     return False
 
 
 def test_the_table_has_every_key_once():
-    assert len(TYPES) > 60
-    assert {"batch_size", "microbatching", "clip_grad_norm", "optimizer"} <= TYPES.keys()
+    assert len(TYPES[SFT]) > 60
+    assert {"batch_size", "microbatching", "clip_grad_norm", "optimizer"} <= TYPES[SFT].keys()
+    assert "reference" in OWN[DPO]
+    assert "kd_ratio" in OWN[KD]
+    assert "ema_momentum" in OWN[DINO]
 
 
 @pytest.fixture
-def config(tiny_config, tmp_path, monkeypatch):
+def configs(tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where output_dir=hello goes
-    return tiny_config(
-        max_steps_per_epoch=1, dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 4}
-    )
+    text = {"_component_": "tiny.tiny_dataset", "num_samples": 4}
+    pairs = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 4}
+    images = {"_component_": "tiny.tiny_images", "num_images": 8}
+    of_text = tiny_config(max_steps_per_epoch=1, dataset_val=text)
+    return {
+        SFT: of_text,
+        DPO: tiny_dpo_config(max_steps_per_epoch=1, dataset_val=pairs),
+        KD: tiny_kd_config(max_steps_per_epoch=1, dataset_val=text),
+        DINO: step_of_16(
+            tiny_config,
+            optimizer=of_text["optimizer"],
+            batch_size=8,
+            global_batch_size=8,
+            max_steps_per_epoch=1,
+            dataset_val=images,
+            knn_neighbors=3,
+        ),
+    }
 
 
-def problems_of(config):
+def problems_of(recipe, config):
     try:
-        read_settings(OmegaConf.create(config), settings_of(RECIPE))
+        read_settings(OmegaConf.create(config), settings_of(recipe))
     except ConfigError as error:
         return error.problems
     return ()
 
 
-@pytest.mark.parametrize("key", TYPES)
-def test_a_value_is_documented_or_refused_by_the_name_of_its_key(key, config):
+@pytest.mark.parametrize(
+    ("recipe", "key"), [(recipe, key) for recipe, keys in OWN.items() for key in keys]
+)
+def test_a_value_is_documented_or_refused_by_the_name_of_its_key(recipe, key, configs):
     for value in VALUES:
-        problems = problems_of({**config, key: value})
-        assert problems or is_documented(key, value), f"{key}={value!r} is taken silently"
+        problems = problems_of(recipe, {**configs[recipe], key: value})
+        documented = is_documented(recipe, key, value)
+        assert problems or documented, f"{key}={value!r} is taken silently"
         for problem in problems:
             assert re.search(rf"\b{key}\b", problem), f"{key}={value!r}: {problem}"
-        if not is_documented(key, value):
+        if not documented:
             assert len(problems) == 1, problems
 
 
-def train_each(config, folder):
+def train_each(recipe, config, folder):
     """For each key and value that the settings take: why it could not be trained with, if so."""
     os.chdir(folder)
     failed = {}
-    for key in TYPES:
+    for key in OWN[recipe]:
         for value in VALUES:
             changed = {**config, key: value}
-            if problems_of(changed):
+            if problems_of(recipe, changed):
                 continue
             try:
-                run_recipe(changed)
+                run_recipe(changed, recipe)
             except ConfigError as error:
                 if key not in str(error):
                     failed[key, str(value)] = str(error)
+            except NonfiniteError:
+                if value != 10**30:
+                    failed[key, str(value)] = traceback.format_exc()
             except Exception:
                 failed[key, str(value)] = traceback.format_exc()
     return failed
 
 
-def test_what_is_taken_can_be_trained_with_or_is_refused_before_by_its_key(config, tmp_path):
-    (failed,) = run_distributed(train_each, 1, config, str(tmp_path), timeout_seconds=300)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_taken_can_be_trained_with_or_is_refused_before_by_its_key(
+    recipe, configs, tmp_path
+):
+    config = configs[recipe]
+    (failed,) = run_distributed(train_each, 1, recipe, config, str(tmp_path), timeout_seconds=300)
     assert failed == {}
