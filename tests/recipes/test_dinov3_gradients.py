@@ -90,6 +90,7 @@ EDITS = {
         'scale = step.scale("images")',
         "scale = 1 / len(step.microbatches[0].targets.names)",
     ),
+    "a microbatch left out": ("mark_last(taught)", "mark_last(taught[:3] + taught[4:])"),
 }
 
 
@@ -99,6 +100,18 @@ def test_a_naive_split_misses_it(name, tiny_config):
     config = step_of_16(tiny_config, **{**split, **MUTANTS.get(name, {})})
     ((found, _),) = gradients_and_metrics([config], EDITS.get(name, ()))
     assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
+
+
+def test_a_rank_that_counts_twice_misses_it(tiny_config):
+    edit = (
+        'scale = step.scale("images")',
+        'scale = 2 / (step.totals["images"] + sum(m.counts["images"] for m in step.microbatches))',
+    )
+    split = {"batch_size": 4, "koleo_group_size": 2, "max_steps_per_epoch": 1}
+    configs = [step_of_16(tiny_config, **split)]
+    expected = reference(2, num_steps=1).gradients[0]
+    for ((found, _),) in run_distributed(gradients_and_metrics, 2, configs, edit):
+        assert error(found[0], expected) > 5e-2
 
 
 def over_all_patches(self, samples):
