@@ -27,18 +27,13 @@ from torchtune import config, training
 
 import recipe_utils
 from recipe_utils.components import Component
+from recipe_utils.data.crop_rows import layout_of
+from recipe_utils.data.images import load_images
 from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
 from recipe_utils.data.microbatch import Microbatch, mark_last
 from recipe_utils.data.to_device import to_device_ahead
-from recipe_utils.data.views import (
-    ImageSamples,
-    Views,
-    ViewSamples,
-    ViewSettings,
-    WholeImages,
-    layout_of,
-    load_images,
-)
+from recipe_utils.data.views import Views, ViewSamples, ViewSettings
+from recipe_utils.data.whole_images import ImageSamples, WholeImages
 from recipe_utils.loss.head import attach_head
 from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss

@@ -34,16 +34,11 @@ from torchtune import config, training
 
 from recipe_utils.benchmark.report import quartiles
 from recipe_utils.checkpoint.dinov3_vit import dinov3_hf_config
+from recipe_utils.data.crop_rows import TokenLayout, layout_of, of_global_crops
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.data.microbatch import Microbatch
 from recipe_utils.data.sampler import StepIndex
-from recipe_utils.data.views import (
-    TokenLayout,
-    Views,
-    ViewSamples,
-    layout_of,
-    of_global_crops,
-)
+from recipe_utils.data.views import Views, ViewSamples
 from recipe_utils.loss.head import attach_head
 from recipe_utils.loss.self_distillation import SelfDistillationLoss, TeacherViews
 from recipe_utils.model.average_teacher import AverageTeacher

@@ -1,5 +1,6 @@
 """Images: what a dataset returns as pixels, and datasets of files."""
 
+import hashlib
 import io
 import sys
 from collections.abc import Mapping
@@ -8,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from omegaconf import DictConfig, ListConfig
+from torch.utils.data import ConcatDataset, Dataset
+from torchtune import config
 
 from recipe_utils.data.samples import Sample, SampleError, check_keys
 
@@ -100,6 +103,43 @@ def hf_image_dataset(
         )
     rows = rows.cast_column(image_column, datasets.Image(decode=False))
     return ImageDataset(rows, image_column, label_column if label_column in columns else None)
+
+
+def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
+    """A dataset of its component, or of a list of components one after the other; None of none.
+
+    Args:
+        cfg: the component.
+        with_labels: whether nearest neighbours are to vote for them.
+
+    Raises:
+        ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
+            is needed.
+    """
+    if isinstance(cfg, ListConfig):
+        made: Any = ConcatDataset([config.instantiate(part) for part in cfg])
+    else:
+        made = config.instantiate(cfg)
+    if made is None or len(made) == 0:
+        return made
+    try:
+        sample = made[0]
+    except Exception:
+        return made
+    if isinstance(sample, tuple) and len(sample) == 2:
+        sample = {"image": sample[0], "label": sample[1]}
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ValueError(
+            f"its samples have {found} and no image; set it to one of images, such as "
+            "recipe_utils.data.images.image_folder_dataset"
+        )
+    if with_labels and sample.get("label") is None:
+        raise ValueError(
+            "its images have no labels for neighbours to vote for; set dataset_knn and dataset_val to images with "
+            "labels, or run_val_every_n_steps=null"
+        )
+    return made
 
 
 def _decode(content: bytes | None, path: str) -> Any:
@@ -233,3 +273,17 @@ def grey_of(pixels: np.ndarray) -> np.ndarray:
     red, green, blue = (pixels[i] * pixels.dtype.type(_LUMA[i]) for i in range(3))
     grey: np.ndarray = (red + green + blue)[None]
     return grey
+
+
+def digest_of(pixels: np.ndarray) -> np.ndarray:
+    """By which a resumed training knows its data again, int64 [2]."""
+    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
+    digest.update(pixels.tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # that may be written to
+
+
+def with_image_name(sample: Sample, name: str) -> Sample:
+    """A sample with the name that errors give it: its place in the dataset and its path, if it has one."""
+    path = sample["path"]
+    shown = name.replace("sample", "image", 1)
+    return {**sample, "name": f"{shown} ({path})" if path else shown}

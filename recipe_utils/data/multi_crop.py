@@ -471,3 +471,18 @@ def _of_three(name: str, values: Sequence[float]) -> tuple[float, ...]:
             "local ones"
         )
     return tuple(map(float, values))
+
+
+def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
+    """Refuses what makes no crops, or crops that are no whole patches of a model.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    if not isinstance(transform, MultiCrop):
+        raise ValueError(
+            f"transform: it is a {type(transform).__name__}; set it to recipe_utils.data.multi_crop.MultiCrop, "
+            "which takes another transform as image_transform"
+        )
+    if problems := transform.problems_with(patch_size, num_channels):
+        raise ValueError("; ".join(problems))

@@ -1,75 +1,38 @@
-"""Views of images as a kind of sample: crops, their masks and draws, and the rows that a microbatch makes of them.
+"""Views of images as a kind of sample: crops, their masks and draws."""
 
-Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A global crop has
-G tokens, 1 for the class, R registers and P patches row by row; a local one l tokens likewise.
-"""
-
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset
-from torchtune import config
+from torch.utils.data import Dataset
 
 from recipe_utils.components import Component
-from recipe_utils.data.images import checked_image
+from recipe_utils.data.crop_rows import (
+    CropsOfOneSize,
+    TokenLayout,
+    ViewTargets,
+    labels_of,
+    microbatch_of,
+    row_of,
+    without_targets,
+)
+from recipe_utils.data.images import checked_image, digest_of, with_image_name
 from recipe_utils.data.loader import DataSettings
 from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.multi_crop import MultiCrop
-from recipe_utils.data.plan import Microbatches, plan_in_order
+from recipe_utils.data.multi_crop import MultiCrop, check_fits
+from recipe_utils.data.plan import Microbatches
 from recipe_utils.data.sampler import StepIndex
-from recipe_utils.data.samples import Sample, SampleError, check_keys
+from recipe_utils.data.samples import Sample, check_keys
+from recipe_utils.data.view_draws import block_mask, generator_of, mask_ratios, position_factor
 from recipe_utils.settings import ROOM
 
-PATCH, MASKED_PATCH, CLASS, FIRST_REGISTER = 0, 1, 2, 3
-"""Kinds of tokens, as column 0 of ``tokens`` says them; register r is ``FIRST_REGISTER + r``."""
-
-
-class ViewTargets(NamedTuple):
-    """Where in a microbatch's row its losses look. n crops, m masked patches."""
-
-    cls_positions: Tensor
-    """[n] int64: slots of the class tokens, in the row's order."""
-    num_images: int
-    """g."""
-    num_local_crops: int
-    """L, of each image."""
-    masked_positions: Tensor
-    """[m] int64: slots of masked patches, ascending; all are of global crops."""
-    masked_weights: Tensor
-    """[m] float64: 1 over the number of masked patches of the crop."""
-    patch_positions: Tensor
-    """[2 * g * P] int64: slots of the patches of global crops."""
-    koleo_groups: Tensor
-    """[g] int64: the images' groups, counted from 0 in the microbatch, ascending."""
-    labels: Tensor | None
-    """[g] int64, of the images; None if not all have one."""
-    names: tuple[str, ...]
-    """Of the images, for errors."""
-    teacher: Any = None
-    """What a teacher says: tensors in any nesting."""
-
-
-class TokenLayout(NamedTuple):
-    """What rows depend on in a model."""
-
-    patch_size: int
-    """Side of a patch [pixels]."""
-    num_channels: int = 3
-    """Of an image."""
-    num_registers: int = 0
-    """Register tokens of a crop."""
-    num_draws: int = 0
-    """Draws for drop path of a crop, one for each residual branch; 0 where nothing is dropped."""
+_GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
+"""Of an image's crops."""
 
 
 @dataclass(frozen=True, config=ROOM)
@@ -125,148 +88,6 @@ class ViewSettings:
             )
 
 
-def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
-    """A dataset of its component, or of a list of components one after the other; None of none.
-
-    Args:
-        cfg: the component.
-        with_labels: whether nearest neighbours are to vote for them.
-
-    Raises:
-        ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
-            is needed.
-    """
-    if isinstance(cfg, ListConfig):
-        made: Any = ConcatDataset([config.instantiate(part) for part in cfg])
-    else:
-        made = config.instantiate(cfg)
-    if made is None or len(made) == 0:
-        return made
-    try:
-        sample = made[0]
-    except Exception:
-        return made
-    if isinstance(sample, tuple) and len(sample) == 2:
-        sample = {"image": sample[0], "label": sample[1]}
-    if not isinstance(sample, Mapping) or "image" not in sample:
-        found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ValueError(
-            f"its samples have {found} and no image; set it to one of images, such as "
-            "recipe_utils.data.images.image_folder_dataset"
-        )
-    if with_labels and sample.get("label") is None:
-        raise ValueError(
-            "its images have no labels for neighbours to vote for; set dataset_knn and dataset_val to images with "
-            "labels, or run_val_every_n_steps=null"
-        )
-    return made
-
-
-# ---- What is drawn --------------------------------------------------------------------------------
-
-
-_GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
-"""Of an image's crops."""
-
-
-def generator_of(purpose: str, *numbers: int) -> torch.Generator:
-    """A generator for one purpose, which depends on these numbers and on nothing else."""
-    words = " ".join([purpose, *map(str, map(int, numbers))])
-    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-@lru_cache(maxsize=4)  # all samples of an update step ask for the same
-def mask_ratios(
-    seed: int,
-    epoch: int,
-    step: int,
-    num_crops: int,
-    probability: float,
-    mask_range: tuple[float, float],
-) -> np.ndarray:
-    """The share of masked patches in each global crop of an update step, over all ranks; 0 for none.
-
-    As DINOv2 (Oquab et al. 2023, arXiv:2304.07193; its range is cut into as many parts as there are crops with
-    masks, and each gets a ratio of another part), but over the update step and not over what a rank holds. So the
-    spread is the same however it is split.
-
-    Args:
-        seed: of the training.
-        epoch: of the update step.
-        step: of the epoch.
-        num_crops: of the update step.
-        probability: share of the crops that have masked patches, rounded to a whole number of crops.
-        mask_range: smallest and largest ratio.
-
-    Returns:
-        float64 [num_crops].
-    """
-    generator = generator_of("mask ratios", seed, epoch, step)
-    low, high = mask_range
-    num_masked = round(probability * num_crops)
-    part = torch.randperm(num_crops, generator=generator).numpy()
-    within = torch.rand(num_crops, generator=generator, dtype=torch.float64).numpy()
-    ratios = low + (high - low) * (part + within) / max(num_masked, 1)
-    return np.where(part < num_masked, ratios, 0.0)
-
-
-def position_factor(seed: int, epoch: int, step: int, rescale: float | None) -> float:
-    """What an update step's positions are multiplied by (DINOv3, Siméoni et al. 2025, arXiv:2508.10104)."""
-    if rescale is None:
-        return 1.0
-    generator = generator_of("position factor", seed, epoch, step)
-    exponent = 2 * torch.rand((), generator=generator, dtype=torch.float64).item() - 1
-    return float(rescale**exponent)
-
-
-_LEAST_BLOCK = 4
-"""Patches of a block, while so many are left to be masked."""
-_BLOCK_SHAPES = (0.3, 1 / 0.3)
-"""Narrowest and widest block, height over width."""
-_NUM_BLOCK_TRIES = 10
-
-
-def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.ndarray:
-    """Masks exactly so many patches of a square, in blocks.
-
-    BEiT's (Bao et al. 2021, arXiv:2106.08254, algorithm 1), as iBOT's (Zhou et al. 2021, arXiv:2111.07832):
-    rectangles of random area and shape, which may overlap, as long as one is found that adds some patches and
-    not too many. What is missing then is masked patch by patch.
-
-    Args:
-        side: of the square [patches].
-        num_masked: of its patches.
-        generator: of all draws.
-
-    Returns:
-        bool [side * side], row by row.
-    """
-    mask = np.zeros((side, side), dtype=bool)
-    low, high = np.log(_BLOCK_SHAPES)
-    missing = num_masked
-    num_tries = 0
-    while missing > 0 and num_tries < _NUM_BLOCK_TRIES:
-        num_tries += 1
-        draws = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
-        least = min(_LEAST_BLOCK, missing)
-        area = least + (missing - least) * draws[0]
-        shape = np.exp(low + (high - low) * draws[1])
-        height = min(max(round(float(np.sqrt(area * shape))), 1), side)
-        width = min(max(round(float(np.sqrt(area / shape))), 1), side)
-        top, left = int(draws[2] * (side - height + 1)), int(draws[3] * (side - width + 1))
-        block = mask[top : top + height, left : left + width]
-        added = block.size - int(block.sum())
-        if 0 < added <= missing:
-            block[:] = True
-            missing -= added
-            num_tries = 0
-    order = torch.randperm(side * side, generator=generator).numpy()
-    free = order[~mask.reshape(-1)[order]]
-    mask.reshape(-1)[free[:missing]] = True
-    return mask.reshape(-1)
-
-
 class Views(Dataset[dict[str, Any]]):
     """Of each image of a dataset its crops, with masks and all else that is drawn for them.
 
@@ -292,7 +113,7 @@ class Views(Dataset[dict[str, Any]]):
         layout: TokenLayout,
         seed: int,
     ) -> None:
-        _check_transform(transform, layout)
+        check_fits(transform, layout.patch_size, layout.num_channels)
         self._dataset = dataset
         self._transform = transform
         self._settings = settings
@@ -340,61 +161,8 @@ class Views(Dataset[dict[str, Any]]):
             "position": index.position,
             "step_size": index.step_size,
             "position_factor": position_factor(*of_step, settings.rope_rescale),
-            "digest": _digest_of(pixels),
+            "digest": digest_of(pixels),
         }
-
-
-class WholeImages(Dataset[dict[str, Any]]):
-    """Each image of a dataset as one crop, of which nothing is drawn; for nearest neighbours.
-
-    Args:
-        dataset: see :class:`Views`.
-        transform: resizes and normalises.
-        layout: of the model's tokens.
-
-    Raises:
-        ValueError: the transform's crops do not fit to the model.
-    """
-
-    def __init__(self, dataset: Any, transform: MultiCrop, layout: TokenLayout) -> None:
-        _check_transform(transform, layout)
-        self._dataset = dataset
-        self._transform = transform
-        self._layout = layout
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The image as an array ``crop`` [c, h, h], its ``label``, ``path`` and ``digest``.
-
-        Raises:
-            SampleError: the image cannot be used, or has no label.
-        """
-        pixels, sample = checked_image(self._dataset[int(index)], self._layout.num_channels)
-        if sample["label"] is None:
-            raise SampleError("it has no label, without which neighbours say nothing")
-        return {**sample, "crop": self._transform.whole(pixels), "digest": _digest_of(pixels)}
-
-
-def _check_transform(transform: Any, layout: TokenLayout) -> None:
-    if not isinstance(transform, MultiCrop):
-        raise ValueError(
-            f"transform: it is a {type(transform).__name__}; set it to recipe_utils.data.multi_crop.MultiCrop, "
-            "which takes another transform as image_transform"
-        )
-    if problems := transform.problems_with(layout.patch_size, layout.num_channels):
-        raise ValueError("; ".join(problems))
-
-
-def _digest_of(pixels: np.ndarray) -> np.ndarray:
-    """By which a resumed training knows its data again, int64 [2]."""
-    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
-    digest.update(pixels.tobytes())
-    return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # that may be written to
-
-
-# ---- Microbatches ---------------------------------------------------------------------------------
 
 
 class ViewSamples:
@@ -429,7 +197,7 @@ class ViewSamples:
             SampleError: the dataset is no :class:`Views`.
         """
         check_keys(sample, ("global_crops", "local_crops", "masks", "draws"), name)
-        return _named(sample, name)
+        return with_image_name(sample, name)
 
     def length(self, sample: Sample) -> int:
         """Position in the update step: all images have as many tokens, and groups are made of neighbours."""
@@ -474,8 +242,11 @@ class ViewSamples:
         ]
         draws = [np.concatenate([s["draws"][part] for s in samples]) for part in (_GLOBAL, _LOCAL)]
         no_masks = np.zeros((len(crops[1]), 1), dtype=bool)
-        inputs, (of_global, of_local) = _row_of(
-            [_Part(crops[0], draws[0], masks), _Part(crops[1], draws[1], no_masks)],
+        inputs, (of_global, of_local) = row_of(
+            [
+                CropsOfOneSize(crops[0], draws[0], masks),
+                CropsOfOneSize(crops[1], draws[1], no_masks),
+            ],
             self._layout,
             samples[0]["position_factor"],
         )
@@ -490,7 +261,7 @@ class ViewSamples:
             masked_weights=(1 / num_masked.double()).repeat_interleave(num_masked),
             patch_positions=of_global.patches.flatten(),
             koleo_groups=groups,
-            labels=_labels_of(samples),
+            labels=labels_of(samples),
             names=tuple(sample["name"] for sample in samples),
         )
         counts = {
@@ -499,7 +270,7 @@ class ViewSamples:
             "masked_patches": int(num_masked.sum()),
             "crop_tokens": inputs["tokens"].size(1),
         }
-        return _microbatch(inputs, targets, counts)
+        return microbatch_of(inputs, targets, counts)
 
     def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
         """Each image's group, counted from 0, and how many images have another one in their group."""
@@ -513,188 +284,4 @@ class ViewSamples:
 
     def stand_in(self, sample: Sample) -> Microbatch:
         """A microbatch of crops to run, of which no loss looks at anything."""
-        return _without_targets(self.collate([sample]))
-
-
-class ImageSamples:
-    """Images as they are, with labels, for nearest neighbours; an update step counts images.
-
-    Args:
-        data: settings of the data.
-        layout: of the model's tokens.
-    """
-
-    counts = ("images", "crop_tokens")
-    """What a microbatch counts: images, and slots that are computed."""
-    fingerprint_keys = ("digest",)
-
-    def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
-        self._layout = layout._replace(num_draws=0)
-        self.plan = partial(plan_in_order, batch_size=data.batch_size)
-
-    def warnings(self) -> Iterator[str]:
-        """None."""
-        yield from ()
-
-    def prepare(self, sample: Sample, name: str) -> Sample:
-        """The sample as :class:`WholeImages` made it, with a name.
-
-        Raises:
-            SampleError: the dataset is no :class:`WholeImages`.
-        """
-        check_keys(sample, ("crop", "label"), name)
-        return _named(sample, name)
-
-    def length(self, sample: Sample) -> int:
-        """1: all are as long."""
-        return 1
-
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One row of one global crop for each image, without masks and draws; see :meth:`ViewSamples.collate`."""
-        crops = np.stack([sample["crop"] for sample in samples])
-        draws = np.zeros((len(crops), 0))
-        inputs, (slots,) = _row_of(
-            [_Part(crops, draws, np.zeros((len(crops), 1), dtype=bool))], self._layout, 1.0
-        )
-        none = torch.zeros(0, dtype=torch.int64)
-        targets = ViewTargets(
-            cls_positions=slots.classes,
-            num_images=len(samples),
-            num_local_crops=0,
-            masked_positions=none,
-            masked_weights=none.double(),
-            patch_positions=slots.patches.flatten(),
-            koleo_groups=none,
-            labels=_labels_of(samples),
-            names=tuple(sample["name"] for sample in samples),
-        )
-        counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
-        return _microbatch(inputs, targets, counts)
-
-    def stand_in(self, sample: Sample) -> Microbatch:
-        """A microbatch of a crop to run, of which nothing is asked."""
-        return _without_targets(self.collate([sample]))
-
-
-def of_global_crops(microbatch: Microbatch) -> Microbatch:
-    """A microbatch without its local crops, whose class tokens are none of the targets then; nothing is copied."""
-    inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
-    first, *_ = inputs["crop_groups"]
-    num_slots = first[0] * first[1]
-    seen = {
-        "tokens": inputs["tokens"][:, :num_slots],
-        "input_pos": inputs["input_pos"][:, :num_slots],
-        "crop_groups": (first,),
-    }
-    # Of whole images, each of one crop, all are global.
-    crops_per_image = 2 if targets.num_local_crops else 1
-    kept = targets.cls_positions[: crops_per_image * targets.num_images]
-    return replace(microbatch, inputs=seen, targets=targets._replace(cls_positions=kept))
-
-
-def layout_of(whole: Any) -> TokenLayout:
-    """What rows depend on in a vision transformer, which may be on the meta device."""
-    patches = whole.tok_embeddings
-    return TokenLayout(
-        patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws
-    )
-
-
-class _Part(NamedTuple):
-    """n crops of one size."""
-
-    crops: np.ndarray
-    """[n, c, h, h]."""
-    draws: np.ndarray
-    """[n, num_draws]."""
-    masks: np.ndarray
-    """bool [n, P], or [n, 1] for all patches."""
-
-
-class _Slots(NamedTuple):
-    """Of a part's tokens."""
-
-    classes: Tensor
-    """[n]."""
-    patches: Tensor
-    """[n, P]."""
-
-
-def _row_of(
-    parts: Sequence[_Part], layout: TokenLayout, position_factor: float
-) -> tuple[dict[str, Any], list[_Slots]]:
-    """A microbatch's inputs, see :meth:`ViewSamples.collate`, and where in its row the parts' tokens are."""
-    patch, first_patch = layout.patch_size, 1 + layout.num_registers
-    sides = [part.crops.shape[-1] // patch for part in parts]
-    groups = tuple(
-        (len(part.crops), first_patch + side**2) for part, side in zip(parts, sides, strict=True)
-    )
-    num_slots = sum(num_crops * length for num_crops, length in groups)
-    dtype = parts[0].crops.dtype
-    tokens = np.zeros((num_slots, 1 + layout.num_channels * patch**2), dtype)
-    positions = np.zeros((num_slots, 2 + layout.num_draws), dtype)
-    slots = []
-    start = 0
-    for part, side, (num_crops, length) in zip(parts, sides, groups, strict=True):
-        end = start + num_crops * length
-        of_part = tokens[start:end].reshape(num_crops, length, -1)  # a view, which is filled
-        of_part[:, 0, 0] = CLASS
-        of_part[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
-        of_part[:, first_patch:, 0] = np.where(part.masks, MASKED_PATCH, PATCH)
-        of_part[:, first_patch:, 1:] = _patches_of(part.crops, patch)
-
-        centres = ((2 * np.arange(side) + 1) / side - 1) * position_factor
-        of_part = positions[start:end].reshape(num_crops, length, -1)
-        of_part[:, first_patch:, 0] = centres.repeat(side)
-        of_part[:, first_patch:, 1] = np.tile(centres, side)
-        of_part[:, :, 2:] = part.draws[:, None]
-
-        all_slots = torch.arange(start, end).view(num_crops, length)
-        slots.append(_Slots(all_slots[:, 0].contiguous(), all_slots[:, first_patch:]))
-        start = end
-    inputs = {
-        "tokens": torch.from_numpy(tokens)[None],
-        "input_pos": torch.from_numpy(positions)[None],
-        "crop_groups": groups,
-    }
-    return inputs, slots
-
-
-def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
-    """Crops [n, c, h, w] as patches, row by row, [n, P, c * patch * patch]."""
-    num_crops, num_channels, height, width = crops.shape
-    cut = crops.reshape(num_crops, num_channels, height // patch, patch, width // patch, patch)
-    return cut.transpose(0, 2, 4, 1, 3, 5).reshape(num_crops, -1, num_channels * patch**2)
-
-
-def _named(sample: Sample, name: str) -> Sample:
-    path = sample["path"]
-    shown = name.replace("sample", "image", 1)
-    return {**sample, "name": f"{shown} ({path})" if path else shown}
-
-
-def _labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    labels = [sample["label"] for sample in samples]
-    return None if None in labels else torch.tensor(labels)
-
-
-def _microbatch(
-    inputs: Mapping[str, Any], targets: ViewTargets, counts: Mapping[str, int]
-) -> Microbatch:
-    return Microbatch(inputs, targets, counts)  # type: ignore[arg-type] # text's targets, but to text
-
-
-def _without_targets(microbatch: Microbatch) -> Microbatch:
-    none = torch.zeros(0, dtype=torch.int64)
-    targets: Any = microbatch.targets
-    targets = targets._replace(
-        cls_positions=none,
-        num_images=0,
-        masked_positions=none,
-        masked_weights=none.double(),
-        patch_positions=none,
-        koleo_groups=none,
-        labels=None if targets.labels is None else none,
-        names=(),
-    )
-    return replace(microbatch, targets=targets, counts={})
+        return without_targets(self.collate([sample]))

@@ -12,8 +12,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from recipe_utils.data.crop_rows import ViewTargets
 from recipe_utils.data.loader import DataSettings
-from recipe_utils.data.views import ViewTargets
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torchtune import training
 
+from recipe_utils.data.crop_rows import of_global_crops
 from recipe_utils.data.loader import UpdateStep
 from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.views import of_global_crops
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
 from recipe_utils.loss.self_distillation import (

@@ -21,7 +21,7 @@ class NearestNeighbors:
     """Tells the class of images by those whose states are nearest, exact over all ranks.
 
     Args:
-        bank: of images with labels, :class:`recipe_utils.data.views.WholeImages`.
+        bank: of images with labels, :class:`recipe_utils.data.whole_images.WholeImages`.
         images: whose classes are to be told, likewise.
         num_neighbors: that vote.
         ranks: of the job.

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune import config as torchtune_config
 
+from recipe_utils.data.crop_rows import layout_of
 from recipe_utils.data.sampler import StepIndex, epoch_permutation
-from recipe_utils.data.views import Views, ViewSettings, layout_of
+from recipe_utils.data.views import Views, ViewSettings
 from recipe_utils.model.vision_transformer import fresh_vit_weights, with_heads
 
 NUM_IMAGES, IMAGES_PER_STEP = 37, 16  # the last update step holds 5 images

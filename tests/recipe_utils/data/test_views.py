@@ -8,32 +8,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed_runs import run_distributed
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
-from recipe_utils.data.loader import DataSettings, UpdateStepLoader
-from recipe_utils.data.multi_crop import MultiCrop
-from recipe_utils.data.sampler import StepIndex, epoch_permutation, update_step_indices
-from recipe_utils.data.samples import CheckedDataset, SampleError, load_samples
-from recipe_utils.data.views import (
+from recipe_utils.data.crop_rows import (
     CLASS,
     FIRST_REGISTER,
     MASKED_PATCH,
     PATCH,
-    ImageSamples,
     TokenLayout,
-    Views,
-    ViewSamples,
-    ViewSettings,
-    WholeImages,
-    block_mask,
-    load_images,
-    mask_ratios,
     of_global_crops,
-    position_factor,
 )
+from recipe_utils.data.images import load_images
+from recipe_utils.data.loader import DataSettings, UpdateStepLoader
+from recipe_utils.data.multi_crop import MultiCrop
+from recipe_utils.data.sampler import StepIndex, epoch_permutation, update_step_indices
+from recipe_utils.data.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.data.view_draws import mask_ratios
+from recipe_utils.data.views import Views, ViewSamples, ViewSettings
+from recipe_utils.data.whole_images import ImageSamples, WholeImages
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings import ConfigError, read_settings
 
@@ -219,46 +212,6 @@ def test_epochs_seeds_and_images_differ_in_all_that_is_drawn():
 # ---- Masks ----------------------------------------------------------------------------------------
 
 
-@given(side=st.integers(1, 14), share=st.floats(0, 1), seed=st.integers(0, 999))
-def test_exactly_as_many_patches_are_masked_as_are_asked_for(side, share, seed):
-    num_masked = round(share * side**2)
-    mask = block_mask(side, num_masked, torch.Generator().manual_seed(seed))
-    assert mask.shape == (side**2,)
-    assert mask.sum() == num_masked
-
-
-def test_masks_are_blocks():
-    """Of neighbours in a row that both are or are not masked there are more than scattered masks have."""
-
-    def share_of_equal_neighbours(mask):
-        square = mask.reshape(14, 14)
-        return (square[:, 1:] == square[:, :-1]).mean()
-
-    of_blocks, scattered = [], []
-    for seed in range(50):
-        mask = block_mask(14, 60, torch.Generator().manual_seed(seed))
-        of_blocks.append(share_of_equal_neighbours(mask))
-        scattered.append(share_of_equal_neighbours(np.random.default_rng(seed).permutation(mask)))
-    assert np.mean(of_blocks) > 0.8
-    assert np.mean(scattered) < 0.62
-
-
-@pytest.mark.parametrize(("num_crops", "probability"), [(128, 0.5), (10, 0.3), (74, 0.5), (2, 0.5)])
-def test_an_update_step_s_masks_are_spread_evenly_over_the_range(num_crops, probability):
-    ratios = mask_ratios(0, 1, 2, num_crops, probability, (0.1, 0.5))
-    masked = np.sort(ratios[ratios > 0])
-    number = round(probability * num_crops)
-    assert len(masked) == number
-    edges = np.linspace(0.1, 0.5, number + 1)
-    assert (masked >= edges[:-1]).all()
-    assert (masked <= edges[1:]).all()
-    others = [
-        mask_ratios(*place, num_crops, probability, (0.1, 0.5))
-        for place in [(1, 1, 2), (0, 2, 2), (0, 1, 3)]
-    ]
-    assert not any(np.array_equal(ratios, other) for other in others)
-
-
 def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps):
     for number, (images, _, totals) in enumerate(whole_steps):
         ratios = mask_ratios(7, 1, number, 2 * len(images), 0.5, (0.1, 0.5))
@@ -269,17 +222,6 @@ def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps
         for position, index in enumerate(order[:16]):
             sample = views_of()[StepIndex(index, 1, number, position, len(images))]
             assert sample["masks"].sum(axis=1).tolist() == expected[2 * position : 2 * position + 2]
-
-
-@pytest.mark.parametrize("rescale", [None, 1.0, 2.0])
-def test_positions_of_an_update_step_have_one_factor_within_its_range(rescale):
-    factors = np.array([position_factor(0, 0, step, rescale) for step in range(400)])
-    if rescale in (None, 1.0):
-        assert (factors == 1).all()
-    else:
-        assert 0.5 <= factors.min() < 0.51
-        assert 1.95 < factors.max() <= 2
-        assert abs(np.log2(factors).mean()) < 0.1  # as often below 1 as above
 
 
 # ---- Rows -----------------------------------------------------------------------------------------
