@@ -34,7 +34,7 @@ from recipe_utils.data.microbatch import Microbatch, mark_last
 from recipe_utils.data.to_device import to_device_ahead
 from recipe_utils.data.views import Views, ViewSamples, ViewSettings
 from recipe_utils.data.whole_images import ImageSamples, WholeImages
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.model.average_teacher import AverageTeacher
@@ -182,6 +182,8 @@ class DINOv3Recipe:
             make_model, partial(prepare, head), modules, ranks, settings.pipeline
         )
         self.loss_fn = SelfDistillationLoss(objective)
+        if modules.compile:
+            compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
             self.model = build(self.loss_fn)
             self.teacher = AverageTeacher(build, objective, modules, settings.pipeline, ranks)

@@ -33,7 +33,7 @@ from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
 from recipe_utils.data.microbatch import Microbatch, mark_last
 from recipe_utils.data.pairs import PairSamples, PairSettings, load_pairs
 from recipe_utils.data.to_device import to_device_ahead
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.loss.preference import PreferenceSettings, make_preference_loss
 from recipe_utils.model.adapted_linear import speed_up_adapters
@@ -151,9 +151,13 @@ class FullDPORecipe:
         self.val_loader = UpdateStepLoader(*held_out) if validates else None
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
+        log_probs = LinearLogProbs(settings.preference.tokens_per_chunk)
+        if modules.compile:
+            compile_loss(log_probs, verbose=ranks.is_zero)
+
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, pairs.longest_row)
-            attach_head(decoder, LinearLogProbs(settings.preference.tokens_per_chunk))
+            attach_head(decoder, log_probs)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks)
@@ -178,11 +182,9 @@ class FullDPORecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
         self.moved = WeightsMoved(self.optimizer, ranks.device)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
+        num_steps = settings.run.epochs * self.loader.steps_per_epoch
         self.lr_scheduler = build_lr_scheduler(
-            make_lr_scheduler,
-            self.optimizer,
-            num_training_steps=settings.run.epochs * self.loader.steps_per_epoch,
-            last_epoch=run.global_step - 1,
+            make_lr_scheduler, self.optimizer, num_steps, last_epoch=run.global_step - 1
         )
         if settings.reference.precompute_reference:
             all_pairs = UpdateStepLoader(dataset, pairs, data.of_one_pass(), ranks)
@@ -221,8 +223,7 @@ class FullDPORecipe:
         losses, chosen, rejected = self.loss_fn(*given)
         margins = chosen - rejected
         wins = (margins > 0).double()
-        of_pairs = [losses, chosen, rejected, margins, wins, *policy, -policy[0]]
-        return torch.stack(of_pairs).sum(1)
+        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
 
     def objective(self, metrics: Tensor) -> Tensor:
         """What is trained on, of METRICS that are divided by what they are sums over."""

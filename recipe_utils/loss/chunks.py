@@ -67,6 +67,26 @@ def sum_over_chunks(
     return sums
 
 
+def compiled_for_all_lengths(of_rows: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """Compiles what is done with the rows of a chunk, once for any number of them.
+
+    Args:
+        of_rows: takes the rows' logits [c, v] and more that is of them.
+        backend: of ``torch.compile``.
+    """
+    compiled = torch.compile(of_rows, dynamic=True, backend=backend)
+
+    def of_any_length(logits: Tensor, *others: Any) -> Any:
+        # Else no row and one would have code of their own, and so would each length of what the others are slices of.
+        if len(logits) < 2:
+            return of_rows(logits, *others)
+        return compiled(
+            logits, *(each.clone() if isinstance(each, Tensor) else each for each in others)
+        )
+
+    return of_any_length
+
+
 class _OfPlainWeight(torch.autograd.Function):
     """Sums of hidden @ weight.T, with the gradients computed in the forward."""
 

@@ -127,7 +127,7 @@ def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
     """Compiles what a loss does with a chunk of logits, in place; not the loop over chunks.
 
     Compiled whole, a loss would be compiled again for each number of targets. A stock loss that is called with
-    all logits at once is left as it is, and so are log-probabilities of answers. The backend is torchtune's, ``TORCH_COMPILE_BACKEND`` in the environment.
+    all logits at once is left as it is. The backend is torchtune's, ``TORCH_COMPILE_BACKEND`` in the environment.
 
     Args:
         loss_fn: of the model's head.

@@ -5,13 +5,12 @@ Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.microbatch import Targets
-from recipe_utils.loss.chunks import sum_over_chunks
+from recipe_utils.loss.chunks import compiled_for_all_lengths, sum_over_chunks
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -49,17 +48,7 @@ class LinearCrossEntropyLoss(nn.Module):
         Args:
             backend: of ``torch.compile``.
         """
-        compiled = torch.compile(_cross_entropy, dynamic=True, backend=backend)
-
-        def of_any_length(
-            logits: Tensor, labels: Tensor, needs_gradient: bool
-        ) -> tuple[Tensor, Tensor | None]:
-            # Else no row and one would have code of their own, and so would each length of what labels are a slice of.
-            if len(logits) < 2:
-                return _cross_entropy(logits, labels, needs_gradient)
-            return compiled(logits, labels.clone(), needs_gradient)
-
-        self._cross_entropy = of_any_length
+        self._cross_entropy = compiled_for_all_lengths(_cross_entropy, backend)
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target tokens, p pairs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.microbatch import Pairs, Targets
-from recipe_utils.loss.chunks import chunks_of, plain_weight, sum_dtype
+from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_weight, sum_dtype
 
 
 class LinearLogProbs(nn.Module):
@@ -37,6 +38,16 @@ class LinearLogProbs(nn.Module):
         super().__init__()
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
+        self._arithmetic: _Arithmetic = (_read, _gradient)
+
+    def compile_chunks(self, backend: Any) -> None:
+        """Compiles the arithmetic on logits, that of the backward, too: once each for chunks of any length.
+
+        Args:
+            backend: of ``torch.compile``.
+        """
+        read, gradient = (compiled_for_all_lengths(each, backend) for each in (_read, _gradient))
+        self._arithmetic = (read, gradient)
 
     def forward(
         self,
@@ -66,7 +77,7 @@ class LinearLogProbs(nn.Module):
         weight = plain_weight(output)
         if weight is not None:
             log_probs: Tensor = _ChunkedLinearLogProbs.apply(
-                hidden, weight, labels, self.tokens_per_chunk
+                hidden, weight, labels, self.tokens_per_chunk, self._arithmetic
             )
             return log_probs
         chunks = zip(
@@ -79,22 +90,43 @@ class LinearLogProbs(nn.Module):
         )
 
 
+_Arithmetic = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]
+
+
+def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits [c, v] those of the labels [c], and the logarithms of the softmax's sums [c]."""
+    return logits.gather(1, labels.unsqueeze(1)).squeeze(1), torch.logsumexp(logits, dim=-1)
+
+
+def _gradient(logits: Tensor, labels: Tensor, normalisers: Tensor, of_token: Tensor) -> Tensor:
+    """For the logits [c, v], in their place, from that of each log-probability [c]."""
+    of_token = of_token.unsqueeze(1)
+    # d log_prob / d logits = one_hot(label) - softmax(logits)
+    logits.sub_(normalisers.unsqueeze(1)).exp_().mul_(-of_token)
+    return logits.scatter_add_(1, labels.unsqueeze(1), of_token)
+
+
 class _ChunkedLinearLogProbs(torch.autograd.Function):
     """log_softmax(hidden @ weight.T)[labels], with the logits of a chunk recomputed in the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens_per_chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens_per_chunk: int,
+        arithmetic: _Arithmetic,
     ) -> Tensor:
         """Takes hidden [n, d], weight [v, d], labels [n] -> log-probabilities [n]."""
+        read, ctx.gradient = arithmetic
         picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
         normalisers = torch.empty_like(picked)
         logits = None
         for chunk in chunks_of(len(hidden), tokens_per_chunk):
             del logits
             logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
-            torch.logsumexp(logits, dim=-1, out=normalisers[chunk])
-            torch.gather(logits, 1, labels[chunk].unsqueeze(1), out=picked[chunk].unsqueeze(1))
+            picked[chunk], normalisers[chunk] = read(logits, labels[chunk])
         ctx.save_for_backward(hidden, weight, labels, normalisers)
         ctx.tokens_per_chunk = tokens_per_chunk
         # There is room for a chunk, so the last one's logits wait for the backward. An attribute, no saved
@@ -110,21 +142,18 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
-        grad_logits, ctx.logits = ctx.logits, None
+        logits, ctx.logits = ctx.logits, None
         for chunk in reversed(chunks_of(len(hidden), ctx.tokens_per_chunk)):
-            of_token = grad[chunk].unsqueeze(1)
-            # d log_prob / d logits = one_hot(label) - softmax(logits)
-            if grad_logits is None:
-                grad_logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
-            grad_logits.sub_(normalisers[chunk].unsqueeze(1)).exp_().mul_(-of_token)
-            grad_logits.scatter_add_(1, labels[chunk].unsqueeze(1), of_token)
-            grad_logits = grad_logits.to(hidden.dtype)
+            if logits is None:
+                logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
+            grad_logits = ctx.gradient(logits, labels[chunk], normalisers[chunk], grad[chunk])
+            grad_logits, logits = grad_logits.to(hidden.dtype), None
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
-            grad_logits = None
-        return grad_hidden, grad_weight, None, None
+            del grad_logits
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:

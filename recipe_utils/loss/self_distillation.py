@@ -151,6 +151,10 @@ class SelfDistillationLoss:
     def teacher_temperature(self, temperature: float) -> None:
         self._divergence.teacher_temperature = temperature
 
+    def compile_chunks(self, backend: Any) -> None:
+        """See :meth:`recipe_utils.loss.distillation.LinearDistillationLoss.compile_chunks`."""
+        self._divergence.compile_chunks(backend)
+
     def __call__(
         self,
         output: SelfDistillationHeads,

@@ -5,8 +5,10 @@ import tiny
 import torch
 import torch.nn.functional as F
 from output_layers import D, LogitsWatch, V, make_output, make_targets, parameters_of
+from recipe_runs import DPO, run_compiled_recipe, run_recipe
+from torch._dynamo.testing import CompileCounter
 
-from recipe_utils.data.microbatch import Pairs
+from recipe_utils.data.microbatch import Pairs, Targets
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 
 KINDS = ["linear", "tied", "bias"]
@@ -58,6 +60,61 @@ def test_a_second_backward_gives_the_same(chunk, hidden_and_targets):
         torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)[0] for _ in range(2)
     )
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
+def found_by(head, output, hidden, targets):
+    """Log-probabilities, and gradients where each token has a weight of its own."""
+    log_probs = head(output, hidden, targets)
+    weights = torch.arange(len(log_probs), dtype=log_probs.dtype) - 3
+    return log_probs, *torch.autograd.grad(log_probs @ weights, [hidden, *parameters_of(output)])
+
+
+def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths():
+    """Forward and backward; few rows, of which the compiler would make code of their own, are left out."""
+    torch._dynamo.reset()  # other variants of the same functions count for its limit
+    counter = CompileCounter()
+    eager, compiled = (LinearLogProbs(tokens_per_chunk=16) for _ in range(2))
+    compiled.compile_chunks(counter)
+    output = make_output("linear")
+    for num_targets in (3, 16, 17, 33, 40, 1, 5, 0, 100, 64):
+        hidden = torch.randn(1, 100, D, requires_grad=True)
+        targets = Targets(torch.randint(V, (1, 100)), torch.arange(num_targets))
+        expected = found_by(eager, output, hidden, targets)
+        for mine, other in zip(found_by(compiled, output, hidden, targets), expected, strict=True):
+            assert torch.equal(mine, other)
+        with torch.no_grad():  # as a reference is asked
+            assert torch.equal(compiled(output, hidden, targets), expected[0])
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_compiler_fuses_gives_the_same(dtype):
+    """In-place operations included; the default compiler, not a stand-in."""
+    eager, compiled = (LinearLogProbs(tokens_per_chunk=16) for _ in range(2))
+    compiled.compile_chunks("inductor")
+    output = torch.nn.Linear(D, 300, bias=False, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for num_targets in (40, 23):
+        hidden = torch.randn(1, 50, D, dtype=dtype, requires_grad=True)
+        targets = Targets(torch.randint(300, (1, 50)), torch.arange(num_targets))
+        found = (found_by(head, output, hidden, targets) for head in (compiled, eager))
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
+def test_a_compiled_training_has_the_curve_of_an_eager_one(tiny_dpo_config, monkeypatch):
+    seen = []
+    compile_chunks = LinearLogProbs.compile_chunks
+    monkeypatch.setattr(
+        LinearLogProbs,
+        "compile_chunks",
+        lambda head, backend: (seen.append(backend), compile_chunks(head, backend))[1],
+    )
+    config = tiny_dpo_config(max_steps_per_epoch=2, microbatching="packed")
+    eager, compiled = run_recipe(config, DPO), run_compiled_recipe(config, DPO)
+    assert seen == ["aot_eager"]
+    for mine, other in zip(compiled, eager, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
