@@ -87,7 +87,18 @@ class Slots(NamedTuple):
 def row_of(
     parts: Sequence[CropsOfOneSize], layout: TokenLayout, position_factor: float
 ) -> tuple[dict[str, Any], list[Slots]]:
-    """A microbatch's inputs, see :meth:`ViewSamples.collate`, and where in its row the parts' tokens are."""
+    """A microbatch's inputs, and where in its row the tokens of each part are.
+
+    Args:
+        parts: crops of one size each, in the row's order.
+        layout: of the model's tokens.
+        position_factor: what positions are multiplied by.
+
+    Returns:
+        ``tokens`` [1, s, 1 + c * p * p], kind of token and pixels of a patch [c, p, p]; ``input_pos`` [1, s, 2 +
+        num_draws], row and column of a patch's centre in its crop, both in (-1, 1) times the factor, and the crop's
+        draws; ``crop_groups``, of each part the number of crops and of tokens of one. And the parts' slots.
+    """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]
     groups = tuple(

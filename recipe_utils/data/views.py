@@ -232,9 +232,8 @@ class ViewSamples:
         """One row of all crops: the global ones, image after image, then the local ones likewise.
 
         Returns:
-            ``inputs`` are ``tokens`` [1, s, 1 + c * p * p], kind of token and pixels of a patch [c, p, p]; ``input_pos``
-            [1, s, 2 + num_draws], row and column of a patch's centre in its crop, both in (-1, 1) times the
-            update step's factor, and the crop's draws; ``crop_groups``, ((2 * g, G), (L * g, l)).
+            ``inputs`` are those of :func:`recipe_utils.data.crop_rows.row_of`, with ``crop_groups``
+            ((2 * g, G), (L * g, l)).
         """
         masks = np.concatenate([sample["masks"] for sample in samples])
         crops = [
