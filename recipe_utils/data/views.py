@@ -1,4 +1,7 @@
-"""Views of images as a kind of sample: crops, their masks and draws."""
+"""Views of images as a kind of sample: crops, their masks and draws.
+
+Shapes are named as in :mod:`recipe_utils.data.crop_rows`.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
