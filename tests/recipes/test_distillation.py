@@ -336,7 +336,7 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(tiny_kd_config):
     (expected,) = run_distributed(run, 1, config)
     shutil.rmtree(Path(config["output_dir"]))
     (died,) = run_distributed(run_and_die_in_the_pass, 1, config, expect_failures=True)
-    assert "died" in died
+    assert "died of SIGKILL" in died
     before = files_of(config)
     assert num_samples_in(before) == 3 * 8
     (logged,) = run_distributed(run, 1, config)

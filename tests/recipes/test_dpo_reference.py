@@ -218,7 +218,7 @@ def test_a_training_killed_while_it_writes_the_cache_goes_on_bitwise(cached_conf
         shutil.rmtree(tmp_path / "cache")
         config = cached_config(save_every_n_steps=2)
         (end,) = run_distributed(train_and_die_at, 1, operation, config, expect_failures=True)
-        num_kills += end == "rank 0 died"
+        num_kills += end == "rank 0 died of SIGKILL"
         resumed = losses_of({**config, "resume_from_checkpoint": "auto"})
         assert losses[-len(resumed) :] == resumed
         assert weights_after(config) == weights_after(expected)
