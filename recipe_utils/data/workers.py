@@ -26,8 +26,8 @@ def load_batches(
 ) -> Iterator[list[Any]]:
     """Loads one batch after the other; with workers, each loads whole ones of its own, a few of them ahead.
 
-    A worker that is killed, as the kernel does where memory ends, does not end a training of three weeks:
-    others go on from the first batch that has not come, and a warning says so.
+    A worker that is killed, as the kernel does where memory ends, does not end a training of three weeks: a warning
+    says so, and another one loads the first batch that has not come, and nothing ahead of it. Then all go on.
 
     Args:
         dataset: map-style.
@@ -38,16 +38,17 @@ def load_batches(
         What the dataset returns for the next batch.
 
     Raises:
-        WorkerDiedError: the workers that were started anew died before a batch had come.
+        WorkerDiedError: the worker that was to load one batch alone died, too.
     """
     num_loaded = 0
-    num_when_lost = None
+    is_alone = False
     while num_loaded < len(batches):
+        part = batches[num_loaded : num_loaded + 1] if is_alone else batches[num_loaded:]
         loading = iter(
             DataLoader(
                 dataset,
-                batch_sampler=batches[num_loaded:],
-                num_workers=num_workers,
+                batch_sampler=part,
+                num_workers=min(num_workers, len(part)),
                 collate_fn=_keep_as_list,
                 # Of its own: from a background thread the global generator would be drawn from at any moment.
                 generator=torch.Generator(),
@@ -55,24 +56,26 @@ def load_batches(
         )
         workers = {process.pid: process for process in active_children()} if num_workers else {}
         try:
-            for _ in range(len(batches) - num_loaded):
+            for _ in part:
                 loaded = next(loading)
                 num_loaded += 1
                 yield loaded
+            is_alone = False
         except RuntimeError as error:
             how = _how_they_died(error, workers)
             if how is None:
                 raise
-            if num_when_lost == num_loaded:
+            if is_alone:
                 raise WorkerDiedError(
-                    f"num_workers={num_workers}: a DataLoader worker {how}, and so did another before, on the way "
-                    f"to samples {_first_of(batches[num_loaded])}; set num_workers=0, which shows where a dataset "
-                    "ends its process, or fewer, which need less memory"
+                    f"num_workers={num_workers}: a DataLoader worker {how} while it loaded samples "
+                    f"{_first_of(batches[num_loaded])} and nothing else, and one before it, too; set num_workers=0, "
+                    "which shows where a dataset ends its process, or fewer, which need less memory"
                 ) from None
-            num_when_lost = num_loaded
+            # What it had loaded ahead may be lost with it, so whose batch it was is not known yet.
+            is_alone = True
             _log.warning(
-                f"A DataLoader worker {how}; others go on with the update step that it was to load. SIGKILL is "
-                f"what the kernel sends where memory ends: fewer than num_workers={num_workers} need less"
+                f"A DataLoader worker {how}; another goes on with what it was to load. SIGKILL is what the kernel "
+                f"sends where memory ends: fewer than num_workers={num_workers} need less"
             )
 
 
