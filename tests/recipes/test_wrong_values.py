@@ -136,7 +136,10 @@ def train_each(recipe, config, folder):
                 if key not in str(error):
                     failed[key, str(value)] = str(error)
             except NonfiniteError:
-                if value != 10**30:
+                if (key, value) != (
+                    "sft_loss_weight",
+                    10**30,
+                ):  # a float, and too large to train with
                     failed[key, str(value)] = traceback.format_exc()
             except Exception:
                 failed[key, str(value)] = traceback.format_exc()
