@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
-from torch.utils.data import ConcatDataset, Dataset
-from torchtune import config
+from torch.utils.data import Dataset
 
-from recipe_utils.data.samples import Sample, SampleError, check_keys
+from recipe_utils.data.samples import Sample, SampleError, check_keys, load_dataset
 
 _LUMA = (0.299, 0.587, 0.114)
 """Of red, green and blue in a grey image (ITU-R BT.601, as in Pillow)."""
@@ -106,7 +105,7 @@ def hf_image_dataset(
 
 
 def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
-    """A dataset of its component, or of a list of components one after the other; None of none.
+    """A dataset of images; see :func:`recipe_utils.data.samples.load_dataset`.
 
     Args:
         cfg: the component.
@@ -116,10 +115,7 @@ def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) 
         ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
             is needed.
     """
-    if isinstance(cfg, ListConfig):
-        made: Any = ConcatDataset([config.instantiate(part) for part in cfg])
-    else:
-        made = config.instantiate(cfg)
+    made = load_dataset(cfg)
     if made is None or len(made) == 0:
         return made
     try:

@@ -174,11 +174,16 @@ def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
     return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
 
 
-def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    """A dataset of its component, or of a list of components one after the other."""
+def load_dataset(cfg: DictConfig | ListConfig | None, *given: Any) -> Any:
+    """A dataset of its component, or of a list of components one after the other; None of none.
+
+    Args:
+        cfg: the component.
+        given: its positional arguments, such as a tokenizer.
+    """
     if isinstance(cfg, ListConfig):
-        return ConcatDataset(datasets=[config.instantiate(part, tokenizer) for part in cfg])
-    return config.instantiate(cfg, tokenizer)
+        return ConcatDataset(datasets=[config.instantiate(part, *given) for part in cfg])
+    return config.instantiate(cfg, *given)
 
 
 def load_samples(
