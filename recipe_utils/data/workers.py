@@ -18,7 +18,7 @@ _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))?:? ([\d, ]+)\)")
 
 
 class WorkerDiedError(RuntimeError):
-    """DataLoader workers died twice on the way to one batch; the message says of what."""
+    """A DataLoader worker that loaded one batch and nothing else died; the message says how, and names its samples."""
 
 
 def load_batches(
