@@ -26,24 +26,23 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 import recipe_utils
-from recipe_utils.components import Component
-from recipe_utils.data.crop_rows import layout_of
-from recipe_utils.data.images import load_images
-from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
-from recipe_utils.data.microbatch import Microbatch, mark_last
-from recipe_utils.data.to_device import to_device_ahead
-from recipe_utils.data.views import Views, ViewSamples, ViewSettings
-from recipe_utils.data.whole_images import ImageSamples, WholeImages
+from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
+from recipe_utils.data.images.crop_rows import layout_of
+from recipe_utils.data.images.folders import load_images
+from recipe_utils.data.images.labelled import ImageSamples, WholeImages
+from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
-from recipe_utils.model.average_teacher import AverageTeacher
-from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.nearest_neighbors import NearestNeighbors
-from recipe_utils.model.pipeline import build_pipeline
-from recipe_utils.model.schedule import PipelineSettings
-from recipe_utils.model.vision_transformer import fresh_vit_weights, layer_of, with_heads
-from recipe_utils.model.weights import load_weights
+from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.pipeline.pipeline import build_pipeline
+from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.model.vision.average_teacher import AverageTeacher
+from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, layer_of, with_heads
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
@@ -59,7 +58,8 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
-from recipe_utils.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.components import Component
+from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "dinov3_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
@@ -82,7 +82,7 @@ class Settings:
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
 
     model: Component
-    """The backbone: ``recipe_utils.model.vision_transformer.dinov3_vit`` or one of its sizes."""
+    """The backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
     """Map-style, of images; labels are not looked at. A list is one dataset after the other. All ranks must see the
     same."""

@@ -28,21 +28,20 @@ from tqdm import tqdm
 
 import recipe_utils
 from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.components import Component, MadeWith
-from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
-from recipe_utils.data.microbatch import Microbatch, mark_last
-from recipe_utils.data.pairs import PairSamples, PairSettings, load_pairs
-from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.data.pairs.collator import PairSamples, PairSettings, load_pairs
+from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.loss.preference import PreferenceSettings, make_preference_loss
-from recipe_utils.model.adapted_linear import speed_up_adapters
-from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.generation import generate
-from recipe_utils.model.reference import Reference, ReferenceSettings
-from recipe_utils.model.sizes import limits_of
-from recipe_utils.model.weights import load_weights
+from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.frozen.reference import Reference, ReferenceSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
@@ -57,7 +56,8 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
-from recipe_utils.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for

@@ -29,21 +29,20 @@ from torchtune import config, training
 
 import recipe_utils
 from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.components import Component, MadeWith
-from recipe_utils.data.loader import DataSettings, UpdateStep, UpdateStepLoader
-from recipe_utils.data.microbatch import Microbatch, mark_last
-from recipe_utils.data.samples import load_dataset
-from recipe_utils.data.text import TextSamples
-from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.samples import load_dataset
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.data.text.collator import TextSamples
+from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.head import attach_head, compile_loss
-from recipe_utils.model.adapted_linear import speed_up_adapters
-from recipe_utils.model.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.generation import generate
-from recipe_utils.model.pipeline import build_pipeline
-from recipe_utils.model.schedule import PipelineSettings
-from recipe_utils.model.sizes import limits_of
-from recipe_utils.model.weights import load_weights
+from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.pipeline.pipeline import build_pipeline
+from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.moved import WeightsMoved
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
@@ -58,7 +57,8 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
-from recipe_utils.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
 
 RECIPE_NAME = "full_finetune_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for

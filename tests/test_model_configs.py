@@ -22,10 +22,10 @@ from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.loss.self_distillation import ObjectiveSettings, SelfDistillationLoss
-from recipe_utils.model.build import ModelSettings, build_on_meta
-from recipe_utils.model.sizes import num_outputs, vocab_size_and_max_seq_len
-from recipe_utils.model.vision_transformer import with_heads
-from recipe_utils.settings import read_settings, settings_of
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.model.vision.vision_transformer import with_heads
+from recipe_utils.settings.settings import read_settings, settings_of
 from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

@@ -11,7 +11,7 @@ from torchtune import training
 
 from recipe_utils.benchmark.exactness import CraftedDataset, one_padded_batch
 from recipe_utils.benchmark.start_adapters import load_start
-from recipe_utils.data.samples import Sample
+from recipe_utils.data.loader.samples import Sample
 
 
 class CraftedDistillation(CraftedDataset):

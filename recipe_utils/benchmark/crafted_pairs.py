@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX
-from recipe_utils.data.samples import Sample
+from recipe_utils.data.loader.samples import Sample
 
 SIDES = ("chosen", "rejected")
 

@@ -31,7 +31,7 @@ from torchtune import training
 from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss
 
 from recipe_utils.benchmark.interleave import peak_memory_bytes
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import chunks_of
 from recipe_utils.loss.distillation import (
     LinearDistillationLoss,

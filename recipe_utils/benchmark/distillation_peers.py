@@ -34,7 +34,7 @@ from recipe_utils.benchmark.shared_by_peers import (
     samples_in_order,
 )
 from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters
-from recipe_utils.data.samples import Sample
+from recipe_utils.data.loader.samples import Sample
 from recipe_utils.parallel.process_group import world_size_from_env
 
 

@@ -5,7 +5,7 @@
 
 The embedded default's model with DoRA on all linear layers of its blocks, as wide and deep as asked for. The same model
 is trained three ways in turn, on packed rows of random documents: with torchtune's own layers; with those of
-recipe_utils.model.adapted_linear, forming the norm of W + (alpha / r) B A in each forward, and with activation
+recipe_utils.model.adapters.adapted_linear, forming the norm of W + (alpha / r) B A in each forward, and with activation
 checkpointing once more in the backward; and with them as the recipe does, which keeps the norm until the optimizer steps.
 """
 
@@ -24,12 +24,12 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.peft import DoRALinear
 
 from recipe_utils.benchmark.report import quartiles
-from recipe_utils.data.microbatch import Microbatch, Targets
+from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.adapted_linear import speed_up_adapters
-from recipe_utils.model.adapters import freeze_base
-from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.model.adapters.adapters import freeze_base
+from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.tune.registry import config_path
 

@@ -23,8 +23,8 @@ from torchtune.utils import get_device
 
 from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, Gradients
 from recipe_utils.benchmark.start_adapters import load_start, write_fresh_adapters
-from recipe_utils.data.samples import Sample
-from recipe_utils.model.nf4 import without_quantising
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.model.adapters.nf4 import without_quantising
 
 BATCH_SIZE, GRADIENT_ACCUMULATION_STEPS = 2, 4
 CRAFTED_ADAPTERS = "adapters.pt"

@@ -25,9 +25,9 @@ from recipe_utils.benchmark.shared_by_peers import (
 )
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.checkpoint.peft import from_peft, write_peft
-from recipe_utils.data.samples import Sample
-from recipe_utils.model.adapters import Adapters
-from recipe_utils.model.merge import contents_of_export
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.model.adapters.adapters import Adapters
+from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.parallel.process_group import world_size_from_env
 
 

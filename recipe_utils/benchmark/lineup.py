@@ -26,7 +26,7 @@ from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_orde
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
 from recipe_utils.files import problems_with_folder
-from recipe_utils.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
+from recipe_utils.settings.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
 
 # Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
 # last steps would be timed without any such work.

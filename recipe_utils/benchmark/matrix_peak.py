@@ -16,8 +16,8 @@ from recipe_utils.benchmark.peer_configs import Peer
 from recipe_utils.benchmark.peers import TEXT
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents
-from recipe_utils.model.build import ModelSettings, build_on_meta
-from recipe_utils.model.sizes import num_outputs
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.build.sizes import num_outputs
 
 _ROWS = 2048
 """Tokens that a product is of."""

@@ -1,4 +1,4 @@
-"""Measures what a microbatch costs, and fits the constants of recipe_utils.data.plan.MicrobatchCost.
+"""Measures what a microbatch costs, and fits the constants of recipe_utils.data.loader.plan.MicrobatchCost.
 
     python -m recipe_utils.benchmark.microbatch_cost                        # the embedded model on this machine
     python -m recipe_utils.benchmark.microbatch_cost --config my.yaml device=cuda dtype=bf16
@@ -21,10 +21,10 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config, training
 
-from recipe_utils.data.microbatch import Targets
-from recipe_utils.data.plan import ESTIMATED_COSTS, MEASURED_COSTS
+from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.sizes import equal_attention_length, vocab_size_and_max_seq_len
+from recipe_utils.model.build.sizes import equal_attention_length, vocab_size_and_max_seq_len
 from recipe_utils.tune.registry import config_path
 
 

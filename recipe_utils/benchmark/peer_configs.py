@@ -20,9 +20,9 @@ from recipe_utils.benchmark.peers import (
     TEXT,
 )
 from recipe_utils.benchmark.start_adapters import adapters_in
-from recipe_utils.data.loader import DataSettings
+from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.settings import all_keys_of, read_settings, settings_of
+from recipe_utils.settings.settings import all_keys_of, read_settings, settings_of
 from recipe_utils.tune.registry import config_path
 
 ALL_PEERS = {
@@ -154,7 +154,7 @@ def peer_of(
 
     Raises:
         ValueError: a batch that does not divide, or no checkpointer.
-        recipe_utils.settings.ConfigError: a batch of wrong values.
+        recipe_utils.settings.settings.ConfigError: a batch of wrong values.
         omegaconf.errors.OmegaConfBaseException: a config that does not resolve.
     """
     overrides = {key: value for key, value in settings.items() if key != "kind"}

@@ -36,8 +36,8 @@ from recipe_utils.benchmark.shared_by_peers import (
     samples_in_order,
 )
 from recipe_utils.benchmark.start_adapters import adapters_in, load_adapters
-from recipe_utils.data.samples import Sample
-from recipe_utils.model.adapters import Adapters
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.model.adapters.adapters import Adapters
 from recipe_utils.tune.registry import recipe_path
 
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from recipe_utils.model.schedule import SCHEDULES, has_several_stages_per_rank
+from recipe_utils.model.pipeline.schedule import SCHEDULES, has_several_stages_per_rank
 
 # Letters are PyTorch's: forward, backward, its part for the inputs and that for the weights.
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -25,7 +25,7 @@ from torchtune import config
 
 from recipe_utils.benchmark.pipeline_bubble import idle_fraction, order_of_ranks, timeline
 from recipe_utils.benchmark.report import quartiles
-from recipe_utils.data.microbatch import Microbatch, Targets
+from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.distillation import (
     SUMS,
@@ -34,15 +34,15 @@ from recipe_utils.loss.distillation import (
     make_distillation_loss,
 )
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.pipeline import Pipeline
-from recipe_utils.model.schedule import (
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.pipeline.pipeline import Pipeline
+from recipe_utils.model.pipeline.schedule import (
     SCHEDULES,
     PipelineSettings,
     has_several_stages_per_rank,
     stages_of_rank,
 )
-from recipe_utils.model.stages import cut_to_stage, layers_of_stages
+from recipe_utils.model.pipeline.stages import cut_to_stage, layers_of_stages
 from recipe_utils.tune.registry import config_path
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from recipe_utils.embedded.digits import NUM_TRAIN, digits_dataset
-from recipe_utils.model.nearest_neighbors import num_voted_right
+from recipe_utils.evaluation.nearest_neighbors import num_voted_right
 from recipe_utils.run.log import METRICS_FILE, read_metrics
 
 TUNE = str(Path(sys.executable).with_name("tune"))

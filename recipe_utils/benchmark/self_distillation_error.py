@@ -34,19 +34,19 @@ from torchtune import config, training
 
 from recipe_utils.benchmark.report import quartiles
 from recipe_utils.checkpoint.dinov3_vit import dinov3_hf_config
-from recipe_utils.data.crop_rows import TokenLayout, layout_of, of_global_crops
-from recipe_utils.data.loader import UpdateStep
-from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.sampler import StepIndex
-from recipe_utils.data.views import Views, ViewSamples
+from recipe_utils.data.images.collator import Views, ViewSamples
+from recipe_utils.data.images.crop_rows import TokenLayout, layout_of, of_global_crops
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.loss.head import attach_head
 from recipe_utils.loss.self_distillation import SelfDistillationLoss, TeacherViews
-from recipe_utils.model.average_teacher import AverageTeacher
-from recipe_utils.model.build import build_model, build_on_meta
-from recipe_utils.model.vision_transformer import dinov3_vit, fresh_vit_weights, with_heads
-from recipe_utils.model.weights import load_weights
+from recipe_utils.model.build.build import build_model, build_on_meta
+from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.vision.average_teacher import AverageTeacher
+from recipe_utils.model.vision.vision_transformer import dinov3_vit, fresh_vit_weights, with_heads
 from recipe_utils.parallel.ranks import Ranks, join_ranks
-from recipe_utils.settings import read_settings, settings_of
+from recipe_utils.settings.settings import read_settings, settings_of
 from recipe_utils.tune.registry import config_path
 
 RECIPE, CONFIG = "dinov3_update_step", "vit/digits_dinov3_update_step"

@@ -17,8 +17,8 @@ from torchtune.utils import get_device
 
 from recipe_utils.benchmark.start_adapters import load_start
 from recipe_utils.checkpoint.tensors import unwrapped
-from recipe_utils.data.sampler import epoch_permutation
-from recipe_utils.data.samples import Sample, load_dataset
+from recipe_utils.data.loader.sampler import epoch_permutation
+from recipe_utils.data.loader.samples import Sample, load_dataset
 
 Gradients = Callable[[], dict[str, Tensor]]
 """Returns the full gradient of each parameter, by its name in torchtune's model. On every rank."""

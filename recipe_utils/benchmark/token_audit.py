@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipe_utils.data.pairs import num_shared_tokens
-from recipe_utils.data.samples import Sample
-from recipe_utils.data.text import num_real_tokens
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.pairs.collator import num_shared_tokens
+from recipe_utils.data.text.collator import num_real_tokens
 
 
 class StepContents(NamedTuple):

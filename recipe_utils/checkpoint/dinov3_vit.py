@@ -101,7 +101,7 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
 
 
 def dinov3_hf_to_tune(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a DINOv3ViTModel by the names of :func:`recipe_utils.model.vision_transformer.dinov3_vit`.
+    """The weights of a DINOv3ViTModel by the names of :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit`.
 
     Args:
         weights: as any version of transformers saves them.
@@ -182,7 +182,7 @@ class DINOv3Checkpointer:
         checkpoint_dir: folder to start from, such as a download of facebook/dinov3-vits16-pretrain-lvd1689m.
             None has no weights: the recipe makes fresh ones.
         output_dir: where models are exported.
-        model: component of the model, :func:`recipe_utils.model.vision_transformer.dinov3_vit` or one of its sizes.
+        model: component of the model, :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit` or one of its sizes.
         checkpoint_files: of ``checkpoint_dir``; None finds them.
         image_size: that users' images are resized to [pixels]; None is that of ``checkpoint_dir``, or else 224.
         image_mean: of each channel in [0, 1], which the images' transform subtracts; None is that of
@@ -220,7 +220,7 @@ class DINOv3Checkpointer:
         if "layer_scale_init" not in arguments:
             raise ValueError(
                 f"checkpointer.model={model.get('_component_')}: it makes a {type(made).__name__}; set it to "
-                "${model}, with a model of recipe_utils.model.vision_transformer"
+                "${model}, with a model of recipe_utils.model.vision.vision_transformer"
             )
         num_channels = arguments["num_channels"]
         for name, values in (("image_mean", image_mean), ("image_std", image_std)):

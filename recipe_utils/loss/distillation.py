@@ -15,7 +15,7 @@ from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import chunks_of, sum_over_chunks
 from recipe_utils.loss.divergence import (
     Divergence,

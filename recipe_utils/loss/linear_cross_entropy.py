@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import compiled_for_all_lengths, sum_over_chunks
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
-from recipe_utils.data.microbatch import Pairs, Targets
+from recipe_utils.data.loader.microbatch import Pairs, Targets
 from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_weight, sum_dtype
 
 

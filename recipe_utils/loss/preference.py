@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune.rlhf.loss import DPOLoss
 
-from recipe_utils.settings import ROOM, Count
+from recipe_utils.settings.settings import ROOM, Count
 
 Losses = tuple[Tensor, Tensor, Tensor]
 

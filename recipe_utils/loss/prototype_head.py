@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_utils.components import MadeWith
 from recipe_utils.loss.chunks import sum_dtype
+from recipe_utils.settings.components import MadeWith
 
 HeadArguments = Annotated[
     dict[str, Any], MadeWith(1, default="recipe_utils.loss.prototype_head.PrototypeHead")

@@ -12,14 +12,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from recipe_utils.data.crop_rows import ViewTargets
-from recipe_utils.data.loader import DataSettings
+from recipe_utils.data.images.crop_rows import ViewTargets
+from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads
 from recipe_utils.loss.spreading import koleo_loss
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings import ROOM, Count, Positive
+from recipe_utils.settings.settings import ROOM, Count, Positive
 
 SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader import UpdateStep
-from recipe_utils.data.to_host import Late, ToHost
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.to_host import Late, ToHost
 from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 from recipe_utils.parallel.process_group import mean_over_ranks
 
@@ -108,7 +108,7 @@ class _Moved(NamedTuple):
     warn: Callable[[str], None]
 
     def read(self) -> float | None:
-        """See :class:`recipe_utils.data.to_host.Late`."""
+        """See :class:`recipe_utils.data.loader.to_host.Late`."""
         num_moved, num_counted, num_in_bf16 = self.counts.read().tolist()
         num_steps = max(
             num_steps - (int(left_out.read()) if left_out is not None else 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.to_host import ToHost
+from recipe_utils.data.loader.to_host import ToHost
 from recipe_utils.optim.optimizer import OnNonfinite, OptimizerInBackward
 
 _log = get_logger("INFO")
@@ -162,7 +162,7 @@ class _LeftOut:
         return num_left_out, in_a_row
 
     def read(self) -> int:
-        """See :class:`recipe_utils.data.to_host.Late`."""
+        """See :class:`recipe_utils.data.loader.to_host.Late`."""
         if not self._is_read:
             self._is_read = True
             self._guard._take_unread(self)

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from recipe_utils.components import MadeWith
-from recipe_utils.data.loader import DataSettings
+from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings import ROOM, Count, Positive
+from recipe_utils.settings.components import MadeWith
+from recipe_utils.settings.settings import ROOM, Count, Positive
 
 _FASTER = (".lora_b.weight", ".magnitude")
 

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from recipe_utils.settings import ROOM, CountOrZero, Positive
+from recipe_utils.settings.settings import ROOM, CountOrZero, Positive
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0)]

@@ -19,7 +19,7 @@ from torchtune import utils
 
 from recipe_utils.parallel import process_group
 from recipe_utils.parallel.fsdp import GradientSync
-from recipe_utils.settings import ROOM, Count
+from recipe_utils.settings.settings import ROOM, Count
 
 _log = utils.get_logger("INFO")
 

@@ -12,14 +12,14 @@ from torchtune import config
 from yaml import YAMLError
 
 from recipe_utils.checkpoint.export import ExportError
-from recipe_utils.data.count import OtherRankFailedError
-from recipe_utils.data.samples import SampleError
-from recipe_utils.data.workers import WorkerDiedError
+from recipe_utils.data.loader.count import OtherRankFailedError
+from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import tell_last, world_size_from_env
 from recipe_utils.run.screen import set_up_screen
-from recipe_utils.settings import ConfigError
+from recipe_utils.settings.settings import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE
 
 MENDABLE = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
@@ -83,7 +83,7 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
         paths: of keys, such as ``lr_scheduler`` or ``model.rope_base``.
 
     Raises:
-        recipe_utils.settings.ConfigError: a key that is not there.
+        recipe_utils.settings.settings.ConfigError: a key that is not there.
     """
     found = OmegaConf.to_container(cfg, resolve=False)
     problems = []

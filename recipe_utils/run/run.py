@@ -17,12 +17,12 @@ from recipe_utils.checkpoint.export import ExportError, export
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
-from recipe_utils.data.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.data.prefetch import Prefetched
-from recipe_utils.data.to_host import Late, LateNumber
-from recipe_utils.model.merge import contents_of_export
-from recipe_utils.model.stages import adapters_of
-from recipe_utils.model.weights import gather_weights
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.prefetch import Prefetched
+from recipe_utils.data.loader.to_host import Late, LateNumber
+from recipe_utils.model.adapters.merge import contents_of_export
+from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.lock import FolderLock, LockedError
@@ -38,7 +38,7 @@ from recipe_utils.run.summary import (
     write_generation_config,
 )
 from recipe_utils.run.throughput import Throughput
-from recipe_utils.settings import ConfigError, naming
+from recipe_utils.settings.settings import ConfigError, naming
 
 
 class _Line(NamedTuple):
@@ -63,7 +63,7 @@ class Run:
         cfg: the whole config, to be saved with each checkpoint.
 
     Raises:
-        recipe_utils.settings.ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entering, another run
+        recipe_utils.settings.settings.ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entering, another run
             that writes to ``output_dir``.
     """
 
@@ -140,7 +140,7 @@ class Run:
             frozen: what the weights that are not trained are known by; those of the checkpoint, too.
 
         Raises:
-            recipe_utils.settings.ConfigError: a checkpoint that does not fit.
+            recipe_utils.settings.settings.ConfigError: a checkpoint that does not fit.
         """
         self._loader = loader
         self._data_fingerprint = loader.fingerprint()
@@ -545,7 +545,7 @@ class Run:
         """Keeps other runs out of ``output_dir`` until this one's end.
 
         Raises:
-            recipe_utils.settings.ConfigError: one is there, on all ranks.
+            recipe_utils.settings.settings.ConfigError: one is there, on all ranks.
         """
         folder, problem = self.settings.output_dir, None
         if self._ranks.is_zero:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.components import Component, MadeWith
 from recipe_utils.files import problems_with_folder
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings import ROOM, Count, Positive
+from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.settings import ROOM, Count, Positive
 
 PROFILER = "torchtune.training.setup_torch_profiler"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe_utils.components import component_at
+from recipe_utils.settings.components import component_at
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 

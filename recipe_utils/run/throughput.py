@@ -4,8 +4,8 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
-from recipe_utils.data.loader import UpdateStep
-from recipe_utils.data.to_host import Late
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.to_host import Late
 
 
 class Throughput:

@@ -24,8 +24,8 @@ from recipe_runs import (
 )
 
 from recipe_utils.files import CheckpointError
-from recipe_utils.model import adapters
-from recipe_utils.settings import ConfigError
+from recipe_utils.model.adapters import adapters
+from recipe_utils.settings.settings import ConfigError
 
 TIED = tiny.adapted(tiny.MODEL)
 UNTIED = tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True)
@@ -205,7 +205,7 @@ def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters
 MUTANTS = {
     "dora's norm not detached": (
         1,
-        "recipe_utils.model.adapted_linear._forward_dora",
+        "recipe_utils.model.adapters.adapted_linear._forward_dora",
         norm_in_the_graph,
     ),
     "dora's norm kept over steps": (
@@ -215,10 +215,10 @@ MUTANTS = {
     ),
     "adapters drawn by each rank": (
         2,
-        "recipe_utils.model.adapters.fresh_adapters",
+        "recipe_utils.model.adapters.adapters.fresh_adapters",
         adapters_of_each_rank,
     ),
-    "base not frozen": (1, "recipe_utils.model.build.freeze_base", lambda _: None),
+    "base not frozen": (1, "recipe_utils.model.build.build.freeze_base", lambda _: None),
 }
 
 

@@ -29,7 +29,7 @@ from recipe_runs import (
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from recipe_utils.data import loader as update_steps
+from recipe_utils.data.loader import loader as update_steps
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}

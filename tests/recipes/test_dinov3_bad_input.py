@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, recipe_class, run_recipe
 
 from recipe_utils.checkpoint.dinov3_vit import DINOv3Checkpointer
-from recipe_utils.settings import ConfigError
+from recipe_utils.settings.settings import ConfigError
 
 HELD_OUT = {
     "dataset_val": {"_component_": "tiny.tiny_images", "num_images": 9},
@@ -255,7 +255,7 @@ def test_a_path_of_an_empty_and_of_a_broken_file_is_named(tiny_config, tmp_path)
     folder.mkdir()
     for index in range(4):
         pillow.new("L", (16, 16), 40 * index).save(folder / f"{index}.png")
-    given = {"dataset": {"_component_": "recipe_utils.data.images.image_folder_dataset"}}
+    given = {"dataset": {"_component_": "recipe_utils.data.images.folders.image_folder_dataset"}}
     given["dataset"]["source"] = str(folder)
     config = step_of_16(tiny_config, batch_size=4, global_batch_size=4, **given)
     for content, text in ((b"", "its file is empty"), (b"no picture", "it cannot be decoded")):

@@ -14,7 +14,7 @@ from distributed_runs import run_distributed
 from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.data.views import ViewSamples
+from recipe_utils.data.images.collator import ViewSamples
 
 collate = ViewSamples.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}

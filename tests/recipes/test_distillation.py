@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.checkpoint.folder import read_marker
-from recipe_utils.settings import ConfigError
+from recipe_utils.settings.settings import ConfigError
 
 METRICS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38, "num_without_targets": 3}
@@ -314,7 +314,7 @@ def test_a_flipped_bit_is_named_before_it_is_trained_on(tiny_kd_config):
 
 
 def run_and_die_in_the_pass(config):
-    from recipe_utils.model import kept_teacher
+    from recipe_utils.model.frozen import kept_teacher
 
     kept_teacher._SECONDS_TO_LOSE = 0.0
     asked = kept_teacher.KeptTeacher._ask

@@ -186,7 +186,7 @@ def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_kd_config):
 def gradients_with_a_teacher_in_train_mode(config):
     import torch
 
-    from recipe_utils.model import hidden_states
+    from recipe_utils.model.frozen import hidden_states
 
     frozen = hidden_states.FrozenModel.hidden_of
 

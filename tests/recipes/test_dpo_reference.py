@@ -16,7 +16,7 @@ from recipe_runs import DPO, ListLogger, recipe_class, run_recipe, run_recipe_ke
 from safetensors.torch import load_file, save_file
 
 from recipe_utils.files import CheckpointError
-from recipe_utils.settings import ConfigError
+from recipe_utils.settings.settings import ConfigError
 
 PLANS = {
     "in_order": {"microbatching": "in_order"},
@@ -168,7 +168,7 @@ def test_a_cache_that_is_not_whole_costs_time_and_nothing_else(damage, cached_co
     expected = losses_of(config)
     (file,) = files_of(config)
     if damage == "half":  # as after a training that was killed; both ranks lack some
-        from recipe_utils.data import reference_cache
+        from recipe_utils.model.frozen import reference_cache
 
         keys, values = reference_cache._read(file)
         reference_cache._write(file, (keys[::2], values[::2]))

@@ -22,7 +22,7 @@ from recipe_utils.loss.distillation import make_distillation_loss
 from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
-from recipe_utils.settings import ConfigError, read_settings, settings_of
+from recipe_utils.settings.settings import ConfigError, read_settings, settings_of
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 130}
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -163,8 +163,8 @@ def test_stock_configs_train(world_size, alike, most_microbatches, tiny_config):
 @pytest.mark.parametrize("stock", EVERY)
 def test_stock_configs_fit_their_own_model(stock):
     """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
-    from recipe_utils.model.build import ModelSettings, build_on_meta
-    from recipe_utils.model.sizes import num_outputs, vocab_size_and_max_seq_len
+    from recipe_utils.model.build.build import ModelSettings, build_on_meta
+    from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
 
     if "vision" in stock:
         pytest.importorskip("torchvision")  # torchtune's own import; see test_fusion_models.py

@@ -12,7 +12,7 @@ from recipe_runs import (
     run_recipe_recording_gradients,
 )
 
-from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import epoch_permutation
 
 
 def data(num_samples, **more):

@@ -6,7 +6,7 @@ from distributed_runs import run_distributed
 from recipe_runs import ListLogger, run_compiled_recipe, run_recipe, run_stock_recipe
 from torch._dynamo.utils import counters
 
-from recipe_utils.model import sizes
+from recipe_utils.model.build import sizes
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
 NUM_STEPS = 20

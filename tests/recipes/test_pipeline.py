@@ -17,7 +17,7 @@ from recipe_runs import (
     run_recipe_recording_gradients,
 )
 
-from recipe_utils.model import pipeline
+from recipe_utils.model.pipeline import pipeline
 
 MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
 

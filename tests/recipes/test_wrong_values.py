@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, run_recipe
 
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.settings import ConfigError, key_table, read_settings, settings_of
+from recipe_utils.settings.settings import ConfigError, key_table, read_settings, settings_of
 
 RECIPES = (SFT, DPO, KD, DINO)
 VALUES = ["hello", "False", 1.5, -1, 0, None, [], {}, 10**30]

@@ -5,7 +5,7 @@ from typing import Any
 import tiny
 from torch import Tensor
 
-from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import epoch_permutation
 
 TOLERANCE = 1e-10
 NUM_SAMPLES = 19  # no multiple of 16: the last update step holds 3 samples

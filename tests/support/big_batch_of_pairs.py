@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtune import config
 from torchtune.modules.peft import disable_adapter
 
-from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import epoch_permutation
 
 NUM_PAIRS, PAIRS_PER_STEP = 17, 8  # the last update step holds a single pair
 SIDES = ("chosen", "rejected")

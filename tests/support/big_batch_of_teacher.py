@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from big_batch import NUM_SAMPLES, STEP_OF_16
 from torch import Tensor, nn
 
-from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import epoch_permutation
 
 NAMES = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
 TEACHERS = {"tied": tiny.TEACHER_MODEL, "untied": tiny.UNTIED_TEACHER_MODEL}

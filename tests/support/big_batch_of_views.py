@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune import config as torchtune_config
 
-from recipe_utils.data.crop_rows import layout_of
-from recipe_utils.data.sampler import StepIndex, epoch_permutation
-from recipe_utils.data.views import Views, ViewSettings
-from recipe_utils.model.vision_transformer import fresh_vit_weights, with_heads
+from recipe_utils.data.images.collator import Views, ViewSettings
+from recipe_utils.data.images.crop_rows import layout_of
+from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation
+from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
 
 NUM_IMAGES, IMAGES_PER_STEP = 37, 16  # the last update step holds 5 images
 MODEL = {
-    "_component_": "recipe_utils.model.vision_transformer.dinov3_vit",
+    "_component_": "recipe_utils.model.vision.vision_transformer.dinov3_vit",
     "patch_size": 4,
     "num_channels": 1,
     "embed_dim": 16,
@@ -31,7 +31,7 @@ MODEL = {
 }
 HEAD = {"num_prototypes": 12, "hidden_dim": 10, "bottleneck_dim": 6}
 TRANSFORM = {
-    "_component_": "recipe_utils.data.multi_crop.MultiCrop",
+    "_component_": "recipe_utils.data.images.multi_crop.MultiCrop",
     "global_crop_size": 12,
     "local_crop_size": 8,
     "num_local_crops": 3,

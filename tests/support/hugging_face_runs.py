@@ -6,7 +6,7 @@ from typing import Any
 import tiny
 from recipe_runs import tiny_config
 
-from recipe_utils.data.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import epoch_permutation
 
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 

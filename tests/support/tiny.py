@@ -492,7 +492,7 @@ def broken_images(num_images: int = 20, index: int = 5, kind: str = "nan") -> Sa
 
 def normalised_by_batch(**sizes: Any) -> nn.Module:
     """A vision transformer whose last norm couples all tokens of a microbatch."""
-    from recipe_utils.model.vision_transformer import dinov3_vit
+    from recipe_utils.model.vision.vision_transformer import dinov3_vit
 
     model = dinov3_vit(**sizes)
     model.norm = nn.BatchNorm1d(sizes["embed_dim"])

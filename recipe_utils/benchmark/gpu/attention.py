@@ -25,13 +25,13 @@ from recipe_utils.benchmark.gpu.measure import (
     restart_peak,
     wait_for,
 )
-from recipe_utils.data.microbatch import Microbatch
-from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.build import ModelSettings, build_model
-from recipe_utils.model.document_mask import attend_within_documents
-from recipe_utils.model.weights import load_weights
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.build.build import ModelSettings, build_model
+from recipe_utils.model.build.weights import load_weights
 from recipe_utils.parallel.ranks import Ranks
 
 _VOCAB_SIZE = 256
@@ -60,7 +60,7 @@ def build(model: dict[str, Any], ranks: Ranks, **keys: Any) -> nn.Module:
     Args:
         model: component.
         ranks: of the job.
-        keys: of :class:`recipe_utils.model.build.ModelSettings`.
+        keys: of :class:`recipe_utils.model.build.build.ModelSettings`.
     """
 
     def prepare(decoder: nn.Module, _: bool) -> None:

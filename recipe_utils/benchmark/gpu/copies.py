@@ -12,8 +12,8 @@ from recipe_utils.benchmark.gpu.attention import build, on_device, one_layer
 from recipe_utils.benchmark.gpu.crafted import packed_row
 from recipe_utils.benchmark.gpu.in_process import embedded_config, joined_ranks, train
 from recipe_utils.benchmark.gpu.measure import Result, Settings, at_most, attempt, check
-from recipe_utils.data.microbatch import Microbatch, mark_last
-from recipe_utils.data.to_device import to_device_ahead
+from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.parallel.fsdp import gradient_sync, shard_model
 from recipe_utils.parallel.ranks import Ranks
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from recipe_utils.model.sizes import num_outputs
+from recipe_utils.model.build.sizes import num_outputs
 
 
 class Flops(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_utils.benchmark.gpu.measure import Settings
-from recipe_utils.model.build import ModelSettings
+from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings, join_ranks
 from recipe_utils.tune.registry import config_path, recipe_path
 

@@ -23,7 +23,7 @@ from recipe_utils.benchmark.gpu.measure import (
     restart_peak,
     wait_for,
 )
-from recipe_utils.data.loader import UpdateStep
+from recipe_utils.data.loader.loader import UpdateStep
 
 _TOKENS_PER_UPDATE_STEP = 16384
 _CHUNKS = (1024, 2048, 4096, 8192)
@@ -131,10 +131,10 @@ def _measure(  # a way, where it is to be measured, and what takes the figures
 
 
 def _undo_fused_layers(model: nn.Module) -> None:
-    """Gives back forwards of torchtune that :mod:`recipe_utils.model.kernels` has replaced."""
+    """Gives back forwards of torchtune that :mod:`recipe_utils.model.build.kernels` has replaced."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if getattr(forward, "__module__", "") == "recipe_utils.model.kernels":
+        if getattr(forward, "__module__", "") == "recipe_utils.model.build.kernels":
             del module.__dict__["forward"]
 
 

@@ -14,11 +14,11 @@ from recipe_utils.benchmark.gpu.crafted import document_lengths, packed_row
 from recipe_utils.benchmark.gpu.flops import decoder_flops
 from recipe_utils.benchmark.gpu.measure import at_most, attempt
 from recipe_utils.benchmark.gpu.speed import group_of, ways
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.head import attach_head
-from recipe_utils.model.build import ModelSettings, build_on_meta
-from recipe_utils.model.document_mask import attend_within_documents
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
 
 SMALL = ["--device", "cpu", "--small"]
 

@@ -13,8 +13,8 @@ from recipe_utils.benchmark.self_distillation_error import (
     sizes_of,
     split_by_size,
 )
-from recipe_utils.data.crop_rows import layout_of
-from recipe_utils.model.vision_transformer import dinov3_vit, fresh_vit_weights
+from recipe_utils.data.images.crop_rows import layout_of
+from recipe_utils.model.vision.vision_transformer import dinov3_vit, fresh_vit_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 pytest.importorskip("sklearn")

@@ -18,7 +18,7 @@ from recipe_utils.checkpoint.folder import MARKER
 from recipe_utils.checkpoint.load import fingerprint_differences, load, read_state
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build import ModelSettings, parallelize_model
+from recipe_utils.model.build.build import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

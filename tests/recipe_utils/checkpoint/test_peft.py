@@ -18,9 +18,9 @@ from torchtune.training import FullModelHFCheckpointer, ModelType
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.checkpoint.peft import from_peft, write_peft
-from recipe_utils.model.adapted_linear import speed_up_adapters
-from recipe_utils.model.adapters import find_adapters, freeze_base
-from recipe_utils.model.merge import contents_of_export
+from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
+from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
+from recipe_utils.model.adapters.merge import contents_of_export
 
 QWEN2 = {
     **{key: value for key, value in tiny.MODEL.items() if key != "scale_factor"},

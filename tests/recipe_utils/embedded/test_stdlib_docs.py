@@ -12,13 +12,13 @@ from distributed_runs import fork_context
 from recipe_runs import keep_messages
 from torchtune.data import Message
 
-from recipe_utils.data.vocabulary import check_same_tokens
 from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
     docstring_pairs,
     docstring_tokenizer,
 )
+from recipe_utils.model.frozen.vocabulary import check_same_tokens
 
 VOCAB_SIZE = 1024  # less than the embedded default's: quicker to train
 

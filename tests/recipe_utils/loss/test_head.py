@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.head import attach_head
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 

@@ -8,7 +8,7 @@ from output_layers import D, LogitsWatch, V, make_output, make_targets, paramete
 from recipe_runs import DPO, run_compiled_recipe, run_recipe
 from torch._dynamo.testing import CompileCounter
 
-from recipe_utils.data.microbatch import Pairs, Targets
+from recipe_utils.data.loader.microbatch import Pairs, Targets
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 
 KINDS = ["linear", "tied", "bias"]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipe_utils.data.crop_rows import ViewTargets
+from recipe_utils.data.images.crop_rows import ViewTargets
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
 from recipe_utils.loss.self_distillation import (

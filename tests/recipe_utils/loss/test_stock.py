@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from recipe_utils.data.microbatch import Targets
+from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.stock import SummedLoss
 
 V = 53

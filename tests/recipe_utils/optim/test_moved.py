@@ -7,7 +7,7 @@ from distributed_runs import run_distributed
 from recipe_runs import RECORDING_SGD, keep_messages, run_recipe
 from torch import nn
 
-from recipe_utils.data.loader import UpdateStep
+from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.optim.moved import NUM_SAMPLED, NUM_STEPS, WeightsMoved
 from recipe_utils.optim.optimizer import OptimizerInBackward
 from recipe_utils.parallel.ranks import RankSettings, join_ranks

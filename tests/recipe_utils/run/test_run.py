@@ -9,8 +9,8 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from recipe_runs import ListLogger, keep_messages, recipe_class
 
-from recipe_utils.data.loader import UpdateStep
-from recipe_utils.settings import ConfigError
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.settings.settings import ConfigError
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from recipe_utils.data.loader import UpdateStep
-from recipe_utils.data.to_host import Late
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.to_host import Late
 from recipe_utils.run.throughput import Throughput
 
 STEPS = [((100, 300, 400), 0.5), ((40, 60, 80), 0.25)]

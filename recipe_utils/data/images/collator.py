@@ -1,0 +1,294 @@
+"""Views of images as a kind of sample: crops, their masks and draws.
+
+Shapes are named as in :mod:`recipe_utils.data.images.crop_rows`.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipe_utils.data.images.crop_rows import (
+    CropsOfOneSize,
+    TokenLayout,
+    ViewTargets,
+    labels_of,
+    microbatch_of,
+    row_of,
+    without_targets,
+)
+from recipe_utils.data.images.folders import checked_image, digest_of, with_image_name
+from recipe_utils.data.images.multi_crop import MultiCrop, check_fits
+from recipe_utils.data.images.view_draws import (
+    block_mask,
+    generator_of,
+    mask_ratios,
+    position_factor,
+)
+from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.plan import Microbatches
+from recipe_utils.data.loader.sampler import StepIndex
+from recipe_utils.data.loader.samples import Sample, check_keys
+from recipe_utils.settings.components import Component
+from recipe_utils.settings.settings import ROOM
+
+_GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
+"""Of an image's crops."""
+
+
+@dataclass(frozen=True, config=ROOM)
+class ViewSettings:
+    """What is made of an image."""
+
+    transform: Component
+    """``recipe_utils.data.images.multi_crop.MultiCrop``: crops, their sizes and what changes their colours."""
+    mask_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of an update step's global crops that have masked patches."""
+    mask_ratio: list[float] | None = None
+    """Smallest and largest share of masked patches in such a crop, all between alike; null is ``[0.1, 0.5]``."""
+    koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
+    """Images among which KoLeo looks for neighbours: so many that follow each other in the update step, in one
+    microbatch; null is all of the update step."""
+    rope_rescale: Annotated[float, Field(ge=1)] | None = None
+    """Positions of an update step are multiplied by a factor in [1/x, x], uniform in its logarithm; null for none."""
+
+    @property
+    def mask_range(self) -> tuple[float, float]:
+        """Smallest and largest share of masked patches in a crop that has some."""
+        low, high = self.mask_ratio or (0.1, 0.5)
+        return low, high
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong by itself that a type does not say."""
+        ratio = self.mask_ratio
+        if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
+            yield (
+                f"mask_ratio={ratio}: it must be the smallest and the largest share, both from 0 to 1; such as "
+                "[0.1, 0.5]"
+            )
+
+    def problems_with(self, data: DataSettings) -> Iterator[str]:
+        """What of the data's keys views cannot have."""
+        size = self.koleo_group_size
+        if size is not None and data.batch_size % size:
+            yield (
+                f"koleo_group_size={size}: a group is whole in a microbatch, and batch_size={data.batch_size} is no "
+                f"multiple of it; set batch_size to {(data.batch_size // size + 1) * size}, or koleo_group_size to "
+                "a divisor of it or to null"
+            )
+        if data.microbatching != "in_order":
+            yield (
+                f"microbatching={data.microbatching}: all images have as many tokens; set microbatching=in_order"
+            )
+        if data.collate_fn != DataSettings.collate_fn:
+            yield f"collate_fn={data.collate_fn}: views are collated in one way only; leave the key out"
+        if self.transform.get("image_transform") is not None and data.num_workers == 0:
+            yield (
+                "num_workers=0: transform.image_transform draws from torch's global generator, from which the "
+                "training draws at the same time; set num_workers to 1 or more"
+            )
+
+
+class Views(Dataset[dict[str, Any]]):
+    """Of each image of a dataset its crops, with masks and all else that is drawn for them.
+
+    What is drawn depends on (seed, epoch, dataset index) alone, the masks' ratios and the factor of the positions
+    on (seed, epoch, update step).
+
+    Args:
+        dataset: map-style, of samples as :func:`recipe_utils.data.images.folders.checked_image` takes them.
+        transform: makes the crops.
+        settings: of the masks and positions.
+        layout: of the model's tokens.
+        seed: of all draws.
+
+    Raises:
+        ValueError: the transform's crops do not fit to the model.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: MultiCrop,
+        settings: ViewSettings,
+        layout: TokenLayout,
+        seed: int,
+    ) -> None:
+        check_fits(transform, layout.patch_size, layout.num_channels)
+        self._dataset = dataset
+        self._transform = transform
+        self._settings = settings
+        self._layout = layout
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The views of one image, as arrays: a worker sends them without a file handle for each.
+
+        Returns:
+            ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised; ``masks`` bool [2, P];
+            ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and ``step_size`` of its index;
+            ``position_factor``; ``label`` or None; ``path`` or an empty text; ``digest`` int64 [2] of the
+            image before it is changed.
+
+        Raises:
+            SampleError: the image cannot be used.
+        """
+        index = StepIndex.of(index)
+        settings, layout = self._settings, self._layout
+        pixels, sample = checked_image(self._dataset[int(index)], layout.num_channels)
+        place = (self._seed, index.epoch, int(index))
+        crops = self._transform(pixels, generator_of("crops", *place))
+        num_crops = 2 + self._transform.num_local_crops
+        draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))
+        of_step = (self._seed, index.epoch, index.step)
+        ratios = mask_ratios(
+            *of_step, 2 * index.step_size, settings.mask_probability, settings.mask_range
+        )
+        side = self._transform.global_crop_size // layout.patch_size
+        generator = generator_of("masks", *place)
+        masks = [
+            block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator)
+            for crop in range(2)
+        ]
+        return {
+            **sample,
+            "global_crops": crops.of_global,
+            "local_crops": crops.of_local,
+            "masks": np.stack(masks),
+            "draws": draws.numpy(),
+            "position": index.position,
+            "step_size": index.step_size,
+            "position_factor": position_factor(*of_step, settings.rope_rescale),
+            "digest": digest_of(pixels),
+        }
+
+
+class ViewSamples:
+    """Images with several views, of which an update step counts images.
+
+    Args:
+        data: settings of the data.
+        settings: of the views.
+        layout: of the model's tokens.
+    """
+
+    counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
+    """What a microbatch counts: images; those that have a neighbour in their group; masked patches of global
+    crops; slots that a student computes."""
+    fingerprint_keys = ("digest",)
+
+    def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
+        self.block = settings.koleo_group_size or 1
+        """So many consecutive images of an update step stay on one rank, and in one microbatch."""
+        self._group_size = settings.koleo_group_size
+        self._batch_size = data.batch_size
+        self._layout = layout
+
+    def warnings(self) -> Iterator[str]:
+        """None."""
+        yield from ()
+
+    def prepare(self, sample: Sample, name: str) -> Sample:
+        """The sample as :class:`Views` made it, with a name.
+
+        Raises:
+            SampleError: the dataset is no :class:`Views`.
+        """
+        check_keys(sample, ("global_crops", "local_crops", "masks", "draws"), name)
+        return with_image_name(sample, name)
+
+    def length(self, sample: Sample) -> int:
+        """Position in the update step: all images have as many tokens, and groups are made of neighbours."""
+        position: int = sample["position"]
+        return position
+
+    def plan(self, positions: Sequence[int], num_ranks: int = 1) -> list[Microbatches]:
+        """Images as they come, whole groups in each microbatch and up to ``batch_size`` images.
+
+        Where an image is left out its group is smaller; the others stay what they are.
+
+        Args:
+            positions: in the update step, ascending.
+            num_ranks: the microbatches are dealt to them in turn.
+        """
+        microbatches: Microbatches = []
+        held: list[int] = []
+        for _, of_block in groupby(range(len(positions)), lambda i: positions[i] // self.block):
+            block = list(of_block)
+            if held and len(held) + len(block) > self._batch_size:
+                microbatches.append(held)
+                held = []
+            held += block
+            while len(held) > self._batch_size:  # of a dataset that is not read in update steps
+                microbatches.append(held[: self._batch_size])
+                held = held[self._batch_size :]
+        if held:
+            microbatches.append(held)
+        return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
+
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """One row of all crops: the global ones, image after image, then the local ones likewise.
+
+        Returns:
+            ``inputs`` are those of :func:`recipe_utils.data.images.crop_rows.row_of`, with ``crop_groups``
+            ((2 * g, G), (L * g, l)).
+        """
+        masks = np.concatenate([sample["masks"] for sample in samples])
+        crops = [
+            np.concatenate([s[key] for s in samples]) for key in ("global_crops", "local_crops")
+        ]
+        draws = [np.concatenate([s["draws"][part] for s in samples]) for part in (_GLOBAL, _LOCAL)]
+        no_masks = np.zeros((len(crops[1]), 1), dtype=bool)
+        inputs, (of_global, of_local) = row_of(
+            [
+                CropsOfOneSize(crops[0], draws[0], masks),
+                CropsOfOneSize(crops[1], draws[1], no_masks),
+            ],
+            self._layout,
+            samples[0]["position_factor"],
+        )
+        is_masked = torch.from_numpy(masks)
+        num_masked = is_masked.sum(dim=1)
+        groups, num_neighbours = self._groups_of(samples)
+        targets = ViewTargets(
+            cls_positions=torch.cat([of_global.classes, of_local.classes]),
+            num_images=len(samples),
+            num_local_crops=len(samples[0]["local_crops"]),
+            masked_positions=of_global.patches[is_masked],
+            masked_weights=(1 / num_masked.double()).repeat_interleave(num_masked),
+            patch_positions=of_global.patches.flatten(),
+            koleo_groups=groups,
+            labels=labels_of(samples),
+            names=tuple(sample["name"] for sample in samples),
+        )
+        counts = {
+            "images": len(samples),
+            "koleo_images": num_neighbours,
+            "masked_patches": int(num_masked.sum()),
+            "crop_tokens": inputs["tokens"].size(1),
+        }
+        return microbatch_of(inputs, targets, counts)
+
+    def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
+        """Each image's group, counted from 0, and how many images have another one in their group."""
+        size = self._group_size
+        if size is None:  # all of the update step, most of which may be in other microbatches
+            has_neighbours = samples[0]["step_size"] > 1
+            return torch.zeros(len(samples), dtype=torch.int64), len(samples) * has_neighbours
+        numbers = torch.tensor([sample["position"] // size for sample in samples])
+        _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
+        return groups, int(num_images[num_images > 1].sum())
+
+    def stand_in(self, sample: Sample) -> Microbatch:
+        """A microbatch of crops to run, of which no loss looks at anything."""
+        return without_targets(self.collate([sample]))

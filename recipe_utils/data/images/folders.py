@@ -1,0 +1,285 @@
+"""Images: what a dataset returns as pixels, and datasets of files."""
+
+import hashlib
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch.utils.data import Dataset
+
+from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, load_dataset
+
+_LUMA = (0.299, 0.587, 0.114)
+"""Of red, green and blue in a grey image (ITU-R BT.601, as in Pillow)."""
+
+
+class ImageDataset(Dataset[dict[str, Any]]):
+    """Images that :mod:`datasets` holds as files, each decoded when it is asked for.
+
+    Args:
+        rows: of a ``datasets.Dataset``, whose images are not decoded.
+        image_column: that of the images.
+        label_column: that of whole-number classes; None for none.
+    """
+
+    def __init__(self, rows: Any, image_column: str, label_column: str | None) -> None:
+        self._rows = rows
+        self._image_column = image_column
+        self._label_column = label_column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``image`` as Pillow decodes it, ``name``, its path, and ``label``, if there is one.
+
+        Raises:
+            SampleError: the file cannot be decoded; says its path.
+        """
+        row = self._rows[int(index)]
+        file = row[self._image_column]
+        if file is None:
+            raise SampleError("it has no image")
+        path = file["path"] or ""
+        sample: dict[str, Any] = {"image": _decode(file["bytes"], path), "name": path}
+        if self._label_column is not None and row[self._label_column] is not None:
+            sample["label"] = row[self._label_column]
+        return sample
+
+
+def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
+    """Images in a folder, with the folders in it for labels: ``source/cat/1.jpg``, ``source/dog/2.png``.
+
+    Labels are the folders' names in their order, from 0. With folders of splits above those of labels
+    (``source/train/cat/1.jpg``) these are told by ``split``. A folder of images alone has no labels.
+
+    Args:
+        source: path of the folder.
+        split: ``train``, ``validation`` or ``test``.
+
+    Raises:
+        ValueError: ``datasets`` or ``pillow`` is not installed, or there is no such split.
+    """
+    return hf_image_dataset("imagefolder", split=split, data_dir=source)
+
+
+def hf_image_dataset(
+    source: str,
+    split: str = "train",
+    image_column: str = "image",
+    label_column: str = "label",
+    **load_dataset_kwargs: Any,
+) -> ImageDataset:
+    """Images of a data set that ``datasets.load_dataset`` reads.
+
+    Args:
+        source: its name or path.
+        split: of it; may be a slice such as ``train[:1000]``.
+        image_column: that of the images.
+        label_column: that of whole-number classes; not there, there are no labels.
+        load_dataset_kwargs: such as ``name`` or ``data_files``.
+
+    Raises:
+        ValueError: ``datasets`` or ``pillow`` is not installed, or there is no column of images.
+    """
+    try:
+        import datasets
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"images of files need {error.name}; pip install 'torchtune-update-step[vision]'"
+        ) from error
+    rows = datasets.load_dataset(source, split=split, **load_dataset_kwargs)
+    columns = rows.column_names
+    if image_column not in columns:
+        raise ValueError(
+            f"image_column={image_column}: there are only {', '.join(columns) or 'no columns'}"
+        )
+    rows = rows.cast_column(image_column, datasets.Image(decode=False))
+    return ImageDataset(rows, image_column, label_column if label_column in columns else None)
+
+
+def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
+    """A dataset of images; see :func:`recipe_utils.data.loader.samples.load_dataset`.
+
+    Args:
+        cfg: the component.
+        with_labels: whether nearest neighbours are to vote for them.
+
+    Raises:
+        ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
+            is needed.
+    """
+    made = load_dataset(cfg)
+    if made is None or len(made) == 0:
+        return made
+    try:
+        sample = made[0]
+    except Exception:
+        return made
+    if isinstance(sample, tuple) and len(sample) == 2:
+        sample = {"image": sample[0], "label": sample[1]}
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ValueError(
+            f"its samples have {found} and no image; set it to one of images, such as "
+            "recipe_utils.data.images.folders.image_folder_dataset"
+        )
+    if with_labels and sample.get("label") is None:
+        raise ValueError(
+            "its images have no labels for neighbours to vote for; set dataset_knn and dataset_val to images with "
+            "labels, or run_val_every_n_steps=null"
+        )
+    return made
+
+
+def _decode(content: bytes | None, path: str) -> Any:
+    from PIL import Image
+
+    try:
+        if content is None:
+            content = Path(path).read_bytes()
+        image = Image.open(io.BytesIO(content))
+        image.load()
+    except Exception as error:  # whatever a decoder makes of broken bytes
+        problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
+        raise SampleError(f"image {path or 'without a path'}: {problem}") from error
+    return image
+
+
+def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
+    """A sample's image as pixels, see :func:`pixels_of`, and the rest of the sample.
+
+    Args:
+        sample: a mapping with ``image`` and perhaps ``label`` and ``name``, the image's path; or a pair of an
+            image and a label, as torchvision's datasets return them.
+        num_channels: that the model takes.
+
+    Raises:
+        SampleError: it is neither, the image cannot be used, or the label is no whole number from 0.
+    """
+    if isinstance(sample, tuple) and len(sample) == 2:
+        sample = {"image": sample[0], "label": sample[1]}
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        check_keys(sample, ("image",), "sample")
+    path = str(sample.get("name") or "")
+    try:
+        pixels = pixels_of(sample["image"], num_channels)
+    except ValueError as error:
+        raise SampleError(f"image {path}: {error}" if path else f"its image: {error}") from None
+    rest: dict[str, Any] = {"path": path, "label": None}
+    label = sample.get("label")
+    if label is not None:
+        if isinstance(label, bool) or not hasattr(label, "__index__") or int(label) < 0:
+            raise SampleError(f"its label is no whole number from 0 but {label!r}")
+        rest["label"] = int(label)
+    return pixels, rest
+
+
+def pixels_of(image: Any, num_channels: int) -> np.ndarray:
+    """An image's pixels in [0, 1], [num_channels, h, w]: float64 of a float64 image, else float32.
+
+    As torchvision's ``ImageFolder`` every image becomes RGB, or grey where ``num_channels`` is 1: grey ones are
+    repeated, palettes looked up, an alpha channel is dropped. Whole numbers of 8 and of 16 bits are scaled by
+    what they can hold, so a 16-bit image is not cut off at 255.
+
+    Args:
+        image: one of Pillow; or an array or tensor [h, w], [c, h, w] or, where the first axis can be no
+            channels, [h, w, c], of whole numbers or of floats in [0, 1].
+        num_channels: 1, 3, or whatever an array has.
+
+    Raises:
+        ValueError: no pixels, another type, values that are not finite or outside [0, 1], or channels that
+            cannot be converted.
+    """
+    if "PIL" in sys.modules and hasattr(image, "convert"):
+        image = _array_of_pillow(image)
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
+    array = np.asarray(image)
+    if array.ndim not in (2, 3) or array.dtype.kind not in "fiub":
+        raise ValueError(
+            f"it must be a picture, or an array [h, w] or [c, h, w]; it is a {type(image).__name__} "
+            f"{list(array.shape)} of {array.dtype}"
+        )
+    if array.ndim == 2:
+        array = array[None]
+    elif array.shape[0] not in range(1, 5) and array.shape[-1] in range(1, 5):
+        array = array.transpose(2, 0, 1)
+    if 0 in array.shape:
+        raise ValueError(f"it has no pixels: {array.shape[1]} x {array.shape[2]}")
+    return np.ascontiguousarray(_with_channels(_scaled(array), num_channels))
+
+
+def _array_of_pillow(image: Any) -> np.ndarray:
+    """[h, w] or [c, h, w]."""
+    if image.mode.startswith("I") or image.mode == "F":
+        array = np.asarray(image)
+        # Pillow reads grey files of 16 bits into 32 where it has no mode for them.
+        is_16_bit = (
+            array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
+        )
+        return array.astype(np.uint16) if is_16_bit else array
+    if image.mode not in ("L", "RGB"):
+        image = image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
+    array = np.asarray(image)
+    return array if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def _scaled(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind == "f":
+        array = array if array.dtype == np.float64 else array.astype(np.float32)
+        low, high = array.min(), array.max()
+        if not np.isfinite(low + high):
+            raise ValueError("its pixels are not all finite")
+        if low < 0 or high > 1:
+            raise ValueError(
+                f"its pixels are from {low:.3g} to {high:.3g}; give whole numbers, or floats in [0, 1]"
+            )
+        return array
+    if array.dtype not in (np.uint8, np.uint16, np.bool_):
+        raise ValueError(f"its pixels are {array.dtype}; give uint8, uint16, or floats in [0, 1]")
+    most = 1 if array.dtype == np.bool_ else np.iinfo(array.dtype).max
+    return array.astype(np.float32) / np.float32(most)
+
+
+def _with_channels(array: np.ndarray, num_channels: int) -> np.ndarray:
+    found = len(array)
+    if found == num_channels:
+        return array
+    if num_channels in (1, 3) and found in (2, 4):
+        array = array[:-1]
+    if num_channels == 3 and len(array) == 1:
+        return np.repeat(array, 3, axis=0)
+    if num_channels == 1 and len(array) == 3:
+        return grey_of(array)
+    if len(array) == num_channels:
+        return array
+    raise ValueError(f"it has {found} channels, of which the model's {num_channels} cannot be made")
+
+
+def grey_of(pixels: np.ndarray) -> np.ndarray:
+    """The luma [1, h, w] of RGB pixels [3, h, w]."""
+    red, green, blue = (pixels[i] * pixels.dtype.type(_LUMA[i]) for i in range(3))
+    grey: np.ndarray = (red + green + blue)[None]
+    return grey
+
+
+def digest_of(pixels: np.ndarray) -> np.ndarray:
+    """By which a resumed training knows its data again, int64 [2]."""
+    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
+    digest.update(pixels.tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # that may be written to
+
+
+def with_image_name(sample: Sample, name: str) -> Sample:
+    """A sample with the name that errors give it: its place in the dataset and its path, if it has one."""
+    path = sample["path"]
+    shown = name.replace("sample", "image", 1)
+    return {**sample, "name": f"{shown} ({path})" if path else shown}

@@ -1,0 +1,1 @@
+"""Update steps: sampling, planning, counting and prefetching."""

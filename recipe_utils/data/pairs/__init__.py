@@ -1,0 +1,1 @@
+"""Preference pairs: rows with shared prompts."""

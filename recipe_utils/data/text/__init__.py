@@ -1,0 +1,1 @@
+"""Text samples: padded and packed rows."""

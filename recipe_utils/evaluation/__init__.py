@@ -1,0 +1,1 @@
+"""Evaluation while training: generation and nearest neighbors."""

@@ -1,0 +1,126 @@
+"""How well a frozen backbone's states tell classes apart: by the votes of nearest neighbours, over all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.ranks import Ranks
+
+StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
+"""Class states [g, d] of a microbatch's images by its index; empty on ranks without a pipeline's last stage."""
+
+
+class NearestNeighbors:
+    """Tells the class of images by those whose states are nearest, exact over all ranks.
+
+    Args:
+        bank: of images with labels, :class:`recipe_utils.data.images.labelled.WholeImages`.
+        images: whose classes are to be told, likewise.
+        num_neighbors: that vote.
+        ranks: of the job.
+
+    Raises:
+        ValueError: more neighbours than there are images.
+    """
+
+    def __init__(
+        self, bank: UpdateStepLoader, images: UpdateStepLoader, num_neighbors: int, ranks: Ranks
+    ) -> None:
+        if num_neighbors > len(bank.dataset):
+            raise ValueError(
+                f"knn_neighbors={num_neighbors}: {bank.dataset.name} has {len(bank.dataset)} images; set it to "
+                "fewer"
+            )
+        self._loaders = bank, images
+        self._num_neighbors = num_neighbors
+        self._ranks = ranks
+        self._dp_group = ranks.dp_group
+
+    def accuracy(self, states_of: StatesOf) -> Tensor:
+        """The share of images whose label their neighbours name, []; the same on all ranks."""
+        (bank, bank_labels), (states, labels) = (
+            self._of(loader, states_of) for loader in self._loaders
+        )
+        found = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        if self._ranks.has_last_stage:
+            bank, bank_labels = (gather_rows(each, self._dp_group) for each in (bank, bank_labels))
+            found[0] = num_voted_right(states, labels, bank, bank_labels, self._num_neighbors)
+            found[1] = len(labels)
+        num_right, num_images = mean_over_ranks(found)
+        return num_right / num_images.clamp(min=1e-9)
+
+    def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor]:
+        """States [n, d] of this rank's images and their labels [n]; on ranks of earlier stages nothing."""
+        device = self._ranks.device
+        states: list[Tensor] = []
+        labels = [torch.empty(0, dtype=torch.int64)]
+        with loader.epoch(0) as steps:
+            for step in steps:
+                for index, found in sorted(states_of(step.microbatches).items()):
+                    targets: Any = step.microbatches[index].targets
+                    states.append(found)
+                    labels.append(targets.labels)
+        return torch.cat(states) if states else torch.empty(0), torch.cat(labels).to(device)
+
+
+@torch.no_grad()
+def num_voted_right(
+    states: Tensor,
+    labels: Tensor,
+    bank: Tensor,
+    bank_labels: Tensor,
+    num_neighbors: int = 20,
+    temperature: float = 0.07,
+    rows_per_chunk: int = 1024,
+) -> Tensor:
+    """Of how many images the nearest neighbours vote for their label, [].
+
+    Each neighbour's vote weighs exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k of 20
+    as in DINO, arXiv:2104.14294).
+
+    Args:
+        states: of the images, [n, d].
+        labels: theirs, [n], from 0.
+        bank: states of images whose labels are known, [m, d].
+        bank_labels: theirs, [m].
+        num_neighbors: at most m.
+        temperature: of the votes.
+        rows_per_chunk: compared with the bank at once.
+    """
+    wide = torch.promote_types(states.dtype, torch.float32)
+    bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))
+    num_classes = int(torch.cat([bank_labels, labels]).max()) + 1 if len(labels) else 1
+    num_right = torch.zeros((), dtype=torch.int64, device=states.device)
+    for rows in range(0, len(states), rows_per_chunk):
+        chunk = slice(rows, rows + rows_per_chunk)
+        cosines, nearest = (states[chunk] @ bank.t()).topk(num_neighbors, dim=1)
+        votes = cosines.new_zeros(len(cosines), num_classes)
+        votes.scatter_add_(1, bank_labels[nearest], (cosines / temperature).exp())
+        num_right += (votes.argmax(1) == labels[chunk]).sum()
+    return num_right
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows [n, ...] of all ranks of a group one after the other; n may differ. Waits for the device.
+
+    Args:
+        rows: of this rank.
+        group: None for this rank alone.
+    """
+    if group is None:
+        return rows
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device), group=group)
+    num_rows = [int(count) for count in counts]
+    padded = rows.new_zeros(max(num_rows), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    of_ranks = [torch.empty_like(padded) for _ in num_rows]
+    dist.all_gather(of_ranks, padded, group=group)
+    return torch.cat([each[:num] for each, num in zip(of_ranks, num_rows, strict=True)])

@@ -1,0 +1,1 @@
+"""LoRA, DoRA, QLoRA and QAT."""

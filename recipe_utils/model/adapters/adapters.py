@@ -1,0 +1,200 @@
+"""Adapters beside a frozen base, as a model's builder gave them: LoRA, DoRA, and both over NF4 weights.
+
+A model with adapters trains its adapters and nothing else. With a base weight W [o, i], A [r, i] and B [o, r]
+an adapted layer multiplies with W + (alpha / r) B A (LoRA, Hu et al. 2021), or with the rows of that brought
+to the length ``magnitude`` [o] (DoRA, Liu et al. 2024).
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import to_nf4
+from torchtune.modules.peft import (
+    DoRALinear,
+    LoRALinear,
+    get_adapter_params,
+    set_trainable_params,
+)
+
+from recipe_utils.model.adapters.nf4 import is_quantised
+
+_NUM_SAMPLED = 64
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What was added to one weight [o, i]."""
+
+    rank: int
+    alpha: float
+    has_magnitude: bool
+    """DoRA."""
+    dropout: float
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What of a whole model is trained and what is not; without adapters usually everything is."""
+
+    modules: Mapping[str, Adapter]
+    """By the name of the adapted module."""
+    trained: frozenset[str]
+    """Names of parameters."""
+    frozen: Mapping[str, bool]
+    """Names of the other parameters; whether they are kept in NF4."""
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Leaves only the adapters to be trained, if the model has any.
+
+    Args:
+        model: as its builder made it, before it is cut, wrapped and sharded.
+
+    Raises:
+        ValueError: an adapter of rank 0.
+    """
+    parameters = get_adapter_params(model)
+    if not parameters:
+        return
+    set_trainable_params(model, parameters)
+    for name, adapter in find_adapters(model).modules.items():
+        if adapter.rank < 1:
+            raise ValueError(
+                f"model.lora_rank={adapter.rank}: {name} has nothing to train; set it to at least 1"
+            )
+
+
+def find_adapters(model: nn.Module) -> Adapters:
+    """Looks at a whole model's modules, wrapped and sharded or not; names are those of its state dict.
+
+    Adapters of any other kind than torchtune's LoRA and DoRA are trained, but are no :class:`Adapter`.
+    """
+    parameters = model.state_dict(keep_vars=True)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    modules, quantised = {}, set()
+    for module in model.modules():
+        if isinstance(module, (LoRALinear, DoRALinear)):
+            modules[names[id(module.weight)].removesuffix(".weight")] = _describe(module)
+        if is_quantised(module):
+            quantised.add(names[id(module.weight)])
+    trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
+    frozen = {
+        name: name in quantised
+        for name, p in parameters.items()
+        if isinstance(p, nn.Parameter) and not p.requires_grad
+    }
+    return Adapters(modules, trained, frozen)
+
+
+def _describe(module: Any) -> Adapter:
+    rank = module.lora_a.out_features
+    is_dora = isinstance(module, DoRALinear)
+    alpha = module.scaling * rank if is_dora else module.alpha
+    return Adapter(rank, alpha, is_dora, getattr(module.dropout, "p", 0.0))
+
+
+def initial_adapters(
+    adapters: Adapters,
+    base: Mapping[str, Tensor],
+    given: Mapping[str, Tensor] | None,
+    seed: int,
+    dtype: torch.dtype,
+) -> Mapping[str, Tensor]:
+    """The adapters to start from: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
+
+    Args:
+        adapters: of the whole model.
+        base: its other weights, full (unsharded), on every rank.
+        given: full, by name; None for :func:`fresh_adapters`.
+        seed: of the run.
+        dtype: that the base is multiplied in.
+
+    Raises:
+        ValueError: given ones of another rank or of other modules, or none given where there are
+            adapters of a kind that this module knows no initial values of.
+    """
+    fresh = fresh_adapters(adapters, base, seed, dtype)
+    unknown = sorted(adapters.trained - fresh.keys() - base.keys()) if adapters.modules else []
+    if given is None:
+        if unknown:
+            raise ValueError(
+                f"checkpointer.adapter_checkpoint: {unknown[0]} is no LoRA or DoRA, so it has no values to "
+                "start from; set it to a file that has them"
+            )
+        return fresh
+    wanted = fresh.keys() | set(unknown)
+    shapes = [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in fresh.items()
+        if name in given and given[name].shape != tensor.shape
+    ]
+    for what, names in (
+        ("lacks", wanted - given.keys()),
+        ("has what the model has not:", given.keys() - wanted),
+        ("has adapters of another rank or size:", shapes),
+    ):
+        if names:
+            raise ValueError(
+                f"checkpointer.adapter_checkpoint: it {what} {', '.join(sorted(names)[:3])} "
+                f"({len(names)} in all); set model.lora_rank and the adapted modules as they were trained"
+            )
+    return given
+
+
+def fresh_adapters(
+    adapters: Adapters, base: Mapping[str, Tensor], seed: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Adapters that leave the model as it is: A drawn as torchtune draws it, B zero, magnitudes those of W.
+
+    Each A has a generator of its own, so that it is the same on any layout of ranks and stages.
+
+    Args:
+        adapters: of the whole model.
+        base: its other weights, full (unsharded), on every rank.
+        seed: of the run.
+        dtype: that the base is multiplied in, which NF4 and DoRA's magnitudes depend on.
+
+    Returns:
+        Full tensors by name, in fp32 but for magnitudes [o].
+    """
+    fresh: dict[str, Tensor] = {}
+    for name, adapter in adapters.modules.items():
+        weight = base.get(f"{name}.weight")
+        if weight is None:
+            continue  # load_weights says so
+        num_out, num_in = weight.shape
+        a = torch.empty(adapter.rank, num_in, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+        fresh[f"{name}.lora_a.weight"] = nn.init.kaiming_uniform_(
+            a, math.sqrt(5), generator=generator
+        )
+        fresh[f"{name}.lora_b.weight"] = torch.zeros(num_out, adapter.rank, dtype=torch.float32)
+        if adapter.has_magnitude:
+            multiplied = weight.to(dtype)
+            if adapters.frozen.get(f"{name}.weight"):
+                multiplied = to_nf4(multiplied).to(dtype)
+            fresh[f"{name}.magnitude"] = torch.linalg.norm(multiplied, dim=1)
+    return fresh
+
+
+def fingerprint_of_frozen(adapters: Adapters, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """What tells one base from another: shape, some elements' CRC-32, and NF4, of each frozen weight.
+
+    Args:
+        adapters: of the whole model.
+        weights: full (unsharded), as the checkpointer has read them.
+    """
+    found = {}
+    for name, is_nf4 in adapters.frozen.items():
+        if name in weights:
+            weight = weights[name]
+            sample = weight.flatten()[:: max(weight.numel() // _NUM_SAMPLED, 1)]
+            crc32 = zlib.crc32(sample.contiguous().view(torch.uint8).numpy().tobytes())
+            shape = "x".join(map(str, weight.shape))
+            found[name] = f"{shape} {crc32:08x}" + (" NF4" if is_nf4 else "")
+    return found

@@ -1,0 +1,76 @@
+"""LoRA for a base that will be quantised: the forward computes with weights and inputs as coarse as they will be."""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torchao.quantization.qat import FakeQuantizerBase
+from torchtune import config
+from torchtune.modules.peft import LoRALinear
+from torchtune.training.quantization import get_quantizer_mode
+
+from recipe_utils.model.adapters.nf4 import is_quantised
+from recipe_utils.settings.settings import ConfigError
+
+
+def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
+    """Makes LoRA's base weights, and what they multiply, as coarse as a quantised model's will be, in place.
+
+    As torchtune's ``QATLoRALinear``, which torchao 0.15 no longer runs.
+
+    Args:
+        model: with LoRA, on the meta device.
+        quantizer: component of one of torchtune's quantizers for training (QAT).
+
+    Raises:
+        recipe_utils.settings.settings.ConfigError: a model without LoRA, or with a base that is quantised
+            already; a quantizer that cannot be trained with or whose groups do not divide a weight.
+    """
+    path = quantizer["_component_"]
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    if not layers:
+        raise ConfigError(
+            f"quantizer={path}: it is for LoRA, of which this model has none; take it out, or set model to "
+            "a lora_ builder without use_dora"
+        )
+    if any(is_quantised(module) for module in model.modules()):
+        raise ConfigError(
+            f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"
+        )
+    made = config.instantiate(OmegaConf.create(dict(quantizer)))
+    if "qat" not in (get_quantizer_mode(made) or ""):
+        raise ConfigError(
+            f"quantizer={path}: it cannot be trained with; set "
+            "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+        )
+    made.precision = torch.get_default_dtype()
+    of_inputs = made.get_activation_fake_quantize_config()
+    of_weights = made.get_weight_fake_quantize_config()
+    for layer in layers:
+        if of_weights is not None and layer.in_dim % of_weights.group_size:
+            raise ConfigError(
+                f"quantizer.groupsize={of_weights.group_size}: it does not divide {layer.in_dim}, a layer's "
+                "width; set a divisor"
+            )
+        layer.activation_fake_quantizer = _fake_quantizer(of_inputs)
+        layer.weight_fake_quantizer = _fake_quantizer(of_weights)
+        layer.forward = MethodType(_forward_made_coarse, layer)
+
+
+def _fake_quantizer(fake_quantize_config: Any) -> nn.Module:
+    if fake_quantize_config is None:
+        return nn.Identity()
+    return FakeQuantizerBase.from_config(fake_quantize_config)
+
+
+def _forward_made_coarse(layer: Any, x: Tensor) -> Tensor:
+    """[..., i] -> [..., o]."""
+    weight = layer.weight_fake_quantizer(layer.weight)
+    base = F.linear(layer.activation_fake_quantizer(x), weight, layer.bias)
+    if layer.disabled:
+        return base
+    return base + layer.alpha / layer.rank * layer.lora_b(layer.lora_a(layer.dropout(x)))

@@ -1,0 +1,1 @@
+"""Attention within the documents of packed rows."""

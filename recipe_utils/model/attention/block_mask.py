@@ -1,0 +1,100 @@
+"""Flex attention's block mask from the lengths of documents, without a mask of all pairs of slots.
+
+Shapes: b rows, s slots per row, n blocks of :data:`BLOCK` slots in s.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from recipe_utils.data.text.documents import Documents
+
+BLOCK = 128
+"""Slots of a block, of queries and of keys: flex attention's default."""
+
+
+def sees(documents: Documents) -> Callable[..., Tensor]:
+    """What flex attention calls ``mask_mod``: whether a query sees a key.
+
+    It does if the key is not after it, in its own document, and shared or of its own end.
+    """
+    document_of, end_of = documents.of_slots()
+    if end_of is None:
+
+        def of_one_end(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (document_of[b, k] == document_of[b, q])
+
+        return of_one_end
+    ends = end_of
+
+    def of_two_ends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        is_shared_or_own = (ends[b, k] == 0) | (ends[b, k] == ends[b, q])
+        return (k <= q) & (document_of[b, k] == document_of[b, q]) & is_shared_or_own
+
+    return of_two_ends
+
+
+def dense_mask(documents: Documents) -> Tensor:
+    """Whether a query sees a key, for all of them: [b, s, s], on the documents' device."""
+    num_rows, row_length = documents.shape
+    device = documents.boundaries.device
+    slots = torch.arange(row_length, device=device)
+    rows = torch.arange(num_rows, device=device)[:, None, None]
+    return sees(documents)(rows, rows, slots[:, None], slots)
+
+
+def block_mask(documents: Documents) -> BlockMask:
+    """The mask of a microbatch, on the documents' device: equal to ``create_block_mask`` of :func:`sees`.
+
+    That one goes over all [s, s] pairs of slots, at 65536 slots several times 4.3 GB. Here a block is known by
+    the document and the end of its first slot and of its last, since both only rise along a row: O(n^2)
+    numbers, and nobody waits for the device.
+    """
+    _, row_length = documents.shape
+    document_of, end_of = documents.of_slots()
+    first, last = _at_blocks(document_of)
+    num_blocks = first.size(1)
+    index = torch.arange(num_blocks, device=first.device)
+    is_before = index < index[:, None]  # [query block, key block]
+    is_whole = (index < row_length // BLOCK)[:, None]  # a block that the row ends in is not
+
+    # [b, query block, key block]. A query's document began in a block before if it is that one's last.
+    is_seen = is_before & (first[:, :, None] == last[:, None, :])
+    is_seen_by_all = is_before & is_whole & (last[:, :, None] == first[:, None, :])
+    if end_of is not None:
+        first_end, last_end = _at_blocks(end_of)
+        # Where the last document of a block begins in it, its first slot there is a shared one.
+        first_of_last = torch.where(first == last, first_end, 0)[:, None, :]
+        of_keys = last_end[:, None, :]
+        of_query = first_end[:, :, None]
+        is_seen &= (first_of_last == 0) | (of_keys == of_query)
+        # Ends of the keys are shared, or the one end of all queries with none of the other among them.
+        is_one_end = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
+        is_own = (of_query == last_end[:, :, None]) & (of_query == of_keys) & is_one_end
+        is_seen_by_all &= (of_keys == 0) | is_own
+    # On the diagonal each slot sees itself and not the ones behind it.
+    is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])
+    return BlockMask.from_kv_blocks(
+        *_in_order(is_partial[:, None]),
+        *_in_order(is_seen_by_all[:, None]),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees(documents),
+        seq_lengths=(row_length, row_length),
+    )
+
+
+def _at_blocks(of_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [b, s], what it is at the first and at the last slot of each block, [b, n] each."""
+    last = of_slots[:, BLOCK - 1 :: BLOCK]
+    if of_slots.size(1) % BLOCK:
+        last = torch.cat([last, of_slots[:, -1:]], dim=1)
+    return of_slots[:, ::BLOCK], last
+
+
+def _in_order(is_block: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [b, 1, n, n], how many blocks of each row of blocks there are, and their indices before the others'."""
+    numbers = is_block.to(torch.int32)
+    indices = torch.argsort(numbers, dim=-1, descending=True, stable=True)
+    return numbers.sum(-1, dtype=torch.int32), indices.to(torch.int32)

@@ -1,0 +1,260 @@
+"""Attention within documents: a token of a packed row sees what precedes it in its own document.
+
+A document may have two ends, the answers of a pair: the tokens of both see what they share, and no end sees
+the other.
+
+Shapes: b rows, s slots per row, h heads, d head width.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._pytree import tree_map_only
+from torchtune.modules import MultiHeadAttention
+from torchtune.utils import get_logger, log_rank_zero
+
+from recipe_utils.data.text.documents import DocumentLengths, Documents, parts_of
+from recipe_utils.model.attention.block_mask import block_mask, dense_mask
+from recipe_utils.model.attention.packed_attention import (
+    PackedAttention,
+    Way,
+    choose,
+    raise_recompile_limit,
+    self_attentions,
+)
+from recipe_utils.settings.settings import ConfigError
+
+_log = get_logger("INFO")
+
+
+class DocumentMask:
+    """Stands in for a mask [b, s, s] where attention goes document by document.
+
+    No tuple or dataclass: torch.compile would look into it and compile again for other lengths.
+    """
+
+    def __init__(self, lengths: DocumentLengths) -> None:
+        self.lengths = lengths
+
+
+class VarlenMask:
+    """Stands in for a mask where FlashAttention takes all documents of a microbatch at once.
+
+    No tuple or dataclass, as above.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.boundaries = documents.boundaries
+        self.longest = (
+            documents.longest
+        )  # a number of the host: a tensor would have to be waited for
+
+
+def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
+    """Makes ``model(..., document_lengths=documents)`` attend within documents only.
+
+    In the way of :func:`recipe_utils.model.attention.packed_attention.choose`, of which the log is told with the first
+    packed row, but on a CPU, which has only one. Nobody waits for the device. Models with another attention
+    than torchtune's own get a dense mask [b, s, s].
+
+    Args:
+        model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
+        device: of the microbatches.
+        max_row_length: longest row to come [tokens]. A decoder refuses rows above its ``max_seq_len``;
+            positions restart with each document, so only documents must keep to that.
+
+    Raises:
+        recipe_utils.settings.settings.ConfigError: in the forward: rows are packed, and this machine or this model
+            lacks what that takes.
+    """
+    attention = choose(model, device)
+    if attention.way != "dense":
+        for module in self_attentions(model):
+            module._attention_call = _within_documents(module._attention_call)
+            if attention.way == "varlen":
+                module.forward = MethodType(_forward_of_documents, module)
+    if attention.with_two_ends().way == "flex":
+        raise_recompile_limit()
+
+    decoder: Any = getattr(model, "decoder", model)
+    decoder.longest_document = decoder.max_seq_len  # where its positions end
+    decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
+
+    def lengths_to_mask(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "document_lengths" in kwargs:
+            kwargs["mask"] = _make_mask(kwargs.pop("document_lengths"), attention, device)
+        return args, kwargs
+
+    model.register_forward_pre_hook(lengths_to_mask, with_kwargs=True)
+
+
+def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: torch.device) -> Any:
+    """What attention gets as its mask.
+
+    Args:
+        lengths: as they came with the microbatch, on the device; or plain numbers.
+        attention: how to attend.
+        device: that plain numbers are brought to.
+    """
+    if attention.way == "by_document":
+        _say_once(attention.way, attention.why, device)
+        return DocumentMask(getattr(lengths, "lengths", lengths))
+    documents = lengths
+    if not isinstance(documents, Documents):
+        documents = tree_map_only(Tensor, lambda each: each.to(device), Documents(lengths))
+    if documents.of_parts is not None:
+        attention = attention.with_two_ends()
+    if attention.problem is not None:
+        raise ConfigError(attention.problem)
+    _say_once(attention.way, attention.why, device)
+    if attention.way == "varlen":
+        return VarlenMask(documents)
+    return block_mask(documents) if attention.way == "flex" else dense_mask(documents)
+
+
+@cache
+def _say_once(way: Way, why: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        log_rank_zero(_log, f"Packed rows attend by {way}: {why}")
+
+
+def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``attention_call`` for anything but a :class:`DocumentMask` or a block mask."""
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool
+    ) -> Tensor:
+        if isinstance(mask, DocumentMask):
+            return _attend(q, k, v, mask, dropout_p)
+        if isinstance(mask, BlockMask):
+            return _attend_by_blocks(q, k, v, mask)
+        return attention_call(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
+
+    return call
+
+
+def _forward_of_documents(
+    self: MultiHeadAttention,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    mask: Any = None,
+    input_pos: Tensor | None = None,
+) -> Tensor:
+    """The forward of torchtune's self-attention; with a :class:`VarlenMask` without copies of keys and values.
+
+    torchtune copies each key and value to all query heads that share it, FlashAttention reads it from where it
+    is. Takes x [b, s, embed_dim].
+    """
+    if not isinstance(mask, VarlenMask):
+        output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
+        return output
+    b, s, _ = x.shape
+    # Heads by -1: tensor parallel ranks have their part of them.
+    q, k, v = (
+        projection(x).view(b, s, -1, self.head_dim)
+        for projection in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if self.pos_embeddings is not None:
+        q = self.pos_embeddings(q, input_pos=input_pos)
+        k = self.pos_embeddings(k, input_pos=input_pos)
+    if self.q_norm is not None:
+        q = self.q_norm(q)
+    if self.k_norm is not None:
+        k = self.k_norm(k)
+    attended = _attend_to_all(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
+    projected: Tensor = self.output_proj(attended.view(b, s, -1))
+    return projected
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
+    """Takes q [b * s, h, d], k and v [b * s, h or fewer, d] -> [b * s, h, d]."""
+    # Here, because it takes 0.3 seconds and a CPU has no use for it.
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn
+    options: dict[str, Any] = {}
+    if q.size(1) != k.size(1):
+        if _takes_shared_keys(attend):
+            options = {"enable_gqa": True}
+        else:
+            k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+    # Each position sees those before it, of its own document.
+    attended: Tensor = attend(
+        q,
+        k,
+        v,
+        mask.boundaries,
+        mask.boundaries,
+        mask.longest,
+        mask.longest,
+        window_size=(-1, 0),
+        **options,
+    )
+    return attended
+
+
+@cache
+def _takes_shared_keys(varlen_attn: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Takes q, k, v [b, h, s, d] -> [b, h, s, d]. Compiled in any case: uncompiled it makes all scores."""
+    attended: Tensor = compile_flex_attention()(q, k, v, block_mask=mask)
+    return attended
+
+
+@cache
+def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
+    """Flex attention, compiled for each shape, and for training and validation, that it meets."""
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False, backend=backend)
+    return compiled
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: float) -> Tensor:
+    """Takes q, k, v [b, h, s, d] -> [b, h, s, d]."""
+    rows = []
+    for lengths, *row in zip(mask.lengths, q.split(1), k.split(1), v.split(1), strict=True):
+        # split and cat: the backward of a slice would fill the gradient of the whole row each time.
+        parts = zip(*(tensor.split(parts_of(lengths), dim=2) for tensor in row), strict=True)
+        attended = []
+        for document in lengths:
+            if isinstance(document, tuple):
+                attended += _attend_with_two_ends(next(parts), next(parts), next(parts), dropout_p)
+            else:
+                q, k, v = next(parts)
+                attended.append(_attend_causally(q, k, v, dropout_p))
+        # In the layout [b, s, h, d], which the caller wants next.
+        rows.append(torch.cat([part.transpose(1, 2) for part in attended], dim=1))
+    return torch.cat(rows).transpose(1, 2)
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+
+
+def _attend_with_two_ends(
+    shared: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dropout_p: float
+) -> list[Tensor]:
+    """Takes q, k and v of each part. What is shared is computed with the first end, in one causal call."""
+    q, k, v = (torch.cat(parts, dim=2) for parts in zip(shared, first, strict=True))
+    of_shared_and_first = _attend_causally(q, k, v, dropout_p)
+    q = second[0]
+    k, v = (torch.cat(parts, dim=2) for parts in zip(shared[1:], second[1:], strict=True))
+    sees = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device)
+    sees = sees.tril(k.size(2) - q.size(2))
+    of_second = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=dropout_p)
+    return [of_shared_and_first, of_second]

@@ -1,0 +1,352 @@
+"""From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from omegaconf import OmegaConf
+from pydantic.dataclasses import dataclass
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtune import config, modules, training
+from torchtune.modules.tied_linear import TiedLinear
+from torchtune.training.activations import apply_selective_activation_checkpointing
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
+from torchtune.utils import get_logger
+
+from recipe_utils.settings.components import Component
+from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
+from recipe_utils.model.build.kernels import speed_up_layers
+from recipe_utils.model.adapters.nf4 import check_nf4, drop_widening_hooks, without_quantising
+from recipe_utils.model.attention.packed_attention import (
+    ask_for,
+    missing_for_triton,
+    raise_recompile_limit,
+)
+from recipe_utils.model.adapters.qat import simulate_quantisation
+from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
+from recipe_utils.model.pipeline.stages import (
+    Stages,
+    WholeModel,
+    cut_to_stage,
+    layers_of_stages,
+    ties_output,
+)
+from recipe_utils.parallel.fsdp import shard_model
+from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
+from recipe_utils.settings.settings import ROOM, Count
+
+_log = get_logger("INFO")
+
+
+@dataclass(frozen=True, config=ROOM)
+class ModelSettings:
+    """What a model computes in, and how its memory is saved."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """What forward and backward compute in; null is fp32. No fp16: gradients would underflow."""
+    weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Of trained weights, their summed gradients and optimizer state; null is ``dtype``. With ``dtype: bf16``
+    fp32 keeps the small updates that bf16 weights round away; 8 bytes per parameter more, in AdamW 16 in all."""
+    compile: bool = False
+    """Compiles each transformer layer, and the loss."""
+    packed_attention: Literal["varlen", "flex", "by_document"] | None = None
+    """Within samples of packed rows. null is ``by_document`` on a CPU, one after the other; on CUDA ``varlen``,
+    FlashAttention; ``flex``, which is compiled, in fp32 or with ``cudnn_deterministic_mode``."""
+    enable_activation_checkpointing: bool = False
+    """Recomputes every layer in the backward."""
+    enable_activation_offloading: bool = False
+    """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
+    ac_mode: Literal["full", "selective"] | None = None
+    """Recomputes all layers, or every ``ac_option``-th, instead of the key above."""
+    ac_option: Count | Literal["op"] | None = None
+    """With ``ac_mode: selective``: every this-many-th layer, or ``op``."""
+    custom_sharded_layers: list[str] | None = None
+    """Names of modules that FSDP2 shards as units of their own, besides each layer."""
+    fsdp_cpu_offload: bool = False
+    """Keeps parameters, gradients and optimizer state on the CPU, where the device is another."""
+    fsdp: dict[Literal["cpu_offload"], bool] | None = None
+    """``cpu_offload``: as ``fsdp_cpu_offload``, where torchtune's LoRA configs have it."""
+    fsdp_reshard_after_forward: bool | None = None
+    """Frees gathered parameters after each forward; null is True, but with pipeline stages False."""
+    quantizer: Component | None = None
+    """Trains LoRA for a base that will be quantised: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    low_cpu_ram: bool = False
+    """Of torchtune's QLoRA configs; changes nothing, exports widen one NF4 weight at a time."""
+    tensor_parallel_plan: Component | None = None
+    """How ``tensor_parallel_dim`` ranks split the layers: torchtune.models.llama3.base_llama_tp_plan."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The precision of forward and backward, and of frozen weights."""
+        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.dtype or "fp32"]
+        return found
+
+    @property
+    def torch_weights_dtype(self) -> torch.dtype:
+        """The precision of trained weights, their summed gradients and optimizer state."""
+        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.weights_dtype or self.dtype or "fp32"]
+        return found
+
+    def offloads_to_cpu(self, device: torch.device) -> bool:
+        """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
+        asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
+        return asked and device.type != "cpu"
+
+    def without_gradients(self, **changes: Any) -> "ModelSettings":
+        """The same for a model of which no gradient is kept, so that nothing need be recomputed."""
+        return replace(
+            self,
+            enable_activation_checkpointing=False,
+            enable_activation_offloading=False,
+            ac_mode=None,
+            weights_dtype=None,
+            **changes,
+        )
+
+    def make_tensor_parallel_plan(self) -> dict[str, Any]:
+        """Module name pattern -> style."""
+        return dict(config.instantiate(OmegaConf.create(self.tensor_parallel_plan)))
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between the keys."""
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            yield (
+                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+            )
+        if self.enable_activation_checkpointing and self.ac_mode is not None:
+            yield (
+                f"ac_mode={self.ac_mode}: enable_activation_checkpointing=True recomputes all layers "
+                "already; set one of the two to null or False"
+            )
+        if self.ac_mode == "selective" and self.ac_option is None:
+            yield "ac_mode=selective: set ac_option, too: every how many-th layer is recomputed"
+        if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
+            yield (
+                f"weights_dtype={self.weights_dtype}: dtype={self.dtype or 'fp32'} would compute in more digits "
+                "than the weights keep; set weights_dtype to null, or dtype to what the weights are"
+            )
+
+    def problems_with(self, ranks: RankSettings) -> Iterator[str]:
+        """What is wrong on this device, and with tensor parallelism."""
+        try:
+            device = resolve_device(ranks.device)
+        except ValueError:
+            return
+        tensor_parallel_dim = ranks.tensor_parallel_dim
+        yield from self._problems_of_kernels(device)
+        if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
+            yield (
+                "enable_activation_offloading=True: it does not go with pipeline_parallel_dim="
+                f"{ranks.pipeline_parallel_dim}; set it to False"
+            )
+        if self.enable_activation_offloading and device.type != "cuda":
+            yield "enable_activation_offloading=True: it needs device=cuda; set it to False"
+        if self.dtype is not None:
+            try:
+                training.get_dtype(self.dtype, device=device)
+            except Exception as error:
+                yield f"dtype={self.dtype}: {error}; set it to fp32"
+        if tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
+            yield (
+                f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
+                "torchtune.models.llama3.base_llama_tp_plan"
+            )
+
+    def _problems_of_kernels(self, device: torch.device) -> Iterator[str]:
+        way = self.packed_attention
+        if way in ("varlen", "flex") and device.type != "cuda":
+            yield (
+                f"packed_attention={way}: it needs device=cuda; on device={device.type} leave it out, or set "
+                "packed_attention=by_document"
+            )
+        if way == "varlen" and self.dtype != "bf16":
+            yield (
+                f"packed_attention=varlen: FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
+                "dtype=bf16, or packed_attention=flex"
+            )
+        missing = missing_for_triton()
+        by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
+        if self.compile and device.type == "cuda" and by_triton and missing is not None:
+            yield f"compile=True: Triton needs {missing}; install that, or set compile=False"
+
+
+def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
+    """Calls ``make_model`` without allocating or initialising a weight; adapters leave the rest frozen.
+
+    Raises:
+        recipe_utils.settings.settings.ConfigError: a model that the ``quantizer`` is not for.
+    """
+    default_dtype = training.set_default_dtype(settings.torch_dtype)
+    with default_dtype, torch.device("meta"), without_quantising():
+        model = make_model()
+        if settings.quantizer is not None:
+            simulate_quantisation(model, settings.quantizer)
+    drop_widening_hooks(model)
+    freeze_base(model)
+    ask_for(model, settings.packed_attention)
+    return model
+
+
+def build_model(
+    make_model: Callable[[], nn.Module],
+    prepare: Callable[[nn.Module, bool], None],
+    settings: ModelSettings,
+    ranks: Ranks,
+    pipeline: PipelineSettings | None = None,
+) -> nn.Module:
+    """This rank's modules, without weights: the whole model, or its pipeline stages.
+
+    Args:
+        make_model: the model's builder.
+        prepare: changes a model or a stage before it is wrapped: called with it, and whether it has
+            the output layer.
+        settings: how to wrap it.
+        ranks: of the job.
+        pipeline: how to cut it, with more than one ``pp`` rank.
+
+    Raises:
+        ValueError: a model that cannot be cut, split or sharded as asked for.
+    """
+    make = partial(build_on_meta, make_model, settings)
+    whole = make()
+    adapters = find_adapters(whole)
+    if ranks.is_zero:
+        _say_what_is_trained(whole, adapters, settings)
+    if ranks.dims.pp == 1:
+        prepare(whole, True)
+        return parallelize_model(whole, settings, ranks)
+
+    assert pipeline is not None
+    num_stages = pipeline.num_stages(ranks.dims.pp)
+    layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
+    _check_that_all_train(whole, layers)
+    embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
+    names = list(whole.state_dict())
+    stages = Stages(WholeModel(names, num_stages, embed_dim, ties_output(whole), adapters))
+    for index in stages_of_rank(ranks.pp_rank, ranks.dims.pp, num_stages):
+        stage = make()
+        cut_to_stage(stage, layers[index])
+        prepare(stage, index == num_stages - 1)
+        stages[f"stage_{index}"] = parallelize_model(stage, settings, ranks)
+    if ranks.is_zero:
+        _log.info(
+            f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
+            + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
+        )
+    return stages
+
+
+def _check_that_all_train(whole: Any, layers: list[range]) -> None:
+    for index, of_stage in enumerate(layers):
+        parts = [whole.layers[i] for i in of_stage]
+        if of_stage.stop == len(whole.layers) and isinstance(whole.output, nn.Module):  # not tied
+            parts.append(whole.output)
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
+            raise ValueError(
+                f"pipeline_parallel_dim: stage {index} of {len(layers)} has nothing to train; set a smaller "
+                "pipeline_parallel_dim, or adapters in all layers"
+            )
+
+
+def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:
+    if not adapters.modules:
+        return
+    num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    num_all = sum(p.numel() for p in whole.parameters())
+    _log.info(
+        f"Trains adapters of {len(adapters.modules)} modules: {num_trained:,} of {num_all:,} parameters"
+    )
+    dropout = max(adapter.dropout for adapter in adapters.modules.values())
+    if dropout > 0:
+        _log.warning(
+            f"model.lora_dropout={dropout}: what is dropped depends on how samples fall into microbatches and "
+            "ranks, so the losses of two layouts are equal in the mean only; 0 is exact"
+        )
+    if settings.low_cpu_ram:
+        _log.warning(
+            "low_cpu_ram=True: it changes nothing here, exports widen one weight at a time"
+        )
+
+
+def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
+    """Applies compile, tensor parallelism, activation checkpointing and FSDP2, in that order.
+
+    Weights that are kept in another precision than the model computes in are cast by FSDP2, on a single rank, too.
+
+    Args:
+        model: on the meta device.
+        settings: what to apply.
+        ranks: of the job.
+
+    Raises:
+        ValueError: token embeddings that the output layer shares would be sharded on their own, or
+            split over ``tp`` ranks, which do not split adapters either; NF4 weights that do not fall into
+            whole blocks on each rank.
+    """
+    decoder: Any = getattr(model, "decoder", model)
+    own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
+    if isinstance(decoder.output, TiedLinear) and "tok_embeddings" in own_units:
+        raise ValueError(
+            f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
+            "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
+        )
+    tp_degree = ranks.dims.tp
+    if isinstance(decoder.output, TiedLinear) and tp_degree > 1:
+        raise ValueError(
+            f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
+            "tok_embeddings, which torchtune's plans cannot split; set tensor_parallel_dim=1"
+        )
+    adapters = find_adapters(model)
+    if adapters.modules and tp_degree > 1:
+        raise ValueError(
+            f"tensor_parallel_dim={tp_degree}: torchtune's plans cannot split LoRA's layers; set "
+            "tensor_parallel_dim=1"
+        )
+    is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
+    is_cast = settings.torch_weights_dtype != settings.torch_dtype and _widen_trained(
+        model, settings.torch_weights_dtype
+    )
+    check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
+    if settings.compile:
+        raise_recompile_limit()
+        training.compile_model(model, verbose=ranks.is_zero)
+    else:
+        speed_up_layers(model)
+    if tp_degree > 1:
+        model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
+        parallelize_module(
+            model, ranks.mesh["tp"], parallelize_plan=settings.make_tensor_parallel_plan()
+        )
+    if settings.enable_activation_checkpointing:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
+    elif settings.ac_mode is not None:
+        apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
+    if is_sharded or is_cast:
+        # On a single rank frozen weights need no FSDP2, which would copy them at each gathering.
+        frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]
+        reshards = settings.fsdp_reshard_after_forward
+        shard_model(
+            model,
+            ranks.mesh,
+            custom_sharded_layers=settings.custom_sharded_layers,
+            cpu_offload=settings.offloads_to_cpu(ranks.device),
+            # A stage soon meets the next microbatch.
+            reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
+            compute_dtype=settings.torch_dtype if is_cast else None,
+            left_alone=frozen,
+        )
+    return model
+
+
+def _widen_trained(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Gives the trained parameters another precision, in place; whether there are any."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(dtype)
+    return bool(trained)

@@ -1,0 +1,106 @@
+"""What data must know of a model."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules.tied_linear import TiedLinear
+from torchtune.utils import get_logger
+
+from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
+from recipe_utils.data.text.collator import ModelLimits
+from recipe_utils.model.attention.packed_attention import Way, choose, other_attention
+from recipe_utils.parallel.ranks import Ranks
+
+_log = get_logger("INFO")
+
+_NUM_ROW_LENGTHS = 4
+"""Of packed rows where code is compiled: flex attention for each of them, layers for the first and then for any.
+More would be more compilations, fewer more padding."""
+_NUM_ROW_LENGTHS_ON_CPU = 1
+"""Where PyTorch's compiler takes minutes for the second length of DoRA's layers."""
+_ROW_MULTIPLE = 128
+"""What rows on CUDA are padded to a multiple of [slots]: tiles of its matrix products, and blocks of flex
+attention. Not measured."""
+
+
+def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
+    """What samples, rows and their costs depend on.
+
+    Args:
+        model: whole, in the precision that it computes in; may be on the meta device.
+        device: that it will compute on.
+        compiles: whether its layers will be compiled.
+    """
+    vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
+    attention = choose(model, device)
+
+    def num_row_lengths(way: Way) -> int | None:
+        if compiles and device.type == "cpu":
+            return _NUM_ROW_LENGTHS_ON_CPU
+        return _NUM_ROW_LENGTHS if compiles or way == "flex" else None
+
+    return ModelLimits(
+        vocab_size,
+        max_seq_len,
+        MicrobatchCost(
+            costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
+        ),
+        other_attention=other_attention(model),
+        num_row_lengths=num_row_lengths(attention.way),
+        num_row_lengths_with_two_ends=num_row_lengths(attention.with_two_ends().way),
+        row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
+        packing_problem=attention.problem,
+        packing_problem_with_two_ends=attention.problem_with_two_ends,
+        costs_are_estimated=device.type not in MEASURED_COSTS,
+    )
+
+
+def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
+    """What samples are checked against: number of token embeddings, longest sequence [tokens]."""
+    decoder: Any = getattr(model, "decoder", model)
+    # Llama 3.2 Vision embeds its special tokens with a second table.
+    tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
+    return sum(table.num_embeddings for table in tables), decoder.max_seq_len
+
+
+def num_outputs(model: nn.Module) -> int:
+    """Tokens that a model gives a probability: rows of its output layer."""
+    decoder: Any = getattr(model, "decoder", model)
+    output = decoder.output
+    holder = output.tied_module if isinstance(output, TiedLinear) else output
+    num_rows: int = holder.weight.size(0)
+    return num_rows
+
+
+def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
+    """Warns where weights, gradients and Adam's state of one model and weights of another are too much.
+
+    Args:
+        trained: whole, in the precision that it is trained in; on any device.
+        frozen: whole.
+        ranks: that both are divided over.
+    """
+    sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
+    sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if ranks.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    num_shards = ranks.dims.dp_shard * ranks.dims.pp
+    student, teacher, here = (size / 2**30 for size in (*sizes, memory))
+    if (student + teacher) / num_shards > here:
+        _log.warning(
+            f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
+            f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
+            "teacher_cache=hidden, which lets go of the teacher before training"
+        )
+
+
+def equal_attention_length(model: nn.Module) -> float:
+    """Of :class:`recipe_utils.data.loader.plan.MicrobatchCost` [tokens], if attention were no slower: N / (L * d)."""
+    decoder: Any = getattr(model, "decoder", model)
+    num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    embed_dim = decoder.num_heads * decoder.head_dim
+    return num_parameters / (len(decoder.layers) * embed_dim)

@@ -1,0 +1,245 @@
+"""A model's weights: from a checkpoint to its shards, and from all ranks together again."""
+
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchtune import training
+
+from recipe_utils.model.adapters.adapters import (
+    find_adapters,
+    fingerprint_of_frozen,
+    initial_adapters,
+)
+from recipe_utils.model.build.build import ModelSettings
+from recipe_utils.model.pipeline.stages import Stages, adapters_of
+from recipe_utils.parallel.process_group import gather_objects
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: dict[str, Any],
+    settings: ModelSettings,
+    device: torch.device,
+    seed: int = 0,
+) -> dict[str, str]:
+    """Materialises a meta model on ``device`` with a checkpoint's weights, and adapters if it has some.
+
+    Each rank cuts its own shards out of the full weights; nothing is communicated.
+
+    Args:
+        model: after :func:`recipe_utils.model.build.build.build_model`.
+        checkpoint: full (unsharded) weights and, if they are not to be fresh, adapters, on every rank; by
+            torchtune's keys. Both are taken out.
+        settings: of what the model computes in. Parameters are converted to the precision that they were
+            built in, and stay on the CPU for FSDP2's offload.
+        device: of the model.
+        seed: of fresh adapters.
+
+    Returns:
+        What the weights that are not trained are known by, so that no other ones take their place later.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
+            divide over the ranks that shard it twice (tensor parallel and FSDP2).
+        RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
+    """
+    base = checkpoint.pop(training.MODEL_KEY)
+    given = checkpoint.pop(training.ADAPTER_KEY, None)
+    adapters = adapters_of(model)
+    weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
+    if isinstance(model, Stages):
+        for stage in model.values():
+            _load(stage, weights, settings, device, model.whole.names_of_weights)
+    else:
+        _load(model, weights, settings, device, names_of_other_stages=())
+    return fingerprint_of_frozen(adapters, base)
+
+
+def _load(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    settings: ModelSettings,
+    device: torch.device,
+    names_of_other_stages: Collection[str],
+) -> None:
+    frozen = find_adapters(model).frozen
+    with training.set_default_dtype(settings.torch_dtype), device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):  # its cache is no part of the state dict
+                module.rope_init()  # type: ignore[operator]
+
+    check_weights(model, state_dict, names_of_other_stages)
+    expected = model.state_dict()
+    weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
+    model.load_state_dict(
+        {
+            name: _shard_like(
+                parameter, name, state_dict[name], weights_device, frozen.get(name, False)
+            )
+            for name, parameter in expected.items()
+        },
+        strict=True,
+        assign=True,  # a meta tensor cannot be copied to
+    )
+    training.validate_no_params_on_meta_device(model)
+
+
+def check_weights(
+    model: nn.Module, state_dict: Mapping[str, Tensor], names_of_other_stages: Collection[str] = ()
+) -> None:
+    """Checks that full weights are those of a model, or of a stage.
+
+    Args:
+        model: may be on the meta device, and sharded.
+        state_dict: by torchtune's keys.
+        names_of_other_stages: weights that it need not have.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape.
+    """
+    expected = model.state_dict()
+    missing = expected.keys() - state_dict.keys()
+    unexpected = state_dict.keys() - expected.keys() - set(names_of_other_stages)
+    wrong_shape = [
+        f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected.keys() & state_dict.keys()
+        if state_dict[name].shape != expected[name].shape
+    ]
+    for problem, names in (
+        ("lacks weights of the model", missing),
+        ("has weights that the model has not", unexpected),
+        ("has weights of another shape", wrong_shape),
+    ):
+        if names:
+            raise ValueError(
+                f"the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and checkpointer must "
+                "be of one kind and size"
+            )
+
+
+def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) -> str:
+    """What tells full weights, on every rank the same, from others: of every byte. All ranks together.
+
+    Args:
+        weights: by name, on the CPU.
+        group: a CPU (gloo) group of all ranks, each of which reads its share.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    share = {}
+    for name in sorted(weights)[rank::world_size]:
+        weight = weights[name].detach().contiguous()
+        data: Any = weight.reshape(-1).view(torch.uint8).numpy()
+        crc32 = zlib.crc32(data)
+        share[name] = f"{tuple(weight.shape)} {weight.dtype} {crc32:08x}"
+    of_all = {name: text for each in gather_objects(share, group) for name, text in each.items()}
+    return f"{zlib.crc32(repr(sorted(of_all.items())).encode()):08x}"
+
+
+def gather_weights(
+    model: nn.Module,
+    device: torch.device,
+    keeps: bool,
+    group: dist.ProcessGroup,
+    only: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """All weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on the others.
+
+    All ranks together.
+
+    Args:
+        model: after :func:`load_weights`.
+        device: where sharded weights are put together.
+        keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
+        group: a CPU (gloo) group of all ranks.
+        only: names of the weights that are wanted; None wants all.
+    """
+    weights: dict[str, Tensor] = {}
+    for part in model.values() if isinstance(model, Stages) else [model]:
+        for name, weight in part.state_dict().items():
+            if only is not None and name not in only:
+                continue
+            weight = _plain(weight, device)
+            if keeps:
+                # FSDP2 puts shards together with padding, which torch.save would write, too.
+                padded = weight.untyped_storage().nbytes() > weight.nbytes
+                weights[name] = (weight.clone() if padded else weight).cpu()
+    descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
+    if dist.get_rank(group) != 0:
+        for name, weight in weights.items():
+            if name not in descriptions[0]:
+                dist.send(weight.contiguous(), dst=0, group=group)
+        return {}
+    for rank, description in enumerate(descriptions[1:], start=1):
+        for name, (shape, dtype) in description.items():
+            if name not in descriptions[0]:
+                weights[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(weights[name], src=rank, group=group)
+    order = model.whole.names_of_weights if isinstance(model, Stages) else list(weights)
+    return {name: weights[name] for name in order if name in weights}
+
+
+def _shard_like(
+    like: Tensor, name: str, full: Tensor, device: torch.device, is_quantised: bool
+) -> Tensor:
+    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is, of its precision."""
+    dtype = like.dtype
+    if not isinstance(like, DTensor):
+        whole = full.to(device, dtype, copy=True)
+        return to_nf4(whole) if is_quantised else whole
+    # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
+    shape, offset = compute_local_shape_and_global_offset(
+        full.shape, like.device_mesh, like.placements
+    )
+    if tuple(shape) != tuple(like.to_local().shape):
+        raise ValueError(
+            f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
+            f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
+        )
+    if is_quantised:
+        # All of it, since its blocks share a mean; cut at blocks' borders, see check_blocks.
+        parts = to_nf4(full.to(device, dtype)).split(shape[0])
+        part = parts[offset[0] // shape[0]]
+        local = part.new_zeros(part.shape)
+        local.copy_(part)
+    else:
+        slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+        local = full[slices].to(device, dtype, copy=True)
+    if local.device.type != like.device_mesh.device_type:
+        # fsdp_cpu_offload. DTensor.from_local would move it to the mesh's device, where FSDP2 refuses it.
+        assert like._spec.tensor_meta is not None
+        meta = like._spec.tensor_meta._replace(dtype=local.dtype)
+        return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _plain(weight: Tensor, device: torch.device) -> Tensor:
+    """A weight without shards and NF4, both undone."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if isinstance(local, NF4Tensor):
+        local = local.get_original_weight()
+    if not isinstance(weight, DTensor):
+        return local
+    whole = DTensor.from_local(
+        local.to(device),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    return whole.full_tensor()

@@ -1,0 +1,425 @@
+"""Runs all microbatches of an update step through one schedule of pipeline stages.
+
+The bubble, the time in which ranks wait for the first microbatch to reach them and for the last to come
+back, is paid once per schedule: a fraction (p - 1) / (m + p - 1) of the time with p ranks and m
+microbatches. Here m are all microbatches of the update step. Schedules are those of
+torch.distributed.pipelining.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
+
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.model.pipeline.schedule import (
+    SCHEDULES,
+    PipelineSettings,
+    has_several_stages_per_rank,
+)
+from recipe_utils.model.pipeline.stages import Stages
+from recipe_utils.parallel.ranks import Ranks
+
+
+class PipelineError(RuntimeError):
+    """A stage failed; names the stage and the microbatch."""
+
+
+class Pipeline:
+    """This rank's stages, and the schedules that run microbatches through all of them.
+
+    Microbatches may differ in shape. A stage copies to the device what it needs of a microbatch, one ahead of
+    the one that it forwards, and lets it go when its backward is done. Gradients accumulate unsharded until
+    the last microbatch's backward, then FSDP2 reduces them; they are never scaled.
+
+    Args:
+        stages: the stages on this rank by their index: decoders after
+            :func:`recipe_utils.model.pipeline.stages.cut_to_stage`, wrapped and materialised. The last one
+            returns sums over its microbatch, [k] or, if it is one, []; for :meth:`outputs` anything.
+        num_stages: of the whole pipeline.
+        schedule: key of :data:`SCHEDULES`.
+        embed_dim: width of the hidden states.
+        dtype: of the hidden states.
+        device: of the stages.
+        group: the ranks of this pipeline, in the order of their stages.
+        output_is_tied: the first stage's embeddings and the last one's output share their weight. Each has
+            a copy, whose gradients are summed.
+        num_sums: k. Ranks without the last stage cannot see it. :meth:`outputs` does not look at it.
+    """
+
+    def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        num_stages: int,
+        schedule: str,
+        embed_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        output_is_tied: bool = False,
+        num_sums: int = 1,
+    ) -> None:
+        self._stages = [
+            _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
+            for index, stage in stages.items()
+        ]
+        # NCCL makes a group's communicator at its first call, where all ranks must meet. In 1F1B that would be a
+        # batch of sends and receives which some ranks reach only after they were sent something.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._schedule_class = SCHEDULES[schedule]
+        self._takes_one_stage = not has_several_stages_per_rank(schedule)
+        self.group = group
+        self._num_ranks = dist.get_world_size(group)
+        self._num_sums = num_sums
+        self._device = device
+        self._schedules: dict[tuple[int, bool], Any] = {}
+        self._tied_group: dist.ProcessGroup | None = None
+        self._copies_of_tied: list[nn.Module] = []
+        if output_is_tied:
+            self._tied_group = _group_of_first_and_last(group)
+            self._copies_of_tied = [
+                stage.submod.tok_embeddings
+                for stage in self._stages
+                if stage.is_first or stage.is_last
+            ]
+        # Whose norm the rank of the first stage adds.
+        self.tied_copies = frozenset(
+            id(stage.submod.tok_embeddings.weight)
+            for stage in self._stages
+            if stage.is_last and output_is_tied
+        )
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Forwards and backwards of a whole update step; gradients accumulate in the stages' parameters.
+
+        Args:
+            microbatches: on the CPU, pinned where the device copies from there; as many on all ranks, at
+                least :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`; on every rank of the
+                pipeline the same.
+            objective: makes of a microbatch's sums [k] what its backward starts from, []. Called once
+                for each microbatch, on the rank of the last stage.
+
+        Returns:
+            The sums over all microbatches, [k], as the last stage gave them: not scaled, without a graph.
+            As a mean over the ranks of the pipeline, because only the rank of the last stage has them.
+
+        Raises:
+            PipelineError: a stage or the objective failed on this rank, or there are other than
+                ``num_sums`` sums; the other ranks' receives fail or time out.
+        """
+        totals = torch.zeros(self._num_sums, device=self._device)
+
+        def begin_backward(_: int, output: Tensor) -> Tensor:
+            # A clone, because zero-bubble schedules detach it in place, which a view forbids.
+            return objective(self._add_sums(totals, output)).clone()
+
+        self._run(microbatches, begin_backward, has_backward=True)
+        for copy in self._copies_of_tied:
+            gradient: Any = copy.weight.grad
+            if gradient is None:  # frozen, on both ranks alike
+                continue
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(local, group=self._tied_group)
+        return totals * self._num_ranks
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """The sums over microbatches [k], as :meth:`forward_backward` gives them, and no gradients."""
+        totals = torch.zeros(self._num_sums, device=self._device)
+        self._run(
+            microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
+        )
+        return totals * self._num_ranks
+
+    @torch.no_grad()
+    def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
+        """What the last stage returns for each microbatch, without gradients.
+
+        No barrier follows: the ranks of the first stages may go on while the last ones still compute.
+        FSDP stages come back sharded, so whoever reads a weight afterwards unshards it.
+
+        Args:
+            microbatches: as :meth:`forward_backward` takes them.
+
+        Returns:
+            By the microbatch's index, on the device and of any shape, such as hidden states at target
+            positions [n, d]. Empty on ranks without the last stage.
+
+        Raises:
+            PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
+        """
+        outputs: dict[int, Any] = {}
+        self._run(microbatches, outputs.__setitem__, has_backward=False)
+        return outputs
+
+    def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
+        sums = output.reshape(-1)
+        if len(sums) != self._num_sums:  # or one sum would be added to all totals
+            raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={self._num_sums}")
+        totals += sums.detach()
+        return sums
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        take: Callable[[int, Any], Tensor | None],
+        has_backward: bool,
+    ) -> None:
+        """Runs microbatches through all stages.
+
+        Args:
+            microbatches: on the CPU.
+            take: called on the rank of the last stage with a microbatch's index and what the stage
+                returned; returns what the backward starts from, [], if there is one.
+            has_backward: whether there is one.
+        """
+        for stage in self._stages:
+            stage.expect(microbatches, has_backward)
+        _run_schedule(
+            self._schedule_of(len(microbatches), has_backward),
+            [partial(self._name_failures, take, index) for index in range(len(microbatches))],
+            has_backward,
+        )
+        for stage in self._stages:
+            stage.clear_runtime_states()
+            if not has_backward:
+                _reshard(stage.submod)
+
+    def _name_failures(self, take: Callable[[int, Any], Any], index: int, output: Any) -> Any:
+        last = next(stage for stage in self._stages if stage.is_last)
+        with last.naming("objective", index):
+            return take(index, output)
+
+    def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
+        key = num_microbatches, has_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule_class(
+                self._stages[0] if self._takes_one_stage else self._stages,
+                num_microbatches,
+                loss_fn=lambda output, take: take(output),
+                scale_grads=False,  # the default divides by the number of microbatches
+            )
+        return self._schedules[key]
+
+
+def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
+    """Runs a schedule once; the stages know their microbatches.
+
+    Args:
+        schedule: one of torch.distributed.pipelining.
+        takes: for each microbatch, what the schedule's loss function gets as its target.
+        has_backward: the same whenever this schedule runs, or it would make its ranks agree again.
+    """
+    if TorchVersion(torch.__version__) >= "2.14":
+        run = schedule.step if has_backward else schedule.eval
+        run(target_mbs=takes, return_outputs=False)
+    else:
+        # Its step() would cut one big batch into microbatches of one shape.
+        schedule._has_backward = has_backward
+        schedule._step_microbatches(target_mbs=takes, return_outputs=False)
+
+
+def _reshard(module: nn.Module) -> None:
+    # As a backward does. Up to torch 2.14 schedules do so even without one.
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+class _Stage(PipelineStage):
+    """Passes on one tensor of hidden states per microbatch, each of its microbatch's own shape.
+
+    PyTorch's own stages have one shape for all microbatches, and 2.13's have room for all of them at
+    once. Here a tensor lives from its receive to its use. Shapes need not be told: every rank of a
+    pipeline has the tokens. And schedules want all microbatches on the device, so that a stage brings its
+    own instead of taking theirs.
+    """
+
+    submod: Any
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        embed_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        hidden = torch.zeros(1, 1, embed_dim, dtype=dtype, device=device)
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        loss = torch.zeros((), device=device)
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            device,
+            # With examples at hand PyTorch does not run a microbatch to find out what a stage takes and gives.
+            input_args=tokens if index == 0 else hidden,
+            output_args=loss if index == num_stages - 1 else hidden,
+            group=group,
+        )
+        self._like = hidden
+        self._shapes: list[torch.Size] = []
+        self._coming: Iterator[tuple[int, dict[str, Any]]] = iter(())
+        self._activations: dict[int, Tensor] = {}
+        self._to_send: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+
+    def expect(self, microbatches: Sequence[Microbatch], has_backward: bool) -> None:
+        """Gets ready for microbatches, which stay on the CPU until shortly before their forward."""
+        self.clear_runtime_states()
+        self.has_backward = has_backward
+        self.chunks = len(microbatches)
+        self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
+        # In the order of their forwards, which is that of the microbatches in all schedules.
+        needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
+        self._coming = to_device_ahead(needed, self.device)
+
+    def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
+        """What this stage's forward takes of a microbatch."""
+        needed = dict(microbatch.inputs)
+        if not self.is_first:
+            del needed["tokens"]
+        if self.is_last:
+            needed["targets"] = microbatch.targets
+        return needed
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._activations.clear()
+        self._to_send.clear()
+        self._gradients.clear()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        self._activations[fwd_chunk_id] = self._room_for(fwd_chunk_id)
+        return [self._op(dist.irecv, self._activations[fwd_chunk_id], self.stage_index - 1)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        return [self._op(dist.isend, self._to_send.pop(fwd_chunk_id), self.stage_index + 1)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last or not self.has_backward:
+            return []
+        self._gradients[bwd_chunk_id] = self._room_for(bwd_chunk_id)
+        return [self._op(dist.irecv, self._gradients[bwd_chunk_id], self.stage_index + 1)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        assert gradient is not None
+        return [self._op(dist.isend, gradient, self.stage_index - 1)]
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
+        return (self._activations.pop(fwd_chunk_id).requires_grad_(self.has_backward),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+        return (self._gradients.pop(bwd_chunk_id),)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
+        with self.naming("forward", fwd_chunk_id):
+            index, inputs = next(self._coming)
+            assert index == fwd_chunk_id, f"microbatch {index} comes before {fwd_chunk_id}"
+            args = (inputs.pop("tokens"),) if self.is_first else ()
+            output = super().forward_one_chunk(
+                fwd_chunk_id, args, inputs, save_forward_output=False
+            )
+        if not self.has_backward:
+            super().clear_runtime_states()  # else this microbatch would be kept for its backward
+        if not self.is_last:
+            self._to_send[fwd_chunk_id] = output.detach()
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.naming("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.naming("backward of the weights", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @contextmanager
+    def naming(self, what: str, chunk_id: int) -> Iterator[None]:
+        """Raises what fails in here as a :class:`PipelineError`, with the stage and the microbatch."""
+        try:
+            yield
+        except Exception as error:
+            cause = error.__cause__ or error  # PyTorch wraps it in a dump of all arguments
+            raise PipelineError(
+                f"pipeline stage {self.stage_index} of {self.num_stages}, microbatch {chunk_id} of "
+                f"{self.chunks}: its {what} failed ({type(cause).__name__}: {cause})"
+            ) from cause
+
+    def _room_for(self, chunk_id: int) -> Tensor:
+        return self._like.new_empty((*self._shapes[chunk_id], self._like.shape[-1]))
+
+    def _op(self, op: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(
+            op, tensor.contiguous(), self._resolve_peer_global_rank(stage), self.group
+        )
+
+
+def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A group of the first and the last rank of each pipeline; the one of this rank's pipeline.
+
+    All ranks of the job must call it, since all take part in making every group.
+    """
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
+    ends = sorted({(ranks[0], ranks[-1]) for ranks in pipelines})
+    own, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in ends])
+    return own
+
+
+def build_pipeline(
+    model: nn.Module,
+    settings: PipelineSettings,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    num_sums: int = 1,
+) -> Pipeline | None:
+    """What runs update steps through the stages of :func:`recipe_utils.model.build.build.build_model`.
+
+    Args:
+        model: materialised.
+        settings: of the schedule.
+        dtype: of the hidden states.
+        ranks: of the job.
+        num_sums: that the model's head returns.
+
+    Returns:
+        None where the model is not cut.
+    """
+    if not isinstance(model, Stages):
+        return None
+    group = ranks.pp_group
+    assert group is not None
+    return Pipeline(
+        model.by_index(),
+        num_stages=model.whole.num_stages,
+        schedule=settings.pipeline_parallel_schedule,
+        embed_dim=model.whole.embed_dim,
+        dtype=dtype,
+        device=ranks.device,
+        group=group,
+        output_is_tied=model.whole.output_is_tied,
+        num_sums=num_sums,
+    )

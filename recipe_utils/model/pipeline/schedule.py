@@ -1,0 +1,162 @@
+"""Which pipeline schedule, over how many stages, with how many microbatches."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.torch_version import TorchVersion
+from torchtune.utils import get_logger
+
+from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.settings.settings import ROOM
+
+_log = get_logger("INFO")
+
+SCHEDULES: dict[str, Any] = {
+    "1F1B": Schedule1F1B,
+    "GPipe": ScheduleGPipe,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+}
+
+
+@dataclass(frozen=True, config=ROOM)
+class PipelineSettings:
+    """How the ranks of a pipeline divide the layers and take turns."""
+
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"
+    ] = "1F1B"
+    """PyTorch's schedule of that name; one for all microbatches of an update step."""
+    pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
+    """The first layer of each stage but the first; null balances the stages by their parameters."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs the backward for inputs and the one for weights apart."""
+        return "ZeroBubble" in self.pipeline_parallel_schedule
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Stages over all ranks of a pipeline: one on each, or two with interleaved schedules.
+
+        Raises:
+            ValueError: split points that make no such number of stages.
+        """
+        schedule, split_points = (
+            self.pipeline_parallel_schedule,
+            self.pipeline_parallel_split_points,
+        )
+        several = has_several_stages_per_rank(schedule)
+        if split_points is None:
+            return num_ranks * (2 if several else 1)
+        num_stages = len(split_points) + 1
+        per_rank, rest = divmod(num_stages, num_ranks)
+        if rest or (per_rank < 2 if several else per_rank != 1):
+            wanted = "two or more" if several else "one"
+            raise ValueError(
+                f"pipeline_parallel_split_points={split_points}: they make {num_stages} stages, but "
+                f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {num_ranks} ranks; "
+                f"give {num_ranks * (2 if several else 1) - 1} points"
+            )
+        return num_stages
+
+    def num_microbatches_to_run(self, num_microbatches: int, num_ranks: int) -> int:
+        """See the function of that name."""
+        return num_microbatches_to_run(
+            num_microbatches,
+            schedule=self.pipeline_parallel_schedule,
+            num_ranks=num_ranks,
+            num_stages=self.num_stages(num_ranks),
+        )
+
+    def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
+        """Of the microbatches that data make, how many the schedule must run; None without a pipeline."""
+        num_ranks = ranks.dims.pp
+        if num_ranks == 1:
+            return None
+        # Of training's first update step, which is a full one: validations and an epoch's end may be short.
+        is_asked = not ranks.is_zero
+
+        def to_run(num_microbatches: int) -> int:
+            nonlocal is_asked
+            if num_microbatches < num_ranks and not is_asked:
+                _log.warning(
+                    f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
+                    "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
+                )
+            is_asked = True
+            return self.num_microbatches_to_run(num_microbatches, num_ranks)
+
+        return to_run
+
+    def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[str]:
+        """What a pipeline of so many ranks lacks or excludes."""
+        num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
+        if num_ranks == 1:
+            return
+        name = f"pipeline_parallel_dim={num_ranks}"
+        # Stages of older ones want one shape for all microbatches.
+        if TorchVersion(torch.__version__) < "2.13":
+            yield f"{name}: it needs torch 2.13, this is {torch.__version__}; set it to 1"
+        try:
+            num_stages = self.num_stages(num_ranks)
+        except ValueError as error:
+            yield str(error)
+            return
+        if ranks.tensor_parallel_dim > 1:
+            yield (
+                f"tensor_parallel_dim={ranks.tensor_parallel_dim}: it does not go with {name}; set one "
+                "of the two to 1"
+            )
+        if data.microbatching == "in_order" and dims is not None:
+            try:
+                num_microbatches = data.num_accumulated(dims.dp_degree)
+            except ValueError:
+                return
+            to_run = self.num_microbatches_to_run(max(num_microbatches, num_ranks), num_ranks)
+            if num_microbatches != to_run:
+                samples = num_microbatches * data.batch_size
+                yield (
+                    f"gradient_accumulation_steps={num_microbatches}: {name} with {num_stages} stages "
+                    f"and pipeline_parallel_schedule={self.pipeline_parallel_schedule} needs {to_run} "
+                    f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
+                    f"samples ({samples} on each of {dims.dp_degree} data-parallel ranks, "
+                    f"{samples * dims.dp_degree} in all); set gradient_accumulation_steps={to_run} (and a "
+                    "smaller batch_size)"
+                )
+
+
+def has_several_stages_per_rank(schedule: str) -> bool:
+    """Whether a schedule of :data:`SCHEDULES` wants more than one stage on each rank."""
+    return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
+
+
+def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
+    """The stages on a rank: every ``num_ranks``-th."""
+    return range(pp_rank, num_stages, num_ranks)
+
+
+def num_microbatches_to_run(
+    num_microbatches: int, *, schedule: str, num_ranks: int, num_stages: int
+) -> int:
+    """The smallest number of microbatches, from ``num_microbatches`` on, that a schedule accepts.
+
+    1F1B wants as many as stages. The interleaved ones go in rounds of at least as many microbatches as
+    ranks, all rounds alike.
+    """
+    if schedule == "1F1B":
+        return max(num_microbatches, num_stages)
+    if has_several_stages_per_rank(schedule):
+        while num_microbatches % max(num_microbatches // num_ranks, 1):
+            num_microbatches += 1
+    return num_microbatches

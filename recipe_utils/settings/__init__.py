@@ -1,0 +1,1 @@
+"""Configuration: keys with types, defaults and checks; YAML to settings."""

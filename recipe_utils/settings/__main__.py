@@ -1,0 +1,19 @@
+"""Prints all keys of a recipe: ``python -m recipe_utils.settings RECIPE``."""
+
+import sys
+
+from recipe_utils.settings.settings import key_table, settings_of
+
+
+def main() -> None:
+    """Prints the keys of the recipe that the command line names."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m recipe_utils.settings RECIPE")
+    try:
+        print(key_table(settings_of(sys.argv[1])))  # noqa: T201
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Crops are Pillow's, colours torchvision's formulas, and every draw has its own place."""
+
+import colorsys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
+
+from recipe_utils.data.images.multi_crop import (
+    MultiCrop,
+    blurred,
+    random_box,
+    resized_boxes,
+    with_brightness,
+    with_contrast,
+    with_hue,
+    with_saturation,
+)
+
+PLAIN = {
+    "flip_probability": 0.0,
+    "jitter_probability": 0.0,
+    "grey_probability": 0.0,
+    "blur_probability": (0.0, 0.0, 0.0),
+    "solarize_probability": (0.0, 0.0, 0.0),
+    "mean": (0.0, 0.0, 0.0),
+    "std": (1.0, 1.0, 1.0),
+}
+SMALL = {"global_crop_size": 32, "local_crop_size": 16, "num_local_crops": 3}
+
+
+def picture(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).random(shape).astype(dtype)
+
+
+def made_by(transform, image, seed=0):
+    return transform(image, torch.Generator().manual_seed(seed))
+
+
+# ---- Resizing -------------------------------------------------------------------------------------
+
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+BOXES = {
+    "smaller": (3.3, 10.7, 60.2, 41.9),
+    "larger": (20.5, 1.25, 9.1, 12.6),
+    "both": (0.0, 30.0, 70.0, 5.5),
+    "whole": (0.0, 0.0, 73.0, 58.0),
+}
+
+
+@pytest.mark.parametrize("interpolation", FILTERS)
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_a_box_is_resized_as_pillow_does(box, interpolation):
+    image = picture(2, 73, 58)
+    (ours,) = resized_boxes(image, [box], 24, interpolation)
+    top, left, height, width = box
+    edges = (left, top, left + width, top + height)
+    theirs = [
+        np.asarray(Image.fromarray(channel).resize((24, 24), FILTERS[interpolation], box=edges))
+        for channel in image
+    ]
+    np.testing.assert_allclose(ours, np.stack(theirs), atol=2e-6)
+
+
+def test_a_photograph_is_resized_a_few_rows_at_a_time():
+    image = picture(3, 900, 700)
+    (ours,) = resized_boxes(image, [(20.5, 10.25, 800.0, 650.0)], 32, "bicubic")
+    edges = (10.25, 20.5, 660.25, 820.5)
+    for channel, crop in zip(image, ours, strict=True):
+        whole = Image.fromarray(channel).resize((32, 32), FILTERS["bicubic"], box=edges)
+        np.testing.assert_allclose(crop, np.asarray(whole), atol=2e-6)
+
+
+@pytest.mark.parametrize("interpolation", FILTERS)
+def test_a_box_in_float64_is_resized_as_torch_does(interpolation):
+    image = picture(3, 50, 41, dtype=np.float64)
+    (ours,) = resized_boxes(image, [(0, 0, 50, 41)], 16, interpolation)
+    resize = {"size": (16, 16), "mode": interpolation, "align_corners": False}
+    theirs = F.interpolate(torch.from_numpy(image)[None], **resize, antialias=True)[0]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-13)
+    aliased = F.interpolate(torch.from_numpy(image)[None], **resize)[0]
+    assert np.abs(ours - aliased.numpy()).max() > 0.05
+
+
+@pytest.mark.parametrize("interpolation", FILTERS)
+def test_a_box_of_whole_pixels_in_its_own_size_is_a_slice(interpolation):
+    image = picture(3, 20, 30)
+    (crop,) = resized_boxes(image, [(4, 11, 8, 8)], 8, interpolation)
+    np.testing.assert_array_equal(crop, image[:, 4:12, 11:19])
+
+
+def test_boxes_do_not_depend_on_those_beside_them():
+    image = picture(1, 40, 40)
+    boxes = [BOXES["larger"], (1.5, 2.5, 35.0, 30.0), (5.0, 5.0, 3.0, 4.0)]
+    together = resized_boxes(image, boxes, 12, "bicubic")
+    for box, crop in zip(boxes, together, strict=True):
+        np.testing.assert_array_equal(crop, resized_boxes(image, [box], 12, "bicubic")[0])
+
+
+@given(
+    shape=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    low=st.floats(0.01, 1),
+    seed=st.integers(0, 99),
+)
+def test_boxes_lie_in_the_image_and_have_the_area_that_is_asked_for(shape, low, seed):
+    draws = np.random.default_rng(seed).random((10, 4))
+    top, left, height, width = random_box(shape, (low, 1.0), (3 / 4, 4 / 3), draws)
+    assert top >= 0
+    assert left >= 0
+    assert top + height <= shape[0] * (1 + 1e-12)
+    assert left + width <= shape[1] * (1 + 1e-12)
+    assert 3 / 4 - 1e-9 <= width / height <= 4 / 3 + 1e-9
+    share = width * height / (shape[0] * shape[1])
+    is_fallback = width == pytest.approx(shape[1]) or height == pytest.approx(shape[0])
+    assert is_fallback or low * (1 - 1e-9) <= share <= 1
+
+
+def test_a_box_that_never_fits_is_the_largest_in_the_middle():
+    assert random_box((10, 100), (1.0, 1.0), (0.5, 2.0), np.zeros((10, 4))) == (0, 40, 10, 20)
+    assert random_box((100, 10), (1.0, 1.0), (0.5, 2.0), np.zeros((10, 4))) == (40, 0, 20, 10)
+
+
+# ---- Colours --------------------------------------------------------------------------------------
+
+ENHANCED = {
+    "brightness": (with_brightness, ImageEnhance.Brightness),
+    "contrast": (with_contrast, ImageEnhance.Contrast),
+    "saturation": (with_saturation, ImageEnhance.Color),
+}
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.4])
+@pytest.mark.parametrize("change", ENHANCED)
+def test_colours_change_as_in_pillow(change, factor):
+    ours, theirs = ENHANCED[change]
+    pixels = (picture(3, 9, 7) * 255).astype(np.uint8)
+    enhanced = theirs(Image.fromarray(pixels.transpose(1, 2, 0))).enhance(factor)
+    changed = ours(pixels.astype(np.float32) / 255, factor)
+    # Pillow rounds pixels, and the mean of all greys.
+    np.testing.assert_allclose(
+        changed * 255, np.asarray(enhanced).transpose(2, 0, 1), atol=1.5 if factor != 1 else 1e-4
+    )
+
+
+@pytest.mark.parametrize("shift", [-0.1, 0.0, 0.03, 0.5])
+def test_hue_turns_as_in_colorsys(shift):
+    pixels = picture(3, 6, 5, dtype=np.float64)
+    pixels[:, 0, 0] = 0.4  # a grey one
+    pixels[:, 0, 1] = 0.0
+    turned = with_hue(pixels, shift)
+    for row, column in np.ndindex(6, 5):
+        hue, saturation, value = colorsys.rgb_to_hsv(*pixels[:, row, column])
+        expected = colorsys.hsv_to_rgb((hue + shift) % 1, saturation, value)
+        np.testing.assert_allclose(turned[:, row, column], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
+def test_a_blur_is_a_convolution_with_a_gaussian(sigma):
+    pixels = picture(2, 11, 8, dtype=np.float64)
+    radius = int(np.ceil(3 * sigma))
+    offsets = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    kernel = torch.exp(-(offsets[:, None] ** 2 + offsets**2) / (2 * sigma**2))
+    kernel /= kernel.sum()
+    padded = F.pad(torch.from_numpy(pixels)[None], [radius] * 4, mode="replicate")
+    expected = F.conv2d(padded, kernel.expand(2, 1, -1, -1), groups=2)[0]
+    np.testing.assert_allclose(blurred(pixels, sigma), expected.numpy(), atol=1e-14)
+
+
+# ---- What is drawn --------------------------------------------------------------------------------
+
+
+def test_without_changes_a_crop_of_the_whole_image_is_that_image_normalised():
+    image = picture(3, 32, 32)
+    whole = {"global_crop_scale": (1.0, 1.0), "aspect_ratio": (1.0, 1.0)}
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
+    transform = MultiCrop(**{**PLAIN, **SMALL, **whole, "mean": mean, "std": std})
+    expected = (image - np.float32(mean)[:, None, None]) / np.float32(std)[:, None, None]
+    crops = made_by(transform, image)
+    assert crops.of_global.shape == (2, 3, 32, 32)
+    assert crops.of_local.shape == (3, 3, 16, 16)
+    for crop in crops.of_global:
+        np.testing.assert_allclose(crop, expected, atol=1e-6)
+    np.testing.assert_allclose(transform.whole(image), expected, atol=1e-6)
+
+
+def test_the_whole_of_a_wide_image_is_the_square_in_its_middle():
+    image = picture(1, 32, 64)
+    transform = MultiCrop(**{**PLAIN, **SMALL, "mean": [0.0], "std": [1.0]})
+    np.testing.assert_array_equal(transform.whole(image), image[:, :, 16:48])
+
+
+CHANGES = {
+    "flip_probability": 1.0,
+    "jitter_probability": 1.0,
+    "grey_probability": 1.0,
+    "blur_probability": (1.0, 1.0, 1.0),
+    "solarize_probability": (1.0, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_outcome_moves_the_draws_after_it(change):
+    """With all flipped the crops are those of none, from right to left; likewise of the others."""
+    image = picture(3, 40, 48)
+    without = made_by(MultiCrop(**{**PLAIN, **SMALL}), image)
+    changed = made_by(MultiCrop(**{**PLAIN, **SMALL, change: CHANGES[change]}), image)
+    for plain, crops in zip(without, changed, strict=True):
+        assert not np.array_equal(plain, crops)
+        if change == "flip_probability":
+            np.testing.assert_array_equal(crops, plain[..., ::-1])
+        elif change == "solarize_probability":
+            np.testing.assert_array_equal(crops, np.where(plain >= 0.5, 1 - plain, plain))
+        elif change == "grey_probability":
+            luma = np.tensordot(plain, np.float32([0.299, 0.587, 0.114]), axes=([1], [0]))
+            np.testing.assert_allclose(crops, np.stack([luma] * 3, axis=1), atol=1e-6)
+
+
+def test_only_the_crops_that_are_asked_for_are_blurred_or_solarized():
+    image = picture(3, 40, 48)
+    without = made_by(MultiCrop(**{**PLAIN, **SMALL}), image)
+    for change in ("blur_probability", "solarize_probability"):
+        for kind in range(3):
+            probabilities = [float(i == kind) for i in range(3)]
+            crops = made_by(MultiCrop(**{**PLAIN, **SMALL, change: probabilities}), image)
+            differ = [not np.array_equal(crops.of_global[i], without.of_global[i]) for i in (0, 1)]
+            differ.append(not np.array_equal(crops.of_local, without.of_local))
+            assert differ == [i == kind for i in range(3)]
+
+
+def test_changes_are_as_frequent_as_published():
+    """Counted on images of one red: greyscale, and the second global crop's solarizing."""
+    transform = MultiCrop(
+        **{**PLAIN, **SMALL, "grey_probability": 0.2, "solarize_probability": (0.0, 0.2, 0.0)}
+    )
+    red = np.zeros((3, 4, 4), np.float32)
+    red[0] = 0.9
+    crops = [made_by(transform, red, seed).of_global for seed in range(600)]
+    is_grey = np.array([[crop[0].min() < 0.5 and crop[1].min() > 0.2 for crop in c] for c in crops])
+    is_solarized = np.array([c[1, 0].max() < 0.2 for c in crops])
+    # Three standard errors of 1,200 and of 480 draws.
+    assert abs(is_grey.mean() - 0.2) < 0.035
+    assert abs(is_solarized.mean() - 0.2 * 0.8) < 0.045
+
+
+def test_crops_depend_on_the_generator_alone_and_keep_the_type():
+    transform = MultiCrop(**SMALL)
+    state = torch.get_rng_state()
+    for dtype in (np.float32, np.float64):
+        image = picture(3, 30, 20, dtype=dtype)
+        first, again, other = (made_by(transform, image, seed) for seed in (1, 1, 2))
+        for a, b, c in zip(first, again, other, strict=True):
+            assert a.dtype == dtype
+            np.testing.assert_array_equal(a, b)
+            assert not np.array_equal(a, c)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_images_of_one_channel_have_no_colours_to_change():
+    transform = MultiCrop(**SMALL, mean=[0.5], std=[0.5])
+    assert made_by(transform, picture(1, 8, 8)).of_local.shape == (3, 1, 16, 16)
+
+
+def test_another_transform_draws_from_the_sample_s_generator():
+    """Dropout stands for one of torchvision's: it draws from torch's global generator."""
+    another = {"_component_": "torch.nn.Dropout", "p": 0.5}
+    transform = MultiCrop(**{**PLAIN, **SMALL, "image_transform": another})
+    image = picture(3, 32, 32)
+    kept = image.copy()
+    torch.manual_seed(0)
+    first = made_by(transform, image).of_global
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    np.testing.assert_array_equal(first, made_by(transform, image).of_global)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not np.array_equal(first, made_by(transform, image, seed=1).of_global)
+    np.testing.assert_array_equal(image, kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_local_crops": 0}, "num_local_crops=0: it must be a whole number of at least 1"),
+        ({"global_crop_size": 0}, "global_crop_size=0"),
+        (
+            {"global_crop_scale": [0.3, 1.2]},
+            r"global_crop_scale=\[0.3, 1.2\].*at most 1, the whole",
+        ),
+        ({"local_crop_scale": [0.3, 0.1]}, "local_crop_scale="),
+        ({"local_crop_scale": [0.3]}, "local_crop_scale="),
+        ({"hue": 0.6}, "hue=0.6: it must be from 0 to 0.5"),
+        ({"flip_probability": 1.5}, "flip_probability=1.5"),
+        ({"blur_probability": [0.5]}, "blur_probability=.*three"),
+        ({"solarize_probability": [0, 2, 0]}, "solarize_probability="),
+        ({"blur_sigma": [0.0, 1.0]}, "blur_sigma="),
+        ({"mean": [0.5]}, "mean=.*one value for each channel"),
+        ({"std": [1.0, 0.0, 1.0]}, "std"),
+        ({"interpolation": "nearest"}, "interpolation=nearest: set it to bicubic or bilinear"),
+        ({"image_transform": {"_component_": "no.such.thing"}}, "image_transform="),
+    ],
+)
+def test_arguments_out_of_bounds_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MultiCrop(**arguments)
+
+
+def test_crops_that_do_not_fit_to_a_model_are_named_with_both_numbers():
+    transform = MultiCrop(global_crop_size=224, local_crop_size=90)
+    assert transform.problems_with(16, 3) == [
+        "transform.local_crop_size=90: no multiple of the model's patch_size=16; the nearest are 80 and 96"
+    ]
+    (problem,) = transform.problems_with(2, 1)
+    assert "3 values for the model's 1 channels" in problem

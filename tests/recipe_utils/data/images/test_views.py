@@ -1,0 +1,533 @@
+"""Views of an image are the same wherever they are made; rows hold what their targets say."""
+
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset
+
+from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
+from recipe_utils.data.images.crop_rows import (
+    CLASS,
+    FIRST_REGISTER,
+    MASKED_PATCH,
+    PATCH,
+    TokenLayout,
+    of_global_crops,
+)
+from recipe_utils.data.images.folders import load_images
+from recipe_utils.data.images.labelled import ImageSamples, WholeImages
+from recipe_utils.data.images.multi_crop import MultiCrop
+from recipe_utils.data.images.view_draws import mask_ratios
+from recipe_utils.data.loader.loader import DataSettings, UpdateStepLoader
+from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, update_step_indices
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.settings.settings import ConfigError, read_settings
+
+CROPS = {
+    "global_crop_size": 16,
+    "local_crop_size": 8,
+    "num_local_crops": 3,
+    "mean": [0.4, 0.5, 0.6],
+    "std": [0.2, 0.3, 0.4],
+}
+COMPONENT = {"_component_": "recipe_utils.data.images.multi_crop.MultiCrop", **CROPS}
+LAYOUT = TokenLayout(patch_size=4, num_channels=3, num_registers=2, num_draws=4)
+NUM_IMAGES = 37
+P, G, L = 16, 1 + 2 + 16, 1 + 2 + 4
+
+
+class Pictures(Dataset):
+    def __init__(self, num=NUM_IMAGES, bad=(), dtype=np.float32, has_labels=True):
+        self.num, self.bad, self.dtype, self.has_labels = num, bad, dtype, has_labels
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, index):
+        shape = (3, 12 + index % 5, 20)
+        image = np.random.default_rng(index).random(shape).astype(self.dtype)
+        label = {"label": index % 10} if self.has_labels else {}
+        bad = np.full(shape, np.nan)
+        return {"image": bad if index in self.bad else image, "name": f"{index}.png", **label}
+
+
+def settings_of(**keys):
+    return ViewSettings(transform=COMPONENT, **{"koleo_group_size": 4, "rope_rescale": 2.0, **keys})
+
+
+def views_of(dataset=None, layout=LAYOUT, **keys):
+    return Views(dataset or Pictures(), MultiCrop(**CROPS), settings_of(**keys), layout, seed=7)
+
+
+def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
+    data = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
+    keys = dict(keys)
+    return UpdateStepLoader(
+        views_of(dataset, layout, **keys),
+        ViewSamples(data, settings_of(**keys), layout),
+        data,
+        join_ranks(RankSettings(device="cpu", **dict(ranks))),
+    )
+
+
+@pytest.fixture
+def one_process():
+    ranks = join_ranks(RankSettings(device="cpu"))
+    yield
+    ranks.leave()
+
+
+def images_of(microbatch):
+    """Name of each image -> bytes of its part of the row: pixels, kinds, positions and draws of all its crops."""
+    targets, inputs = microbatch.targets, microbatch.inputs
+    found = {}
+    starts = targets.cls_positions.tolist()
+    for image, name in enumerate(targets.names):
+        of_local = 2 * targets.num_images + targets.num_local_crops * image
+        crops = [(start, G) for start in starts[2 * image : 2 * image + 2]]
+        crops += [(start, L) for start in starts[of_local : of_local + targets.num_local_crops]]
+        assert len(crops) == 5
+        found[name] = b"".join(
+            inputs[key][0, start : start + length].numpy().tobytes()
+            for start, length in crops
+            for key in ("tokens", "input_pos")
+        )
+    return found
+
+
+def groups_of(microbatch):
+    """The names of each KoLeo group."""
+    names = np.array(microbatch.targets.names)
+    groups = microbatch.targets.koleo_groups.tolist()
+    assert groups == sorted(groups)
+    return [tuple(names[np.equal(groups, group)].tolist()) for group in sorted(set(groups))]
+
+
+def steps_of(loader, epoch=1, samples_consumed=0):
+    """Of each update step: its images, its groups, its totals."""
+    found = []
+    with loader.epoch(epoch, samples_consumed) as steps:
+        for step in steps:
+            real = [microbatch for microbatch in step.microbatches if microbatch.counts]
+            images = {}
+            for microbatch in real:
+                images |= images_of(microbatch)
+            groups = sorted(group for microbatch in real for group in groups_of(microbatch))
+            found.append((images, groups, dict(step.totals)))
+    return found
+
+
+def steps_of_a_rank(changes=()):
+    return steps_of(make_loader(**dict(changes)))
+
+
+@pytest.fixture(scope="module")
+def whole_steps():
+    """Those of an epoch of 37 images, 16 in an update step, on one rank."""
+    (steps,) = run_distributed(steps_of_a_rank, 1)
+    return steps
+
+
+def joined(ranks):
+    """What the ranks have together, step by step."""
+    steps = []
+    for of_ranks in zip(*ranks, strict=True):
+        images = {name: bytes_ for step in of_ranks for name, bytes_ in step[0].items()}
+        groups = sorted({group for step in of_ranks for group in step[1]})
+        assert all(step[2] == of_ranks[0][2] for step in of_ranks)
+        steps.append((images, groups, of_ranks[0][2]))
+    return steps
+
+
+# ---- The same wherever they are made --------------------------------------------------------------
+
+LAYOUTS = {
+    "2 ranks": (2, {}),
+    "4 ranks": (4, {}),
+    "2 workers": (1, {"num_workers": 2}),
+    "2 ranks, whole at once": (2, {"batch_size": 8}),
+    "whole at once": (1, {"batch_size": 16}),
+    "2 ranks with 2 workers, not ahead": (2, {"prefetch_update_steps": 0, "num_workers": 2}),
+    "2 stages, which have the same images": (2, {"ranks": {"pipeline_parallel_dim": 2}}),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "changes"), LAYOUTS.values(), ids=LAYOUTS)
+def test_views_groups_and_totals_are_the_same_on_any_layout(num_ranks, changes, whole_steps):
+    assert joined(run_distributed(steps_of_a_rank, num_ranks, changes)) == whole_steps
+
+
+def test_every_image_is_in_one_update_step_and_its_group_follows_its_position(whole_steps):
+    order = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()
+    for number, (images, groups, totals) in enumerate(whole_steps):
+        window = order[16 * number : 16 * (number + 1)]
+        names = [f"image {index} of dataset ({index}.png)" for index in window]
+        assert set(images) == set(names)
+        assert groups == sorted(tuple(names[i : i + 4]) for i in range(0, len(names), 4))
+        assert totals["images"] == len(window)
+        assert totals["koleo_images"] == len(window) - (len(window) % 4 == 1)
+        assert totals["crop_tokens"] == len(window) * (2 * G + 3 * L)
+    assert len(window) == 5
+
+
+def test_a_training_that_goes_on_within_an_epoch_sees_the_same(whole_steps, one_process):
+    assert steps_of(make_loader(), samples_consumed=16) == whole_steps[1:]
+
+
+def test_threads_do_not_enter(whole_steps, one_process):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1 + num_threads)
+    try:
+        assert steps_of(make_loader(), samples_consumed=32) == whole_steps[2:]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_epochs_seeds_and_images_differ_in_all_that_is_drawn():
+    plain = views_of(Pictures(2))
+    base = plain[StepIndex(0, 0, 0, 0, 8)]
+    same_image = Pictures(2)
+    same_image.__class__ = type("Same", (Pictures,), {"__getitem__": lambda s, i: Pictures()[0]})
+    others = {
+        "epoch": plain[StepIndex(0, 1, 0, 0, 8)],
+        "seed": Views(Pictures(2), MultiCrop(**CROPS), settings_of(), LAYOUT, seed=8)[0],
+        "image": views_of(same_image)[StepIndex(1, 0, 0, 0, 8)],
+    }
+    for other in others.values():
+        for key in ("global_crops", "local_crops", "draws"):
+            assert not np.array_equal(base[key], other[key])
+    # An update step or a position alone change masks and factor, but no crop.
+    elsewhere = plain[StepIndex(0, 0, 3, 5, 8)]
+    np.testing.assert_array_equal(base["global_crops"], elsewhere["global_crops"])
+    assert base["position_factor"] != elsewhere["position_factor"]
+
+
+# ---- Masks ----------------------------------------------------------------------------------------
+
+
+def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps):
+    for number, (images, _, totals) in enumerate(whole_steps):
+        ratios = mask_ratios(7, 1, number, 2 * len(images), 0.5, (0.1, 0.5))
+        expected = [round(ratio * P) for ratio in ratios]
+        assert (ratios > 0).sum() == len(images)
+        assert totals["masked_patches"] == sum(expected)
+        order = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()[16 * number :]
+        for position, index in enumerate(order[:16]):
+            sample = views_of()[StepIndex(index, 1, number, position, len(images))]
+            assert sample["masks"].sum(axis=1).tolist() == expected[2 * position : 2 * position + 2]
+
+
+# ---- Rows -----------------------------------------------------------------------------------------
+
+
+def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
+    """A microbatch of the first images of an update step of 8, and what :class:`Views` returned of each."""
+    samples = [
+        views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
+        for i in range(num)
+    ]
+    kind = ViewSamples(DataSettings(batch_size=8), settings_of(**keys), layout)
+    prepared = [kind.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
+    return kind.collate(prepared), samples
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
+    microbatch, samples = collated(dtype=dtype)
+    tokens = microbatch.inputs["tokens"]
+    assert tokens.shape == (1, 6 * G + 9 * L, 1 + 48)
+    assert (
+        tokens.dtype
+        == microbatch.inputs["input_pos"].dtype
+        == torch.from_numpy(np.zeros(1, dtype)).dtype
+    )
+    assert microbatch.inputs["crop_groups"] == ((6, G), (9, L))
+    weight = torch.randn(5, 3, 4, 4, dtype=tokens.dtype, generator=torch.Generator().manual_seed(0))
+    embedded = tokens[0, :, 1:] @ weight.flatten(1).T
+    start = 0
+    for key, length in (("global_crops", G), ("local_crops", L)):
+        crops = torch.from_numpy(np.concatenate([sample[key] for sample in samples]))
+        expected = F.conv2d(crops, weight, stride=4).flatten(2).transpose(1, 2)
+        end = start + len(crops) * length
+        of_crops = embedded[start:end].view(len(crops), length, 5)
+        torch.testing.assert_close(of_crops[:, 3:], expected)
+        assert not of_crops[:, :3].any()
+        start = end
+    assert start == tokens.size(1)
+
+
+def test_kinds_of_tokens_are_where_the_targets_say():
+    microbatch, samples = collated()
+    targets, kinds = microbatch.targets, microbatch.inputs["tokens"][0, :, 0].long()
+    crops = [kinds[: 6 * G].view(6, G), kinds[6 * G :].view(9, L)]
+    for of_part in crops:
+        assert (of_part[:, 0] == CLASS).all()
+        assert (of_part[:, 1:3] == torch.tensor([FIRST_REGISTER, FIRST_REGISTER + 1])).all()
+    masks = np.concatenate([sample["masks"] for sample in samples])
+    np.testing.assert_array_equal(crops[0][:, 3:] == MASKED_PATCH, masks)
+    assert ((crops[0][:, 3:] == PATCH).numpy() == ~masks).all()
+    assert (crops[1][:, 3:] == PATCH).all()
+    assert (kinds == CLASS).nonzero().squeeze(1).tolist() == targets.cls_positions.tolist()
+    is_masked = (kinds == MASKED_PATCH).nonzero().squeeze(1)
+    assert is_masked.tolist() == targets.masked_positions.tolist()
+    is_patch = (kinds[: 6 * G] <= MASKED_PATCH).nonzero().squeeze(1)
+    assert is_patch.tolist() == targets.patch_positions.tolist()
+    of_crop = targets.masked_positions // G
+    for crop in of_crop.unique():
+        weights = targets.masked_weights[of_crop == crop]
+        assert weights.dtype == torch.float64
+        assert weights.tolist() == [1 / masks[crop].sum()] * len(weights)
+    assert microbatch.counts["masked_patches"] == masks.sum()
+    assert (targets.num_images, targets.num_local_crops) == (3, 3)
+    assert targets.labels.tolist() == [0, 1, 2]
+
+
+def test_positions_are_patches_centres_and_draws_are_alike_in_a_crop():
+    microbatch, samples = collated()
+    input_pos = microbatch.inputs["input_pos"][0]
+    assert input_pos.size(1) == 2 + LAYOUT.num_draws
+    factor = samples[0]["position_factor"]
+    assert factor != 1
+    start = 0
+    for key, length, side, drawn in (
+        ("global_crops", G, 4, slice(0, 2)),
+        ("local_crops", L, 2, slice(2, None)),
+    ):
+        centres = [(2 * i + 1) / side - 1 for i in range(side)]
+        expected = [[0.0, 0.0]] * 3 + [[y * factor, x * factor] for y in centres for x in centres]
+        draws = np.concatenate([sample["draws"][drawn] for sample in samples])
+        for crop in range(sum(len(sample[key]) for sample in samples)):
+            of_crop = input_pos[start : start + length]
+            np.testing.assert_allclose(of_crop[:, :2], expected, rtol=1e-6)
+            assert (of_crop[:, 2:] == torch.from_numpy(draws[crop])).all()
+            start += length
+    assert 0 <= draws.min() < draws.max() < 1
+
+
+def test_without_drop_path_there_are_no_draws():
+    microbatch, _ = collated(layout=LAYOUT._replace(num_draws=0, num_registers=0))
+    assert microbatch.inputs["input_pos"].size(2) == 2
+    assert microbatch.inputs["crop_groups"] == ((6, 17), (9, 5))
+
+
+def test_global_crops_are_what_a_row_begins_with():
+    microbatch, _ = collated()
+    seen = of_global_crops(microbatch)
+    assert seen.inputs["crop_groups"] == ((6, G),)
+    for name in ("tokens", "input_pos"):
+        assert torch.equal(seen.inputs[name], microbatch.inputs[name][:, : 6 * G])
+        assert seen.inputs[name].data_ptr() == microbatch.inputs[name].data_ptr()  # no copy
+    assert torch.equal(seen.targets.cls_positions, microbatch.targets.cls_positions[:6])
+    assert seen.targets[1:] == microbatch.targets[1:]
+
+
+def test_a_stand_in_has_crops_to_run_and_asks_nothing():
+    kind = ViewSamples(DataSettings(), settings_of(), LAYOUT)
+    stand_in = kind.stand_in(kind.prepare(views_of()[0], "sample 0 of dataset"))
+    assert stand_in.inputs["crop_groups"] == ((2, G), (3, L))
+    assert stand_in.counts == {}
+    targets = stand_in.targets
+    assert (targets.num_images, targets.num_local_crops, targets.names) == (0, 3, ())
+    for name in (
+        "cls_positions",
+        "masked_positions",
+        "masked_weights",
+        "patch_positions",
+        "koleo_groups",
+    ):
+        assert len(getattr(targets, name)) == 0
+
+
+def test_a_row_without_masked_patches_has_targets_all_the_same():
+    microbatch, _ = collated(mask_probability=0.0)
+    assert len(microbatch.targets.masked_positions) == len(microbatch.targets.masked_weights) == 0
+    assert microbatch.counts["masked_patches"] == 0
+
+
+def test_all_of_an_update_step_is_one_group_where_koleo_takes_two_passes():
+    microbatch, _ = collated(koleo_group_size=None)
+    assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
+    assert microbatch.counts["koleo_images"] == 3
+    kind = ViewSamples(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
+    alone = kind.collate([kind.prepare(views_of()[0], "sample 0 of dataset")])
+    assert alone.counts["koleo_images"] == 0
+
+
+# ---- Images that are left out, and whole ones ------------------------------------------------------
+
+
+def test_a_bad_image_is_named_and_left_out_without_moving_the_others_groups(
+    one_process, whole_steps
+):
+    bad = epoch_permutation(NUM_IMAGES, 1, shuffle=True).tolist()[5]
+    name = f"image {bad} of dataset ({bad}.png)"
+    with pytest.raises(
+        SampleError, match=f"sample {bad} of dataset: image {bad}.png: .*not all finite"
+    ):
+        steps_of(make_loader(Pictures(bad=(bad,))))
+    found = steps_of(make_loader(Pictures(bad=(bad,)), on_bad_sample="skip"))
+    for (images, groups, _), (all_images, all_groups, _) in zip(found, whole_steps, strict=True):
+        left = {key: value for key, value in all_images.items() if key != name}
+        assert images == left
+        assert groups == sorted(tuple(n for n in group if n != name) for group in all_groups)
+
+
+def test_microbatches_hold_whole_groups_and_no_more_than_they_may():
+    kind = ViewSamples(DataSettings(batch_size=8), settings_of(), LAYOUT)
+    positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
+    assert kind.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
+    assert kind.plan([0] * 9, 1) == [[list(range(8)), [8]]]  # indices of no update step
+    assert kind.plan([], 1) == [[]]
+
+
+def test_whole_images_are_one_crop_each_with_their_labels(one_process):
+    data = DataSettings(batch_size=8).of_validation()
+    images = WholeImages(Pictures(), MultiCrop(**CROPS), LAYOUT)
+    loader = UpdateStepLoader(
+        images, ImageSamples(data, LAYOUT), data, join_ranks(RankSettings(device="cpu"))
+    )
+    labels = []
+    with loader.epoch(0) as steps:
+        for step in steps:
+            (microbatch,) = step.microbatches
+            targets, number = microbatch.targets, len(microbatch.targets.names)
+            assert microbatch.inputs["crop_groups"] == ((number, G),)
+            assert microbatch.inputs["input_pos"].shape == (1, number * G, 2)
+            assert (microbatch.inputs["tokens"][0, targets.cls_positions, 0] == CLASS).all()
+            assert len(targets.patch_positions) == number * P
+            assert step.totals == {"images": number, "crop_tokens": number * G}
+            assert of_global_crops(microbatch).inputs["crop_groups"] == ((number, G),)
+            labels += targets.labels.tolist()
+    assert labels == [index % 10 for index in range(NUM_IMAGES)]
+
+
+def test_neighbours_need_labels_and_views_do_not(one_process):
+    unlabelled = Pictures(has_labels=False)
+    with pytest.raises(SampleError, match="it has no label"):
+        WholeImages(unlabelled, MultiCrop(**CROPS), LAYOUT)[0]
+    data = DataSettings(batch_size=4)
+    (microbatch,) = next(
+        iter_steps(make_loader(unlabelled, global_batch_size=4, **{}))
+    ).microbatches
+    assert microbatch.targets.labels is None
+    assert data.batch_size == 4
+
+
+def iter_steps(loader):
+    with loader.epoch(0) as steps:
+        yield from steps
+
+
+# ---- Workers, fingerprints, settings --------------------------------------------------------------
+
+
+def test_the_fingerprint_is_of_the_images_alone(one_process):
+    first = make_loader().fingerprint()
+    assert make_loader(keys={"mask_probability": 0.3}).fingerprint() == first
+    other = type(
+        "Other", (Pictures,), {"__getitem__": lambda s, i: Pictures()[(i + 1) % NUM_IMAGES]}
+    )
+    assert make_loader(other()).fingerprint() != first
+
+
+def test_what_makes_views_can_be_sent_to_a_worker():
+    kind = ViewSamples(DataSettings(batch_size=4), settings_of(), LAYOUT)
+    checked = CheckedDataset(views_of(), "dataset", kind.prepare)
+    sent = pickle.loads(pickle.dumps(checked))
+    index = StepIndex(3, 1, 2, 3, 8)
+    ours, theirs = (images_of(kind.collate([of[index]])) for of in (checked, sent))
+    assert ours == theirs
+
+
+def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
+    """Tensors come from workers as files in shared memory, of which a process may open about a thousand."""
+    checked = CheckedDataset(views_of(), "dataset", lambda sample, name: sample)
+    indices = update_step_indices(torch.arange(8), 0, 8, 0, 1)
+    (samples,) = load_samples(checked, [indices], num_workers=1)
+    assert [sample["position"] for sample in samples] == list(range(8))
+    assert not any(isinstance(value, torch.Tensor) for value in samples[0].values())
+
+
+def settings_from(**keys):
+    return read_settings(OmegaConf.create({"transform": COMPONENT, **keys}), ViewSettings)
+
+
+def test_the_settings_are_read_from_a_config():
+    settings = settings_from(mask_ratio=[0, 0.25], koleo_group_size=None)
+    assert settings.mask_range == (0, 0.25)
+    assert settings.koleo_group_size is None
+    assert settings_from().mask_range == (0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"mask_ratio": [0.5, 0.1]},
+            r"mask_ratio=\[0.5, 0.1\]: it must be the smallest and the largest",
+        ),
+        ({"mask_ratio": [0.1, 1.1]}, "mask_ratio="),
+        ({"mask_ratio": [0.1]}, "mask_ratio="),
+        ({"mask_probability": 1.5}, "mask_probability=1.5: it must be at most 1"),
+        ({"koleo_group_size": 1}, "koleo_group_size=1: it must be at least 2"),
+        ({"rope_rescale": 0.5}, "rope_rescale=0.5: it must be at least 1"),
+        ({"transform": {**COMPONENT, "num_crops": 3}}, "transform.num_crops: .*no such argument"),
+        ({"transform": {**COMPONENT, "hue": "much"}}, "transform.hue="),
+    ],
+)
+def test_wrong_values_are_refused_by_key(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_from(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "data", "message"),
+    [
+        (
+            {"koleo_group_size": 16},
+            {"batch_size": 24},
+            "koleo_group_size=16: .*batch_size=24.*to 32",
+        ),
+        ({}, {"batch_size": 4, "microbatching": "packed"}, "microbatching=packed: "),
+        ({}, {"batch_size": 4, "collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
+        (
+            {"transform": {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identity"}}},
+            {"batch_size": 4},
+            "num_workers=0: transform.image_transform",
+        ),
+    ],
+)
+def test_data_that_views_cannot_have_is_refused_with_both_numbers(keys, data, message):
+    views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
+    (problem,) = views.problems_with(DataSettings(**data))
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_ranks_that_cannot_hold_whole_groups_are_refused_with_both_numbers(one_process):
+    with pytest.raises(ConfigError, match=r"dataset: 6 samples per rank .* no multiple of the 4"):
+        make_loader(batch_size=6, global_batch_size=6)
+
+
+def test_a_transform_that_does_not_fit_to_the_model_is_refused():
+    for_patches = partial(Views, Pictures(), settings=settings_of(), seed=0)
+    with pytest.raises(ValueError, match=r"transform.local_crop_size=8: .*patch_size=16"):
+        for_patches(MultiCrop(**CROPS), layout=TokenLayout(16))
+    with pytest.raises(ValueError, match="transform: it is a Identity; set it to recipe_utils"):
+        for_patches(torch.nn.Identity(), layout=LAYOUT)
+
+
+def test_a_list_of_datasets_is_one_after_the_other():
+    digits = "recipe_utils.embedded.digits.digits_dataset"
+    parts = [{"_component_": digits, "split": split} for split in ("test", "train")]
+    both = load_images(OmegaConf.create(parts))
+    assert len(both) == 1797
+    assert both[397]["name"] == load_images(OmegaConf.create(parts[1]))[0]["name"]
+    assert load_images(None) is None

@@ -1,0 +1,512 @@
+"""An update step is a value that holds what all ranks agreed on before its first forward."""
+
+import dataclasses
+import itertools
+import math
+import re
+import threading
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+from torchtune.data import padded_collate_sft
+
+from recipe_utils.data.loader.count import OtherRankFailedError
+from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.microbatch import Microbatch, Targets, mark_last
+from recipe_utils.data.loader.plan import MicrobatchCost, plan_in_order
+from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.data.text.collator import ModelLimits, TextSamples
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.settings.settings import ConfigError
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+SAMPLES = tiny.make_samples(12, num_without_targets=2)
+# Per rank: the dataset indices of each update step.
+UNEQUAL = [
+    [[0, 1, 2, 3, 4], [5, 6], [], [10, 11]],
+    [[7], [], [8, 9, 0], []],
+]
+
+
+def num_targets(samples):
+    return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
+
+
+def make_loader(samples, ranks=(), fill=None, kind=None, **settings):
+    """``ranks`` are changes to this process's settings among the others."""
+    settings = DataSettings(batch_size=2, **settings)
+    return UpdateStepLoader(
+        tiny.Samples(samples),
+        kind or TextSamples(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
+        settings,
+        join_ranks(RankSettings(device="cpu", **dict(ranks))),
+        "dataset",
+        fill,
+    )
+
+
+@pytest.fixture
+def one_process():
+    ranks = join_ranks(RankSettings(device="cpu"))
+    yield
+    ranks.leave()
+
+
+def counts_of(step, name):
+    """What this rank's microbatches count; stand-ins count nothing."""
+    return sum(microbatch.counts.get(name, 0) for microbatch in step.microbatches)
+
+
+def describe_unequal_steps(depth):
+    described = []
+    loader = make_loader(SAMPLES, prefetch_update_steps=depth)
+    with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
+        for step in steps:
+            described.append(
+                {
+                    "index": step.index,
+                    "totals": dict(step.totals),
+                    "scale": step.scale("target_tokens"),
+                    "is_last": [is_last for _, is_last in mark_last(step.microbatches)],
+                    "targets": counts_of(step, "target_tokens"),
+                    "real": counts_of(step, "real_tokens"),
+                }
+            )
+    return described
+
+
+def describe_at_depths(depths):
+    return [describe_unequal_steps(depth) for depth in depths]
+
+
+@pytest.fixture(scope="module")
+def unequal_steps():
+    """Per rank and depth (0, 2), what it saw of each step of ``UNEQUAL``."""
+    return run_distributed(describe_at_depths, 2, (0, 2))
+
+
+def test_ranks_with_unequal_samples_run_equally_many_microbatches(unequal_steps):
+    for rank in unequal_steps:
+        for step, *shares in zip(rank[1], *UNEQUAL, strict=True):
+            most = max(math.ceil(len(share) / 2) for share in shares)
+            assert step["is_last"] == [False] * (most - 1) + [True]
+
+
+def test_more_microbatches_than_there_are_data_for_have_no_targets_and_are_not_counted(one_process):
+    indices = [[0, 1, 2], [3]]
+    loader = make_loader(SAMPLES, fill=lambda n: max(n, 4))
+    with loader.of_samples(indices) as steps:
+        for step, of_step in zip(steps, indices, strict=True):
+            num_filled = 4 - math.ceil(len(of_step) / 2)
+            assert len(step.microbatches) == 4
+            for microbatch in step.microbatches[-num_filled:]:
+                assert microbatch.counts == {}
+                assert len(microbatch.targets.positions) == 0
+            samples = [SAMPLES[i] for i in of_step]
+            assert step.totals["target_tokens"] == num_targets(samples)
+            assert step.totals["real_tokens"] == sum(len(s["tokens"]) for s in samples)
+            assert step.totals["slots"] == sum(
+                m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
+            )
+
+
+def test_counts_and_scale_are_of_all_ranks_and_each_sample_counts_once(unequal_steps):
+    for step_index, shares in enumerate(zip(*UNEQUAL, strict=True)):
+        samples = [SAMPLES[i] for share in shares for i in share]
+        total = num_targets(samples)
+        for rank in unequal_steps:
+            step = rank[1][step_index]
+            assert step["index"] == step_index
+            assert step["totals"]["target_tokens"] == total
+            assert step["totals"]["real_tokens"] == sum(len(s["tokens"]) for s in samples)
+            assert step["scale"] == 2 / max(total, 1)
+        for name, expected in (("targets", total), ("real", step["totals"]["real_tokens"])):
+            assert sum(rank[1][step_index][name] for rank in unequal_steps) == expected
+    assert total == 0  # the last update step is one without any target
+
+
+def test_prefetching_changes_nothing(unequal_steps):
+    for without, ahead in unequal_steps:
+        assert without == ahead
+
+
+def scales_of_ranks_with_the_same_data():
+    loader = make_loader(SAMPLES, {"tensor_parallel_dim": 2})
+    with loader.of_samples([[0, 1, 2], [3]]) as steps:
+        return [(step.totals["target_tokens"], step.scale("target_tokens")) for step in steps]
+
+
+def test_data_that_two_ranks_share_counts_once():
+    totals = [num_targets(SAMPLES[:3]), num_targets(SAMPLES[3:4])]
+    for rank in run_distributed(scales_of_ranks_with_the_same_data, 2):
+        assert rank == [(total, 1 / total) for total in totals]
+
+
+# ---- Failures -------------------------------------------------------------------------------------
+
+
+def collate_with_a_weight_per_sample(samples, **arguments):
+    """Works on the samples that the dataset returns, not on one cut to a single token."""
+    if any(len(sample["tokens"]) < 2 for sample in samples):
+        raise SampleError("cannot collate a single token")
+    return padded_collate_sft(samples, **arguments)
+
+
+def run_until_it_stops(samples, indices_of_rank, **settings):
+    seen = 0
+    loader = make_loader(samples, **settings)
+    try:
+        with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
+            for _ in steps:
+                seen += 1
+    except (SampleError, OtherRankFailedError) as error:
+        dist.barrier()
+        return seen, type(error), str(error)
+    dist.barrier()
+    return seen, None, ""
+
+
+def run_until_each_stops(cases):
+    return [run_until_it_stops(*case, **settings) for *case, settings in cases]
+
+
+@pytest.fixture(scope="module")
+def stopped():
+    """Per rank and case (bad sample, with samples that move, bad stand-in), how it ended."""
+    samples = list(SAMPLES)
+    samples[9] = {"tokens": [1, 2], "labels": [1]}
+    shares = [[[0], [1], [2], [3]], [[4], [5], [9], [6]]]
+    cases = [
+        (samples, shares, {}),
+        (samples, shares, {"microbatching": "least_padding"}),
+        (
+            SAMPLES,
+            [[[0], [1, 2]], [[3], []]],
+            {"collate_fn": f"{__name__}.collate_with_a_weight_per_sample"},
+        ),
+    ]
+    return run_distributed(run_until_each_stops, 2, cases)
+
+
+@pytest.mark.parametrize("case", [0, 1], ids=["in_order", "moved"])
+def test_a_bad_sample_stops_every_rank_before_the_same_update_step(stopped, case):
+    good, bad = stopped[0][case], stopped[1][case]
+    assert good[:2] == (2, OtherRankFailedError)
+    assert "rank(s) [1]" in good[2]
+    assert bad[:2] == (2, SampleError)
+    assert "sample 9 of dataset" in bad[2]
+
+
+def test_a_stand_in_that_cannot_be_collated_stops_every_rank_before_the_first_update_step(stopped):
+    ends = [rank[2] for rank in stopped]
+    assert [(seen, error) for seen, error, _ in ends] == [(0, SampleError), (0, SampleError)]
+
+
+@pytest.mark.parametrize("last_update_step", ["train", "drop"])
+def test_a_dataset_without_a_sample_is_refused_by_its_key(one_process, last_update_step):
+    with pytest.raises(ConfigError, match="dataset: it holds 0 samples"):
+        make_loader([], last_update_step=last_update_step)
+
+
+def test_an_epoch_without_an_update_step_is_refused_by_its_key(one_process):
+    with pytest.raises(ConfigError, match="last_update_step"):
+        make_loader(SAMPLES[:3], last_update_step="drop", gradient_accumulation_steps=2)
+
+
+# ---- The value ------------------------------------------------------------------------------------
+
+
+def test_the_tokens_are_those_of_the_planned_samples_in_order(one_process):
+    indices = [[5, 0, 3], [2]]
+    with make_loader(SAMPLES, num_workers=1).of_samples(indices) as steps:
+        for step, of_step in zip(steps, indices, strict=True):
+            rows = itertools.chain.from_iterable(m.inputs["tokens"] for m in step.microbatches)
+            for row, i in zip(rows, of_step, strict=True):
+                tokens = SAMPLES[i]["tokens"]
+                assert row.tolist()[: len(tokens)] == tokens
+                assert not row[len(tokens) :].any()
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 9])
+def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, one_process):
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2, max_steps_per_epoch=1)
+    consumed = set()
+    for epoch in range(num_epochs):
+        with loader.epoch(epoch) as steps:
+            consumed |= {
+                tuple(row[row > 0].tolist())
+                for s in steps
+                for m in s.microbatches
+                for row in m.inputs["tokens"]
+            }
+    num_steps, steps = loader.one_pass(num_epochs)
+    with steps:
+        found = [
+            tuple(row[row > 0].tolist())
+            for s in steps
+            for m in s.microbatches
+            for row in m.inputs["tokens"]
+        ]
+    assert num_steps == math.ceil(len(consumed) / 4)
+    in_order = [
+        tuple(sample["tokens"]) for sample in SAMPLES if tuple(sample["tokens"]) in consumed
+    ]
+    assert found == in_order
+
+
+def test_an_update_step_can_be_passed_over_twice(one_process):
+    with make_loader(SAMPLES).of_samples([list(range(6)), [7]]) as steps:
+        for step in steps:
+            first = [m.inputs["tokens"].clone() for m in step.microbatches]
+            second = [m.inputs["tokens"] for m in step.microbatches]
+            assert len(first) == len(second) > 0
+            assert all(map(torch.equal, first, second))
+            for one, other in zip(
+                mark_last(step.microbatches), mark_last(step.microbatches), strict=True
+            ):
+                assert one[0] is other[0]
+                assert one[1] == other[1]
+
+
+def test_an_update_step_cannot_be_changed(one_process):
+    with make_loader(SAMPLES).of_samples([[0]]) as steps:
+        (step,) = steps
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.index = 7
+    with pytest.raises(TypeError):
+        step.microbatches[0] = None
+
+
+def test_an_update_step_without_targets_has_a_finite_scale():
+    step = UpdateStep(0, (), {"target_tokens": 0}, dp_degree=4)
+    assert math.isfinite(step.scale("target_tokens"))
+
+
+def test_a_scale_is_the_dp_degree_over_the_total_of_its_name():
+    step = UpdateStep(0, (), {"target_tokens": 10, "pairs": 8}, dp_degree=4)
+    assert (step.scale("target_tokens"), step.scale("pairs")) == (0.4, 0.5)
+    with pytest.raises(KeyError):
+        step.scale("images")
+
+
+# ---- Epochs ---------------------------------------------------------------------------------------
+
+
+def samples_of(step):
+    return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
+
+
+def test_an_epoch_knows_its_last_update_step_and_how_many_samples_are_consumed(one_process):
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2)
+    assert (loader.global_batch_size, loader.steps_per_epoch) == (4, 3)
+    with loader.epoch(0) as steps:
+        found = [(s.index, s.samples_consumed, s.is_last_of_epoch) for s in steps]
+    assert found == [(0, 4, False), (1, 8, False), (2, 12, True)]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_epoch_goes_on_from_the_samples_that_were_consumed(one_process, depth):
+    loader = make_loader(
+        SAMPLES, gradient_accumulation_steps=2, shuffle=True, prefetch_update_steps=depth
+    )
+    with loader.epoch(1) as steps:
+        whole = [(s.index, s.samples_consumed, samples_of(s)) for s in steps]
+    with loader.epoch(1, samples_consumed=4) as steps:
+        rest = list(steps)
+    assert [(s.index, s.samples_consumed, samples_of(s)) for s in rest] == whole[1:]
+    assert [step.is_last_of_epoch for step in rest] == [False, True]
+
+
+def test_an_epoch_of_fewer_steps_ends_with_the_last_of_them(one_process):
+    loader = make_loader(SAMPLES, max_steps_per_epoch=2)
+    with loader.epoch(0) as steps:
+        assert [step.is_last_of_epoch for step in steps] == [False, True]
+
+
+def test_update_steps_counted_after_a_request_to_stop_say_so(one_process):
+    stop = threading.Event()
+    loader = make_loader(SAMPLES, prefetch_update_steps=0)
+    with loader.of_samples([[0], [1], [2]], stop=stop) as steps:
+        told = []
+        for step in steps:
+            told.append(step.stop_requested)
+            if step.index == 1:
+                stop.set()
+    assert told == [False, False, True]
+
+
+# ---- A kind of sample of one's own ----------------------------------------------------------------
+
+
+class Pairs:
+    """Samples of two numbers each, counted as pairs."""
+
+    counts = ("pairs", "numbers")
+    fingerprint_keys = ("pair",)
+
+    def plan(self, lengths, num_ranks, /):
+        return plan_in_order(lengths, num_ranks, batch_size=2)
+
+    def prepare(self, sample, name):
+        if len(sample["pair"]) != 2:
+            raise SampleError(f"{name}: it is no pair")
+        return sample
+
+    def length(self, sample):
+        return 1
+
+    def collate(self, samples):
+        pairs = torch.tensor([sample["pair"] for sample in samples])
+        targets = Targets(pairs, torch.arange(pairs.numel()))
+        return Microbatch(
+            {"tokens": pairs}, targets, {"pairs": len(pairs), "numbers": pairs.numel()}
+        )
+
+    def stand_in(self, sample):
+        return dataclasses.replace(self.collate([sample]), counts={})
+
+    def warnings(self):
+        yield from ()
+
+
+def totals_of_pairs(indices_of_rank):
+    loader = make_loader([{"pair": [i, i + 1]} for i in range(9)], kind=Pairs())
+    with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
+        return [
+            (dict(step.totals), step.scale("pairs"), len(step.microbatches), samples_of(step))
+            for step in steps
+        ]
+
+
+def test_a_kind_of_sample_has_totals_of_what_it_counts_by_name_over_all_ranks():
+    shares = [[[0, 1, 2], [3]], [[4], [5, 6]]]
+    for rank, found in enumerate(run_distributed(totals_of_pairs, 2, shares)):
+        for (totals, scale, num_microbatches, rows), of_step, num_pairs, most in zip(
+            found, shares[rank], (4, 3), (2, 1), strict=True
+        ):
+            assert totals == {"pairs": num_pairs, "numbers": 2 * num_pairs}
+            assert scale == 2 / num_pairs
+            assert num_microbatches == most
+            assert rows[: len(of_step)] == [[i, i + 1] for i in of_step]
+
+
+def test_what_a_kind_of_sample_refuses_is_named(one_process):
+    loader = make_loader([{"pair": [1, 2]}, {"pair": [1]}], kind=Pairs())
+    with (
+        loader.of_samples([[0], [1]]) as steps,
+        pytest.raises(SampleError, match="sample 1 of dataset: it is no pair"),
+    ):
+        list(steps)
+
+
+# ---- Settings -------------------------------------------------------------------------------------
+
+
+def accumulated(batch_size, steps, global_batch_size, dp_degree):
+    settings = DataSettings(
+        batch_size=batch_size,
+        gradient_accumulation_steps=steps,
+        global_batch_size=global_batch_size,
+    )
+    return settings.num_accumulated(dp_degree)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "steps", "global_batch_size", "dp_degree", "expected"),
+    [(4, 3, None, 2, 3), (4, None, None, 2, 1), (4, None, 24, 2, 3), (4, 3, 24, 2, 3)],
+)
+def test_accumulation_steps_follow_from_whichever_key_is_given(
+    batch_size, steps, global_batch_size, dp_degree, expected
+):
+    resolved = accumulated(batch_size, steps, global_batch_size, dp_degree)
+    assert resolved == expected
+    if global_batch_size is not None:
+        assert batch_size * resolved * dp_degree == global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((4, None, 20, 2), ["global_batch_size=20", "batch_size=4 * 2", "= 8", "16 and 24"]),
+        ((4, None, 5, 2), ["global_batch_size=5", "= 8", "8 and"]),
+        ((4, 2, 24, 2), ["global_batch_size=24", "gradient_accumulation_steps=2", "= 16"]),
+    ],
+)
+def test_a_batch_that_does_not_work_out_is_refused_with_both_numbers(arguments, parts):
+    with pytest.raises(ValueError, match=r"batch|steps") as raised:
+        accumulated(*arguments)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ((0, None, 8, 1), "batch_size"),
+        ((4, 0, None, 1), "gradient_accumulation_steps"),
+        ((4, None, -8, 1), "global_batch_size"),
+    ],
+)
+def test_a_batch_below_one_is_refused_by_key(arguments, key):
+    with pytest.raises(ValueError, match=rf"{key}\n.*greater than or equal to 1"):
+        accumulated(*arguments)
+
+
+def test_the_multiples_that_a_batch_error_names_are_multiples():
+    with pytest.raises(ValueError, match="the nearest multiples are 8 and 16"):
+        accumulated(4, None, 9, 2)
+    with pytest.raises(ValueError, match="nearest multiple") as raised:
+        accumulated(4, None, 3, 2)
+    named = str(raised.value).split("nearest multiple")[1]
+    numbers = [int(word.strip(",;")) for word in named.split() if word.strip(",;").isdigit()]
+    assert len(set(numbers)) == len(numbers)
+    for number in numbers:
+        assert accumulated(4, None, number, 2) == number // 8
+
+
+def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own():
+    training = DataSettings(
+        batch_size=4,
+        batch_size_val=3,
+        global_batch_size=16,
+        microbatching="packed",
+        last_update_step="drop",
+        max_steps_per_epoch=2,
+        num_workers=1,
+    )
+    validation = training.of_validation()
+    assert validation == DataSettings(
+        batch_size=3,
+        batch_size_val=3,
+        microbatching="packed",
+        shuffle=False,
+        num_workers=1,
+    )
+    assert validation.num_accumulated(dp_degree=2) == 1
+    without_own = dataclasses.replace(training, batch_size_val=None)
+    assert without_own.of_validation().batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"max_tokens_per_microbatch": 8}, "max_tokens_per_microbatch=8: "),
+        ({"balance_over_ranks": True}, "balance_over_ranks=True: "),
+        ({"microbatching": "packed", "collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
+        ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn=.*pads for inference"),
+        ({"collate_fn": "nowhere.collate"}, "collate_fn=nowhere.collate: "),
+    ],
+)
+def test_keys_that_do_not_go_together_are_problems_by_name(settings, key):
+    (problem,) = DataSettings(**settings).problems()
+    assert re.match(key, problem)
+    assert list(DataSettings().problems()) == []
+
+
+def test_a_batch_that_so_many_ranks_cannot_share_is_a_problem():
+    (problem,) = DataSettings(batch_size=4, global_batch_size=9).problems_with(RankSettings())
+    assert problem.startswith("global_batch_size=9: ")
+    assert list(DataSettings(batch_size=3, global_batch_size=9).problems_with(RankSettings())) == []

@@ -1,0 +1,318 @@
+"""Pairs become microbatches in which every target of each answer stands once, behind its own tokens."""
+
+import pickle
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtune.data import padded_collate_dpo
+
+from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.plan import MicrobatchCost
+from recipe_utils.data.loader.samples import LeftOutError, SampleError
+from recipe_utils.data.pairs.collator import (
+    PairSamples,
+    PairSettings,
+    collate_padded_pairs,
+    digest_of,
+    load_pairs,
+    num_shared_tokens,
+)
+from recipe_utils.data.text.collator import ModelLimits
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+SIDES = ("chosen", "rejected")
+LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
+
+
+def kind_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
+    data = DataSettings(microbatching=microbatching, **settings)
+    return PairSamples(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
+
+
+def prepared(kind, pairs):
+    return [kind.prepare(pair, f"sample {i} of dataset") for i, pair in enumerate(pairs)]
+
+
+def pair(chosen, rejected, masked=1):
+    labels = [[tiny.IGNORE] * masked + list(side[masked:]) for side in (chosen, rejected)]
+    return {
+        "chosen_input_ids": chosen, "chosen_labels": labels[0],
+        "rejected_input_ids": rejected, "rejected_labels": labels[1],
+    }  # fmt: skip
+
+
+answers = st.lists(st.integers(1, 3), min_size=2, max_size=12)
+
+
+@given(answers, answers)
+def test_shared_is_the_longest_common_prefix_but_for_its_last_token(chosen, rejected):
+    arrays = {key: np.array(ids) for key, ids in pair(chosen, rejected, masked=0).items()}
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    expected = None if chosen == rejected else max(common - 1, 0)
+    assert num_shared_tokens(arrays) == expected
+
+
+def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
+    sample = pair([1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
+    sample["chosen_labels"] = [tiny.IGNORE, tiny.IGNORE, tiny.IGNORE, 4, 5]
+    arrays = {key: np.array(ids) for key, ids in sample.items()}
+    assert num_shared_tokens(arrays) == 0
+
+
+def targets_read_back(microbatch):
+    """For each pair and side: (tokens up to the target, target), from the microbatch alone."""
+    tokens, labels = microbatch.inputs["tokens"], microbatch.targets.labels
+    found = []
+    if "document_lengths" not in microbatch.inputs:
+        for row, of_row in zip(tokens.tolist(), labels.tolist(), strict=True):
+            found.append(
+                [(row[: i + 1], label) for i, label in enumerate(of_row) if label != tiny.IGNORE]
+            )
+        return list(zip(found[::2], found[1::2], strict=True))
+    start, row, of_row = 0, tokens[0].tolist(), labels[0].tolist()
+    positions = microbatch.inputs["input_pos"][0].tolist()
+    for document in microbatch.inputs["document_lengths"][0]:
+        parts = document if isinstance(document, tuple) else (0, document)
+        shared = list(range(start, start + parts[0]))
+        at = start + parts[0]
+        for length in parts[1:]:
+            slots = shared + list(range(at, at + length))
+            at += length
+            assert [positions[i] for i in slots] == list(range(len(slots)))
+            of_side = [row[i] for i in slots]
+            found.append(
+                [
+                    (of_side[: n + 1], of_row[i])
+                    for n, i in enumerate(slots)
+                    if of_row[i] != tiny.IGNORE
+                ]
+            )
+        start += sum(parts)
+    assert start == len(row)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.mark.parametrize("kind_of_pairs", tiny.PAIR_KINDS)
+@pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
+def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, kind_of_pairs):
+    pairs = tiny.make_pairs(9, kind_of_pairs)
+    kind = kind_of(microbatching, sharing)
+    microbatch = kind.collate(prepared(kind, pairs))
+    for sample, of_sides in zip(pairs, targets_read_back(microbatch), strict=True):
+        for side, found in zip(SIDES, of_sides, strict=True):
+            ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]
+            expected = [
+                (ids[:i], labels[i]) for i in range(1, len(ids)) if labels[i] != tiny.IGNORE
+            ]
+            assert found == expected
+
+
+@pytest.mark.parametrize("kind_of_pairs", tiny.PAIR_KINDS)
+def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(kind_of_pairs):
+    pairs = tiny.make_pairs(9, kind_of_pairs)
+    of_layouts = []
+    for layout in LAYOUTS:
+        kind = kind_of(*layout)
+        counts = dict(kind.collate(prepared(kind, pairs)).counts)
+        assert tuple(counts) == kind.counts
+        num_shared, slots = counts.pop("shared_tokens"), counts.pop("slots")
+        if layout[0] == "packed":
+            assert slots == counts["real_tokens"] - num_shared
+        assert (num_shared > 0) == (layout[1] is True and kind_of_pairs != "nothing_common")
+        of_layouts.append(counts)
+    assert of_layouts[0] == of_layouts[1] == of_layouts[2]
+    targets = {
+        side: sum(label != tiny.IGNORE for p in pairs for label in p[f"{side}_labels"][1:])
+        for side in SIDES
+    }
+    assert of_layouts[0]["chosen_tokens"] == targets["chosen"]
+    assert of_layouts[0]["target_tokens"] == sum(targets.values())
+    assert of_layouts[0]["pairs"] == 9
+
+
+def test_padded_rows_are_those_of_torchtune_in_another_order():
+    pairs = tiny.make_pairs(5)
+    tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
+    microbatch = collate_padded_pairs(prepared(kind_of("in_order"), pairs), padding_idx=0)
+    order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
+    assert torch.equal(microbatch.inputs["tokens"], tokens[order])
+    assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
+
+
+@pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
+def test_a_stand_in_is_no_pair(microbatching, sharing):
+    kind = kind_of(microbatching, sharing)
+    stand_in = kind.stand_in(prepared(kind, tiny.make_pairs(1))[0])
+    assert stand_in.counts == {}
+    assert len(stand_in.targets.positions) == 0
+    assert stand_in.targets.pairs.segment_lengths.shape == (0,)
+    assert stand_in.targets.teacher.shape == (2, 0)
+    assert stand_in.inputs["tokens"].shape == (1, 1)
+
+
+def test_lengths_are_what_a_pair_takes_in_a_row():
+    for microbatching, sharing in LAYOUTS:
+        kind = kind_of(microbatching, sharing)
+        for sample in prepared(kind, tiny.make_pairs(20, "alike_beginnings")):
+            tokens = kind.collate([sample]).inputs["tokens"]
+            assert kind.length(sample) == tokens.shape[1]
+
+
+@given(
+    st.integers(1, 4), st.sampled_from(["in_order", "least_padding", "packed"]), st.integers(0, 20)
+)
+def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, num_pairs):
+    bound = {} if microbatching == "in_order" else {"max_tokens_per_microbatch": 90}
+    kind = kind_of(microbatching, batch_size=2, **bound)
+    samples = prepared(kind, tiny.make_pairs(num_pairs, seed=num_pairs))
+    planned = kind.plan([kind.length(sample) for sample in samples], num_ranks)
+    assert len(planned) == num_ranks
+    assert sorted(i for of_rank in planned for part in of_rank for i in part) == list(
+        range(num_pairs)
+    )
+    for part in (part for of_rank in planned for part in of_rank if len(part) > 1):
+        assert kind.collate([samples[i] for i in part]).inputs["tokens"].numel() <= 90 or not bound
+
+
+def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
+    kind = kind_of(limits=LIMITS._replace(num_row_lengths=1), batch_size=1)
+    samples = prepared(kind, tiny.make_pairs(3))
+    microbatch = kind.collate(samples)
+    assert microbatch.inputs["tokens"].shape == (1, 128)
+    *_, padding = microbatch.inputs["document_lengths"][0]
+    assert padding == 128 - sum(map(kind.length, samples))
+    assert microbatch.counts["pairs"] == 3
+
+
+def test_pairs_are_known_by_tokens_labels_and_context_only():
+    kind = kind_of()
+    first, *others = prepared(
+        kind,
+        [
+            pair([1, 2, 3], [1, 2, 4]),
+            pair([1, 2, 3], [1, 2, 5]),
+            pair([1, 2, 3], [1, 2, 4], masked=2),
+            pair([1, 2, 4], [1, 2, 3]),
+            pair([1, 2, 3, 1], [2, 4]),
+        ],
+    )
+    keys = {digest_of(each, b"context") for each in (first, *others)} | {digest_of(first, b"other")}
+    assert len(keys) == 6
+    (again,) = prepared(kind_of("in_order"), [pair([1, 2, 3], [1, 2, 4])])
+    assert digest_of(again, b"context") == digest_of(first, b"context")
+
+
+def test_pairs_move_between_ranks_as_bytes():
+    kind = kind_of()
+    sample = prepared(kind, tiny.make_pairs(1))[0]
+    moved = pickle.loads(pickle.dumps(sample))
+    assert kind.collate([moved]).counts == kind.collate([sample]).counts
+
+
+class Known:
+    """Of half of the pairs; as a reference it cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("a process group")
+
+    def key_of(self, each):
+        return digest_of(each, b"context")
+
+    def find(self, keys):
+        unknown = torch.tensor([key[0] % 2 == 0 for key in keys])
+        log_probs = torch.arange(2.0 * len(keys), dtype=torch.float64).view(2, -1)
+        return log_probs.masked_fill(unknown, float("nan"))
+
+
+def kind_that_knows_half():
+    data = DataSettings(microbatching="packed")
+    return PairSamples(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Known())
+
+
+def test_of_pairs_that_are_known_in_part_the_others_are_a_microbatch_of_their_own():
+    kind = kind_that_knows_half()
+    samples = prepared(kind, tiny.make_pairs(9))
+    is_unknown = [Known().key_of(sample)[0] % 2 == 0 for sample in samples]
+    assert 0 < sum(is_unknown) < 9
+    known, unknown = (
+        [s for s, is_nan in zip(samples, is_unknown, strict=True) if is_nan == wanted]
+        for wanted in (False, True)
+    )
+    microbatch = kind.collate(samples)
+    assert microbatch.counts["unknown_pairs"] == len(unknown)
+    assert microbatch.targets.teacher[0].isnan().tolist() == is_unknown
+    of_unknown = microbatch.targets.pairs.unknown
+    assert of_unknown.targets.pairs.names == tuple(sample["name"] for sample in unknown)
+    assert torch.equal(of_unknown.inputs["tokens"], kind_of().collate(unknown).inputs["tokens"])
+    for part, num_unknown in ((known, 0), (unknown, len(unknown))):
+        alone = kind.collate(part)
+        assert alone.counts["unknown_pairs"] == num_unknown
+        assert (alone.targets.teacher is None) == bool(num_unknown)
+        assert alone.targets.pairs.unknown is None
+
+
+def test_workers_are_handed_what_prepares_samples_without_the_reference():
+    kind = kind_that_knows_half()
+    in_worker = pickle.loads(pickle.dumps(kind))
+    (raw,) = tiny.make_pairs(1)
+    assert kind.collate([in_worker.prepare(raw, "sample 0")]).counts["pairs"] == 1
+
+
+BAD = {
+    "no labels": ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
+    "labels": (
+        pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
+        "sample 3, rejected: 1 labels for 2 tokens",
+    ),
+    "no tokens": (pair([], [1, 3]), "sample 3, chosen: it has no tokens"),
+    "too long": (pair([1] * 65, [1, 3]), "sample 3, chosen: 65 tokens are more than the model's"),
+    "vocabulary": (pair([1, 2], [1, 67]), "sample 3, rejected: token 67 is outside"),
+    "text": (
+        pair([1, 2], [1, 3]) | {"chosen_input_ids": ["a", "b"]},
+        "sample 3: its 'chosen_input_ids' is no",
+    ),
+    "fractions": (
+        pair([1, 2.5], [1, 3]),
+        "sample 3: its 'chosen_input_ids' is no list of whole numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_pair_is_named(case):
+    sample, text = BAD[case]
+    with pytest.raises(SampleError, match=f"^{text}") as error:
+        kind_of().prepare(sample, "sample 3")
+    assert not isinstance(error.value, LeftOutError)
+
+
+LEFT_OUT = {
+    "no target": (pair([1, 2, 3], [1, 2], masked=2), "its rejected side has no target"),
+    "target first": (
+        pair([4, 2], [4, 3], masked=0) | {"chosen_labels": [4, tiny.IGNORE]},
+        "its chosen side",
+    ),
+    "equal": (pair([1, 2, 3], [1, 2, 3]), "its sides are equal"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_a_pair_that_teaches_nothing_is_left_out(case):
+    sample, text = LEFT_OUT[case]
+    with pytest.raises(LeftOutError, match=f"^sample 3: {text}"):
+        kind_of().prepare(sample, "sample 3")
+
+
+def test_a_dataset_of_single_answers_is_told_what_to_be():
+    cfg = {"_component_": "tiny.tiny_dataset", "num_samples": 3}
+    from omegaconf import OmegaConf
+
+    with pytest.raises(ValueError, match=r"samples have labels, tokens.*preference_dataset"):
+        load_pairs(OmegaConf.create(cfg), None)
+    assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), None)) == 0

@@ -1,0 +1,119 @@
+"""A model answers in the middle of a training as it would alone, in every layout, and the training does not notice."""
+
+import pytest
+import tiny
+import torch
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from recipe_runs import DPO, KD, SFT, ListLogger, keep_messages, recipe_class, run_recipe
+
+from recipe_utils.evaluation.generation import generate
+from recipe_utils.settings.settings import ConfigError
+
+PROMPTS = ["Why?", "What does it do, and for how long?", "x"]
+ASKING = {"sample_prompts": PROMPTS, "sample_every_n_steps": 2, "sample_max_new_tokens": 6}
+
+
+def one_by_one(model, prompt, num_tokens):
+    """Greedy answers by whole forwards of what there is so far, without padding."""
+    tokenizer = tiny.tiny_tokenizer()
+    from torchtune.data import Message
+
+    given = tokenizer({"messages": [Message(role="user", content=prompt)]}, inference=True)[
+        "tokens"
+    ]
+    tokens = list(given)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            best = int(model(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(best)
+        if best == tokenizer.eos_id:
+            break
+    return tokenizer.decode([token for token in tokens[len(given) :] if token != tokenizer.eos_id])
+
+
+@pytest.mark.parametrize("sizes", ["MODEL", "UNTIED_MODEL"])
+def test_answers_are_those_of_the_likeliest_tokens_one_by_one(sizes):
+    model = tiny.tiny_model(getattr(tiny, sizes), seed=3).eval()
+    expected = [one_by_one(model, prompt, 12) for prompt in PROMPTS]
+    model.train()
+    assert generate(model, tiny.tiny_tokenizer(), PROMPTS, 12) == expected
+    assert model.training
+    assert len(set(expected)) == len(PROMPTS)
+
+
+def test_an_answer_ends_where_the_tokenizer_says_or_the_model_can_take_no_more():
+    model = tiny.tiny_model(seed=3).eval()
+    (whole,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 12)
+    tokenizer = tiny.tiny_tokenizer()
+    tokenizer.stop_tokens = [int(whole.split()[3])]
+    end = whole.split().index(whole.split()[3])
+    assert generate(model, tokenizer, ["Why?"], 12) == [" ".join(whole.split()[:end])]
+    (longest,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 1000)
+    assert len(longest.split()) <= 64 - len("Why?")
+
+
+def answers_and_losses(config, recipe=SFT):
+    with keep_messages() as messages:
+        logged = run_recipe(config, recipe)
+    told = [text for text in messages if " -> " in text]
+    return told, [metrics["loss"] for metrics in logged if "loss" in metrics]
+
+
+LAYOUTS = {
+    "FSDP2": (2, {}),
+    "HSDP": (4, {"data_parallel_replicate_dim": 2}),
+    "tensor parallel": (
+        2,
+        {
+            "tensor_parallel_dim": 2,
+            "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+            "model": tiny.UNTIED_MODEL,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_the_answers_are_those_of_one_process(layout, tiny_config):
+    world_size, changes = LAYOUTS[layout]
+    batch = {"global_batch_size": 8, "gradient_accumulation_steps": ..., "batch_size": 1}
+    config = tiny_config(**ASKING, **batch, **changes)
+    alone = {key: value for key, value in config.items() if not key.startswith("tensor_parallel")}
+    alone["data_parallel_replicate_dim"] = 1
+    expected, losses = answers_and_losses(alone)
+    assert len(expected) == 2 * len(PROMPTS)
+    (told, found), *others = run_distributed(answers_and_losses, world_size, config)
+    assert told == expected
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert not any(told for told, _ in others)
+
+
+@pytest.mark.parametrize("recipe", [SFT, DPO, KD])
+def test_a_training_is_bitwise_the_same_whether_it_is_asked_or_not(
+    recipe, tiny_config, tiny_dpo_config, tiny_kd_config
+):
+    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
+    _, expected = answers_and_losses(make(), recipe)
+    told, losses = answers_and_losses(make(**ASKING), recipe)
+    assert losses == expected
+    assert told
+
+
+def test_dropout_is_drawn_as_if_nobody_had_asked(tiny_config):
+    changes = {"model": {**tiny.MODEL, "attn_dropout": 0.1}}
+    _, expected = answers_and_losses(tiny_config(**changes))
+    assert answers_and_losses(tiny_config(**ASKING, **changes))[1] == expected
+
+
+def test_with_stages_and_by_halves_it_is_refused_by_name(tiny_config):
+    for changes, text in (
+        ({"sample_prompts": PROMPTS}, "sample_prompts, sample_every_n_steps: one is of no use"),
+        ({**ASKING, "pipeline_parallel_dim": 2}, "sample_prompts: no answers with pipeline"),
+        ({**ASKING, "sample_prompts": []}, "sample_prompts=[]: it must be"),
+        ({**ASKING, "sample_prompts": "Why?"}, "sample_prompts='Why?': it must be list of str"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            recipe_class()(OmegaConf.create(tiny_config(**changes)))
+        assert text in str(error.value)
+    ListLogger.logged.clear()

@@ -1,0 +1,84 @@
+"""Neighbours vote as a plain loop over images says, and over ranks as on one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+
+from recipe_utils.evaluation.nearest_neighbors import gather_rows, num_voted_right
+
+
+def drawn(num, seed, num_classes=4, dim=6):
+    """States around the middle of their class, far enough from it that some are wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    middles = torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(7))
+    labels = torch.randint(num_classes, (num,), generator=generator)
+    return middles[labels] + 1.2 * torch.randn(num, dim, generator=generator), labels
+
+
+def plain(states, labels, bank, bank_labels, num_neighbors, temperature):
+    num_right = 0
+    for state, label in zip(states, labels, strict=True):
+        found = []
+        for other, its_label in zip(bank, bank_labels, strict=True):
+            cosine = torch.cosine_similarity(state.double(), other.double(), dim=0).item()
+            found.append((cosine, int(its_label)))
+        votes = {}
+        for cosine, its_label in sorted(found, reverse=True)[:num_neighbors]:
+            vote = torch.tensor(cosine / temperature, dtype=torch.float64).exp().item()
+            votes[its_label] = votes.get(its_label, 0.0) + vote
+        num_right += max(votes, key=votes.get) == int(label)
+    return num_right
+
+
+@pytest.mark.parametrize("temperature", [0.07, 1.0])
+@pytest.mark.parametrize("num_neighbors", [1, 5, 30])
+def test_votes_are_those_of_a_plain_loop(num_neighbors, temperature):
+    states, labels = drawn(40, seed=0)
+    bank, bank_labels = drawn(30, seed=1)
+    expected = plain(states, labels, bank, bank_labels, num_neighbors, temperature)
+    assert 8 < expected < 40
+    for rows_per_chunk in (1, 7, 1024):
+        found = num_voted_right(
+            5 * states, labels, bank, bank_labels, num_neighbors, temperature, rows_per_chunk
+        )
+        assert found == expected
+
+
+def test_neighbours_are_weighed_by_how_near_they_are():
+    bank = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.2, 1.0]])
+    labels = torch.tensor([0, 1, 1])
+    states = torch.tensor([[1.0, 0.1]])
+    assert num_voted_right(states, labels[:1], bank, labels, 3) == 1  # two of three say 1
+    assert num_voted_right(states, labels[:1], bank, labels, 3, temperature=1e3) == 0
+
+
+def test_an_image_with_a_class_that_the_bank_has_not_is_told_wrong():
+    states, labels = drawn(5, seed=0)
+    bank, bank_labels = drawn(9, seed=1)
+    assert num_voted_right(states, labels + 100, bank, bank_labels, 3) == 0
+
+
+def test_of_no_image_none_is_right():
+    bank, bank_labels = drawn(9, seed=1)
+    assert num_voted_right(bank[:0], bank_labels[:0], bank, bank_labels, 3) == 0
+
+
+def gathered():
+    rank = dist.get_rank()
+    found = []
+    for num_rows in ((3, 2), (0, 4), (5, 0), (1, 1)):
+        own = torch.arange(2 * num_rows[rank]).view(-1, 2) + 100 * rank
+        found.append(gather_rows(own, dist.group.WORLD))
+        found.append(gather_rows(own[:, 0], dist.group.WORLD))
+    return found
+
+
+def test_rows_of_uneven_ranks_come_one_after_the_other():
+    for found in run_distributed(gathered, 2):
+        for index, num_rows in enumerate(((3, 2), (0, 4), (5, 0), (1, 1))):
+            of_ranks = [
+                torch.arange(2 * num).view(-1, 2) + 100 * r for r, num in enumerate(num_rows)
+            ]
+            assert torch.equal(found[2 * index], torch.cat(of_ranks))
+            assert torch.equal(found[2 * index + 1], torch.cat(of_ranks)[:, 0])

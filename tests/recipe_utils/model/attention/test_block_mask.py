@@ -1,0 +1,113 @@
+"""A block mask from lengths is the one that PyTorch makes of all pairs of slots."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchtune.modules.attention_utils import create_block_causal_mask
+
+from recipe_utils.data.text.documents import Documents, parts_of
+from recipe_utils.model.attention.block_mask import block_mask, dense_mask, sees
+
+SIZES = [1, 2, 5, 64, 127, 128, 129, 255, 256, 257, 300, 2048]
+TENSORS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def some_documents(row_length, with_two_ends, draw):
+    """Documents of all sizes, the last of which is padding, that fill a row."""
+    row = []
+    while (left := row_length - sum(parts_of(row))) > 0:
+        size = min(draw.choice(SIZES), left)
+        if with_two_ends and size >= 3 and draw.random() < 0.7:
+            shared = draw.choice([1, size // 3 or 1, size - 2])
+            first = draw.choice([1, (size - shared) // 2 or 1, size - shared - 1])
+            row.append((shared, first, size - shared - first))
+        else:
+            row.append(size)
+    return row
+
+
+def assert_equal_masks(ours, expected):
+    for name in TENSORS:
+        mine, theirs = getattr(ours, name), getattr(expected, name)
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs), name
+    assert ours.seq_lengths == expected.seq_lengths
+    assert ours.BLOCK_SIZE == expected.BLOCK_SIZE
+    assert ours.shape == expected.shape
+
+
+@pytest.mark.parametrize("with_two_ends", [False, True], ids=["one_end", "two_ends"])
+def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_two_ends):
+    draw = random.Random(0)
+    kinds = {"partial": 0, "full": 0}
+    for index in range(40):
+        row_length = draw.choice([128, 384, 640, 1000, 1024, 2048, 2049, 3000])
+        rows = [
+            some_documents(row_length, with_two_ends, draw) for _ in range(1 if index % 4 else 3)
+        ]
+        documents = Documents(rows)
+        expected = create_block_mask(
+            sees(documents), len(rows), None, row_length, row_length, "cpu"
+        )
+        ours = block_mask(documents)
+        assert_equal_masks(ours, expected)
+        kinds["partial"] += int(ours.kv_num_blocks.sum())
+        kinds["full"] += int(ours.full_kv_num_blocks.sum())
+    assert min(kinds.values()) > 100
+
+
+@pytest.mark.parametrize("row", [[4096], [2048, 2048], [127, 1, 128, 129, 2048, 15], [1] * 256])
+def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
+    size = sum(row)
+    documents = Documents([row])
+    expected = create_block_mask(sees(documents), 1, None, size, size, "cpu")
+    assert_equal_masks(block_mask(documents), expected)
+
+
+@pytest.mark.parametrize(
+    "document", [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 127)]
+)
+def test_ends_of_chosen_lengths_have_the_mask_of_all_pairs(document):
+    for row in ([document], [7, document, 121], [document, document]):
+        size = sum(parts_of(row))
+        documents = Documents([row])
+        expected = create_block_mask(sees(documents), 1, None, size, size, "cpu")
+        assert_equal_masks(block_mask(documents), expected)
+
+
+def test_a_dense_mask_is_torchtune_s():
+    rows = [[3, 9, 1], [7, 6], [13]]
+    theirs = create_block_causal_mask([torch.tensor(row) for row in rows])
+    assert torch.equal(dense_mask(Documents(rows)), theirs)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("row", [[2048] * 64, [(1024, 512, 512)] * 64], ids=["one", "two"])
+def test_it_is_made_without_a_number_from_the_device_and_without_all_pairs(row):
+    """On the meta device, where reading a number raises; 131072 slots, whose pairs are 17 billion."""
+    documents = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), Documents([row]))
+    with Largest() as largest:
+        mask = block_mask(documents)
+    assert mask.kv_indices.is_meta
+    # Blocks of queries times those of keys; PyTorch's transposition adds a column.
+    assert largest.numel <= 1024 * 1025

@@ -1,0 +1,77 @@
+"""Norms and positions with fewer passes are torchtune's, forward and backward."""
+
+import pytest
+import tiny
+import torch
+from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
+
+from recipe_utils.model.build.kernels import speed_up_layers
+
+
+def forward_and_gradients(module, x, **arguments):
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    y = module(x, **arguments)
+    y.backward(torch.sin(torch.arange(y.numel())).view_as(y).to(y.dtype))
+    return y.detach(), x.grad, *(p.grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 7, 64), (1, 2048, 256), (3, 64), (1, 1, 8)])
+def test_norms_are_torchtune_s_bitwise(shape, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 3).to(dtype)
+    norm = RMSNorm(shape[-1], eps=1e-5)
+    torch.nn.init.normal_(norm.scale, mean=1)
+    norm.to(dtype)
+    stock = forward_and_gradients(norm, x)
+    speed_up_layers(norm)
+    found = forward_and_gradients(norm, x)
+    for ours, theirs in zip(found, stock, strict=True):
+        assert ours.dtype == theirs.dtype == dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_a_frozen_scale_gets_no_gradient():
+    norm = RMSNorm(8)
+    norm.scale.requires_grad_(False)
+    speed_up_layers(norm)
+    _, grad, none = forward_and_gradients(norm, torch.randn(2, 8))
+    assert grad is not None
+    assert none is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("positions", ["given", "none"])
+@pytest.mark.parametrize("kind", [RotaryPositionalEmbeddings, Llama3ScaledRoPE])
+def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
+    torch.manual_seed(0)
+    rope = kind(dim=16, max_seq_len=64)
+    if kind is Llama3ScaledRoPE:
+        rope.rope_init()
+    x = torch.randn(2, 40, 3, 16).to(dtype)
+    given = {"input_pos": torch.randint(64, (2, 40))} if positions == "given" else {}
+    stock = forward_and_gradients(rope, x, **given)
+    speed_up_layers(rope)
+    found = forward_and_gradients(rope, x, **given)
+    for ours, theirs in zip(found, stock, strict=True):
+        assert ours.dtype == theirs.dtype == dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_no_plain_norm_keeps_its_forward():
+    class Own(RMSNorm):
+        pass
+
+    model = torch.nn.Sequential(Own(8), torch.nn.LayerNorm(8), RMSNorm(8))
+    speed_up_layers(model)
+    assert ["forward" in vars(module) for module in model] == [False, False, True]
+
+
+def test_a_model_s_weights_keep_their_names():
+    model = tiny.tiny_model()
+    names = list(model.state_dict())
+    speed_up_layers(model)
+    assert list(model.state_dict()) == names
+    assert sum("forward" in vars(module) for module in model.modules()) == 2 * 2 + 1 + 1

@@ -1,0 +1,153 @@
+"""Weights reach a meta model whole and checked, and what does not fit is named."""
+
+import re
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed_runs import run_distributed
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import config
+
+from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.model.build.weights import gather_weights, load_weights
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+
+CPU = torch.device("cpu")
+FP32 = ModelSettings()
+
+
+def on_meta(sizes=tiny.MODEL, settings=FP32):
+    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), settings)
+
+
+@pytest.mark.parametrize("sizes", [tiny.MODEL, tiny.UNTIED_MODEL], ids=["tied", "untied"])
+def test_a_loaded_model_computes_what_the_saved_one_did(sizes):
+    saved = tiny.tiny_model(sizes)
+    model = on_meta(sizes)
+    load_weights(model, {"model": saved.state_dict()}, FP32, CPU)
+    tokens = torch.randint(tiny.VOCAB_SIZE, (2, 20))
+    torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
+
+
+def test_loaded_weights_have_the_models_precision_and_their_own_memory():
+    state_dict = tiny.tiny_model().state_dict()
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        settings = ModelSettings(dtype=name)
+        model = on_meta(settings=settings)
+        load_weights(model, {"model": state_dict}, settings, CPU)
+        weight = model.tok_embeddings.weight
+        assert weight.dtype == dtype
+        assert weight.data_ptr() != state_dict["tok_embeddings.weight"].data_ptr()
+        assert torch.equal(weight, state_dict["tok_embeddings.weight"].to(dtype))
+        assert weight.requires_grad
+
+
+def without(state_dict):
+    del state_dict["layers.1.attn.q_proj.weight"]
+
+
+def with_more(state_dict):
+    state_dict["layers.2.attn.q_proj.weight"] = torch.zeros(32, 32)
+
+
+def with_other_shape(state_dict):
+    state_dict["norm.scale"] = torch.zeros(31)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without, "lacks weights of the model: layers.1.attn.q_proj.weight"),
+        (with_more, "has weights that the model has not: layers.2.attn.q_proj.weight"),
+        (with_other_shape, "another shape: norm.scale (31,) instead of (32,)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(change, message):
+    state_dict = dict(tiny.tiny_model().state_dict())
+    change(state_dict)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_weights(on_meta(), {"model": state_dict}, FP32, CPU)
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_refused():
+    model = on_meta()
+    model.register_buffer("scale", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(RuntimeError, match="scale"):
+        load_weights(model, {"model": tiny.tiny_model().state_dict()}, FP32, CPU)
+
+
+# ---- Ranks --------------------------------------------------------------------------------------
+
+
+def load_and_gather(layouts):
+    """For each layout, whether every rank's weights came back whole, in order, and on rank 0 only."""
+    found = []
+    saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
+    for layout in layouts:
+        ranks = join_ranks(
+            RankSettings(device="cpu", gradient_sync="last_microbatch", **dict(layout))
+        )
+        model = build_model(
+            lambda: config.instantiate(OmegaConf.create(tiny.DEEP_MODEL)),
+            lambda model, has_output: None,
+            FP32,
+            ranks,
+            PipelineSettings(),
+        )
+        load_weights(model, {"model": saved}, FP32, CPU)
+        sends = ranks.dp_rank == 0
+        gathered = gather_weights(model, CPU, sends, ranks.new_cpu_group())
+        # Tied weights stand in the state dict once, under the name of the embeddings.
+        is_same = list(gathered) == list(saved) and all(
+            torch.equal(weight, saved[name]) for name, weight in gathered.items()
+        )
+        found.append(is_same if dist.get_rank() == 0 else not gathered)
+    return found
+
+
+def test_weights_of_shards_and_stages_are_gathered_whole_in_the_models_order_on_rank_0():
+    layouts = [
+        {"data_parallel_shard_dim": 2},
+        {"data_parallel_replicate_dim": 2},
+        {"pipeline_parallel_dim": 2},
+    ]
+    assert run_distributed(load_and_gather, 2, layouts) == [[True] * 3] * 2
+
+
+def load_with_shards_on_the_cpu():
+    """On rank 1 of 4 with a mesh of GPUs that nobody has: what would be moved to one would fail."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp_shard",))
+    layers = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))  # positions would be made on a GPU
+    model, whole = layers.to("meta"), nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4)).state_dict()
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                rows = list(parameter.split(-(-len(parameter) // 4)))
+                local = rows[1] if len(rows) > 1 else parameter[:0]
+                shape, stride = parameter.shape, parameter.stride()
+                sharded = DTensor.from_local(
+                    local.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+                module._parameters[name] = nn.Parameter(sharded)
+    settings = ModelSettings(fsdp_cpu_offload=True)
+    load_weights(model, {"model": whole}, settings, torch.device("cuda"))
+    found = {name: weight.to_local() for name, weight in model.state_dict().items()}
+    for name, weight in whole.items():
+        size = -(-len(weight) // 4)
+        assert found[name].device.type == "cpu"
+        assert torch.equal(found[name], weight[size : 2 * size]), name
+    return len(found)
+
+
+def test_shards_that_fsdp_keeps_on_the_cpu_stay_there_whatever_the_mesh_is_of():
+    assert run_distributed(load_with_shards_on_the_cpu, 1) == [4]

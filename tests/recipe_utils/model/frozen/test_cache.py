@@ -1,0 +1,485 @@
+"""What a cache holds of a teacher is found again by any training with the same context, or computed again."""
+
+import gc
+import os
+import re
+import resource
+import signal
+import sys
+import zlib
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from distributed_runs import fork_context, run_distributed
+from safetensors.torch import load_file, save_file
+
+from recipe_utils.files import CheckpointError
+from recipe_utils.model.frozen.cache import TeacherCache
+from recipe_utils.parallel.process_group import new_cpu_group
+
+CONTEXT = {"weights": "1f", "kind": "top_k"}
+WIDTH = 3
+MIB = 1 << 20
+
+
+def key(number):
+    return number.to_bytes(15, "little") + b"\0"  # a key may well end with zeros
+
+
+def num_rows(number):
+    return number % 4  # some have none
+
+
+def values(*numbers):
+    """Rows of samples one after the other, another in each place."""
+    rows = [number + torch.arange(num_rows(number)) / 8 for number in numbers]
+    column = torch.cat([torch.zeros(0), *rows])
+    return {
+        "tokens": (1000 * column[:, None] + torch.arange(WIDTH)).int(),
+        "log_probs": (-column[:, None] - torch.arange(WIDTH)).bfloat16(),
+        "rest": column.double() / 3,
+    }
+
+
+def added(cache, *numbers):
+    for number in numbers:
+        cache.add(key(number), values(number))
+    cache.write()
+    cache.reload()
+    return cache
+
+
+def filled(folder, *numbers, context=CONTEXT):
+    return added(TeacherCache(folder, context, None), *numbers)
+
+
+def opened(folder, context=CONTEXT):
+    return TeacherCache(folder, context, None)
+
+
+def known(cache, *numbers):
+    return [number for number in numbers if cache.knows([key(number)])]
+
+
+def assert_found(cache, *numbers):
+    found = cache.find([key(number) for number in numbers])
+    wanted = values(*numbers)
+    assert found.keys() == wanted.keys()
+    for name, rows in wanted.items():
+        assert found[name].dtype == rows.dtype
+        assert torch.equal(found[name], rows), name
+
+
+def test_what_was_added_is_found_to_the_last_bit_in_any_order_and_more_than_once(tmp_path):
+    numbers = [7, 3, 11, 256, 65_536, 5]
+    for cache in (filled(tmp_path, *numbers), opened(tmp_path)):
+        assert len(cache) == 6
+        assert_found(cache, *numbers)
+        assert_found(cache, 256, 5, 5, 11, 256)
+        assert known(cache, 1, 3, 5, 9, 70_000) == [3, 5]
+        assert cache.knows([key(3), key(5)])
+        assert not cache.knows([key(3), key(4)])
+        assert cache.knows([])
+
+
+def test_what_is_found_is_a_copy(tmp_path):
+    cache = filled(tmp_path, 3)
+    cache.find([key(3)])["rest"].zero_()
+    assert_found(cache, 3)
+
+
+def test_what_is_added_is_a_copy(tmp_path):
+    cache, mine = opened(tmp_path), values(3)
+    cache.add(key(3), mine)
+    for rows in mine.values():
+        rows.zero_()
+    assert_found(added(cache), 3)
+
+
+def test_samples_without_rows_and_no_samples_have_values_of_no_rows(tmp_path):
+    for cache in (filled(tmp_path / "few", 4, 8), filled(tmp_path / "more", 4, 5, 8)):
+        for numbers in ([], [4], [8, 4, 4]):
+            assert cache.knows([key(number) for number in numbers])
+            assert_found(cache, *numbers)
+
+
+def test_nothing_is_found_in_an_empty_one(tmp_path):
+    cache = filled(tmp_path / "new")
+    assert len(cache) == 0
+    assert known(cache, 1, 2) == []
+    assert cache.find([]) == {}
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_keys_that_differ_in_zeros_only_are_not_confused(tmp_path):
+    cache = opened(tmp_path)
+    keys = [bytes(16), b"\0" * 15 + b"\1", b"\1" + bytes(15), b"\1\0\1" + bytes(13)]
+    for number, each in enumerate(keys, start=1):
+        cache.add(each, values(number))
+    cache.write()
+    cache.reload()
+    for number, each in enumerate(keys, start=1):
+        assert torch.equal(cache.find([each])["rest"], values(number)["rest"])
+    assert not cache.knows([b"\1\0\0\1" + bytes(12)])
+
+
+def test_a_sample_that_is_not_known_is_said_to_be_another(tmp_path):
+    cache = filled(tmp_path, 1, 2)
+    with pytest.raises(CheckpointError, match=r"another sample than.*; set teacher_cache=null"):
+        cache.find([key(1), key(3)])
+
+
+def test_what_was_not_written_and_reloaded_is_not_found(tmp_path):
+    cache = filled(tmp_path, 1)
+    cache.add(key(2), values(2))
+    cache.reload()
+    assert known(cache, 1, 2) == [1]
+    cache.write()
+    assert known(cache, 1, 2) == [1]
+    cache.reload()
+    assert_found(cache, 2, 1)
+
+
+def test_what_is_known_is_not_written_again(tmp_path):
+    cache = opened(tmp_path)
+    for _ in range(3):
+        cache.add(key(1), values(1))
+        cache.write()
+    added(cache, 1)
+    filled(tmp_path, 1)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_parts_are_written_as_soon_as_enough_waits(tmp_path):
+    cache = TeacherCache(tmp_path, CONTEXT, None, max_part_bytes=2 * MIB)
+    for number in range(1, 11):
+        cache.add(key(number), {"hidden": torch.full((1, MIB), number, dtype=torch.uint8)})
+    assert len(list(tmp_path.iterdir())) == 3
+    cache.write()
+    cache.reload()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert cache.find([key(n) for n in (10, 1, 5)])["hidden"][:, -1].tolist() == [10, 1, 5]
+
+
+def test_values_that_are_not_alike_are_refused(tmp_path):
+    cache = filled(tmp_path, 1)
+    for other in (
+        {"rest": torch.zeros(2)},
+        {**values(2), "rest": torch.zeros(2)},
+        {**values(2), "rest": torch.zeros(3, dtype=torch.float64)},
+    ):
+        with pytest.raises(ValueError, match="values"):
+            cache.add(key(2), other)
+
+
+def test_of_another_context_nothing_is_found(tmp_path):
+    filled(tmp_path, 1, 2)
+    other = opened(tmp_path, {**CONTEXT, "kind": "hidden"})
+    assert len(other) == 0
+    sample = {"tokens": [1, 2], "labels": [2, 3]}
+    assert other.key_of(sample) != opened(tmp_path).key_of(sample)
+    assert opened(tmp_path, dict(reversed(CONTEXT.items()))).knows([key(1), key(2)])
+
+
+def test_a_key_is_of_the_numbers_of_a_sample_whatever_holds_them(tmp_path):
+    cache = opened(tmp_path)
+    sample = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
+    own = cache.key_of(sample)
+    assert len(own) == 16
+    assert cache.key_of({**sample, "mask": [True, False, False]}) == own
+    for as_array in (torch.tensor, np.array):
+        assert cache.key_of({name: as_array(numbers) for name, numbers in sample.items()}) == own
+    positions = {"seq_lens": torch.tensor([2, 1]), "input_pos": torch.tensor([0, 1, 0])}
+    others = [
+        {**sample, "tokens": [1, 2, 4]},
+        {**sample, "labels": [-100, 2, 4]},
+        {"tokens": [1, 2], "labels": [3, -100, 2, 3]},
+        {**sample, **positions},
+        {**sample, "seq_lens": [2, 1]},
+        {**sample, "input_pos": [2, 1]},
+        {**sample, **positions, "seq_lens": [1, 2]},
+    ]
+    assert len({own, *map(cache.key_of, others)}) == len(others) + 1
+
+
+def test_a_sample_of_more_than_text_is_refused(tmp_path):
+    sample = {"tokens": [1], "labels": [1], "encoder_input": {"images": []}}
+    with pytest.raises(
+        ValueError,
+        match=r"teacher_cache: it holds text only.*encoder_input.*set teacher_cache=null",
+    ):
+        opened(tmp_path).key_of(sample)
+
+
+# ---- Damage ------------------------------------------------------------------------------------------
+
+
+def rewrite(file, **changes):
+    save_file({**load_file(file), **changes}, file)
+
+
+def torn(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def torn_in_its_header(file):
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def another_key(file):
+    keys = load_file(file)["keys"]
+    keys[0, 0] ^= 1
+    rewrite(file, keys=keys)
+
+
+def other_rows(file):
+    rewrite(file, num_rows=load_file(file)["num_rows"].flip(0))
+
+
+def another_dtype(file):
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"dtype":"BF16"', b'"dtype":"F16" ', 1))
+
+
+def foreign(file):
+    save_file({"weight": torch.zeros(3)}, file)
+
+
+def of_foreign_kinds(file):
+    rewrite(file, keys=torch.zeros(2, 16, dtype=torch.bfloat16))
+
+
+def forge(file, new_num_rows):
+    """Another number of rows, with a checksum that is right for it."""
+    content = load_file(file)
+    names = sorted(name for name in content if name.startswith("values."))
+    layout = [
+        (name.removeprefix("values."), (content[name].dtype, tuple(content[name].shape[1:])))
+        for name in names
+    ]
+    checksum = zlib.crc32(str(layout).encode())
+    content["num_rows"] = torch.tensor(new_num_rows)
+    for name in ("keys", "num_rows", "crc32"):
+        checksum = zlib.crc32(content[name].numpy().tobytes(), checksum)
+    save_file({**content, "index_crc32": torch.tensor(checksum)}, file)
+
+
+def forged_beyond_the_values(file):
+    forge(file, [1, 1000])
+
+
+def forged_to_wrap_around(file):
+    forge(file, [2**63 - 1, -(2**63) + 4])
+
+
+def a_column_shorter(file):
+    rewrite(file, **{"values.rest": load_file(file)["values.rest"][:-1]})
+
+
+DAMAGE = [
+    torn, torn_in_its_header, empty, a_folder, another_key, other_rows, another_dtype, foreign,
+    of_foreign_kinds, forged_beyond_the_values, forged_to_wrap_around, a_column_shorter,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_part_is_passed_over_once_and_computed_again(damage, tmp_path, caplog):
+    filled(tmp_path, 1, 2)
+    (file,) = tmp_path.iterdir()
+    damage(file)
+    filled(tmp_path, 3)
+    caplog.clear()
+    cache = opened(tmp_path)
+    assert known(cache, 1, 2, 3) == [3]
+    assert_found(added(cache, 2, 1), 1, 2, 3)
+    assert caplog.text.count("passed over, what it held is computed again") == 1
+    assert str(file) in caplog.text
+
+
+def test_where_nothing_is_forged_a_part_is_read(tmp_path):
+    filled(tmp_path, 1, 2)
+    (file,) = tmp_path.iterdir()
+    forge(file, [1, 2])
+    assert_found(opened(tmp_path), 2, 1)
+
+
+def test_a_part_with_other_columns_than_the_others_is_passed_over(tmp_path, caplog):
+    for number, columns in ((1, values(1)), (2, {"hidden": torch.zeros(2, 5)})):
+        cache = opened(tmp_path / str(number))
+        cache.add(key(number), columns)
+        cache.write()
+    for file in [*(tmp_path / "1").iterdir(), *(tmp_path / "2").iterdir()]:
+        file.rename(tmp_path / file.name)
+    assert len(opened(tmp_path)) == 1
+    assert "it holds something else than other parts" in caplog.text
+
+
+@pytest.mark.parametrize("already_open", [False, True])
+def test_one_flipped_bit_in_the_values_is_found_when_they_are_asked_for(already_open, tmp_path):
+    cache = filled(tmp_path, 1, 2, 3)
+    (file,) = tmp_path.iterdir()
+    wanted = values(2)["rest"].numpy().tobytes()
+    place = file.read_bytes().index(wanted) + 5
+    with file.open("r+b") as damaged:  # in place: the file stays the one that is open
+        damaged.seek(place)
+        damaged.write(bytes([wanted[5] ^ 16]))
+    if not already_open:
+        cache = opened(tmp_path)
+    assert_found(cache, 1, 3)
+    with pytest.raises(
+        CheckpointError, match=re.escape(str(file)) + r": .*checksum.*; delete it; the next start"
+    ):
+        cache.find([key(3), key(2)])
+    file.unlink()
+    assert len(opened(tmp_path)) == 0
+
+
+# ---- Writers that die, and full disks ----------------------------------------------------------------
+
+
+def write_and_die_at(event_of_death, folder):
+    cache = filled(folder, 1, 2)
+    cache.add(key(3), {name: rows.repeat_interleave(2, 0) for name, rows in values(3).items()})
+
+    def die(event, _):
+        if event == event_of_death:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    cache.write()
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there_and_no_part(tmp_path, caplog):
+    process = fork_context.Process(target=write_and_die_at, args=("os.rename", tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    part, unfinished = sorted(tmp_path.iterdir(), key=lambda file: file.name.startswith("."))
+    assert unfinished.name.endswith(".unfinished")
+    cache = opened(tmp_path)
+    assert len(cache) == 2
+    assert_found(cache, 2, 1)
+    assert_found(added(cache, 3), 3, 1)
+    assert not caplog.text
+    # It might be another training's, so it stays.
+    assert unfinished.exists()
+    assert part.exists()
+
+
+def write_with_disk_full(folder):
+    cache = filled(folder, 1)
+    cache.add(key(2), values(2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
+    with pytest.raises(OSError, match=f"File too large: '{folder}/"):
+        cache.write()
+    assert len(list(folder.iterdir())) == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    assert_found(added(cache), 1, 2)
+    return len(list(folder.iterdir()))
+
+
+def test_a_full_disk_leaves_nothing_and_what_waits_can_be_written_later(tmp_path):
+    with fork_context.Pool(1) as pool:
+        assert pool.apply(write_with_disk_full, (tmp_path,)) == 2
+
+
+# ---- Ranks, threads, and memory ----------------------------------------------------------------------
+
+
+def add_on_ranks(folder):
+    cache = TeacherCache(folder, CONTEXT, new_cpu_group(30))
+    rank = torch.distributed.get_rank()
+    before = known(cache, *range(30))
+    if rank != 1:  # one has nothing new
+        for number in (rank, 10 + rank, 20):
+            cache.add(key(number), values(number))
+    cache.write()
+    cache.reload()
+    numbers = known(cache, *range(30))
+    assert_found(cache, *reversed(numbers))
+    return before, numbers
+
+
+def test_all_ranks_find_what_one_has_written(tmp_path):
+    filled(tmp_path, 29)
+    for before, after in run_distributed(add_on_ranks, 3, tmp_path):
+        assert before == [29]
+        assert after == [0, 2, 10, 12, 20, 29]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def open_on_ranks(folder):
+    cache = TeacherCache(folder, CONTEXT, new_cpu_group(30))
+    return known(cache, *range(10))
+
+
+def test_ranks_agree_on_damaged_parts(tmp_path):
+    filled(tmp_path, 1, 2)
+    (file,) = tmp_path.iterdir()
+    torn(file)
+    filled(tmp_path, 3)
+    assert run_distributed(open_on_ranks, 2, tmp_path) == [[3], [3]]
+
+
+def test_a_thread_finds_samples_while_others_are_added(tmp_path):
+    cache, problems = filled(tmp_path, 1, 2, 3), []
+
+    def find():
+        try:
+            for _ in range(100):
+                assert_found(cache, 3, 1, 2)
+        except BaseException as error:
+            problems.append(error)
+
+    thread = Thread(target=find)
+    thread.start()
+    for number in range(4, 24):
+        added(cache, number)
+    thread.join()
+    assert not problems
+    assert len(cache) == 23
+
+
+def anonymous_bytes():
+    """Of this process: not what is mapped from files."""
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as facts:
+        (line,) = [line for line in facts if line.startswith("Anonymous:")]
+    return int(line.split()[1]) * 1024
+
+
+def memory_to_find_a_few(folder):
+    """Bytes in memory for a few samples, and for all."""
+    torch.zeros(1).clone()
+    before = anonymous_bytes()
+    cache = opened(folder)
+    for number in (5, 50, 99):
+        assert cache.find([key(number)])["hidden"][0, 0] == number
+    few = anonymous_bytes() - before
+    everything = cache.find([key(number) for number in range(100)])
+    return few, anonymous_bytes() - before, everything["hidden"].nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its memory")
+def test_a_part_of_100_mb_is_not_loaded_to_find_a_few_samples(tmp_path):
+    cache = TeacherCache(tmp_path, CONTEXT, None, max_part_bytes=200 * MIB)
+    for number in range(100):
+        cache.add(key(number), {"hidden": torch.full((16, MIB // 16), number, dtype=torch.uint8)})
+    cache.write()
+    assert len(list(tmp_path.iterdir())) == 1
+    with fork_context.Pool(1) as pool:  # a process that has freed no memory it could use again
+        few, everything, num_bytes = pool.apply(memory_to_find_a_few, (tmp_path,))
+    assert num_bytes == 100 * MIB
+    assert few < 5 * MIB
+    assert 100 * MIB <= everything < 110 * MIB

@@ -1,0 +1,325 @@
+"""Two tokenizers are the same, or the first token that differs is named, whatever files they come from."""
+
+import base64
+import json
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from torchtune.models.gemma import GemmaTokenizer
+from torchtune.models.llama2 import Llama2Tokenizer
+from torchtune.models.llama3 import Llama3Tokenizer
+from torchtune.models.llama3._tokenizer import CL100K_PATTERN, LLAMA3_SPECIAL_TOKENS
+from torchtune.models.mistral import MistralTokenizer
+from torchtune.models.phi3 import Phi3MiniTokenizer
+from torchtune.models.phi4._tokenizer import Phi4Tokenizer
+from torchtune.models.qwen2 import Qwen2Tokenizer
+from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
+from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+from recipe_utils.embedded.stdlib_docs import SPECIAL_TOKENS, docstring_tokenizer
+from recipe_utils.model.frozen.vocabulary import check_same_tokens, vocabulary_of
+
+QUESTIONS = [
+    (f"What does the method {word} do?", f"Café: {word} — the other one, naïve 你好 🐍.\n\n\t" * 3)
+    for word in ["collections", "contextlib", "dataclasses", "functools", "itertools", "operator"]
+]
+NUM_MERGED = 340
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+def byte_pair_tokenizer(*special_tokens):
+    """Of the tokenizers library, as Llama 3's ``tokenizer.json`` has it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(CL100K_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_MERGED,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((f"{q}\n\n{a}" for q, a in QUESTIONS), trainer)
+    tokenizer.add_special_tokens(list(special_tokens))
+    return tokenizer
+
+
+class Files:
+    """The same merges as tiktoken's file, as ``tokenizer.json``, and as ``vocab.json`` and ``merges.txt``."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        questions = folder / "questions.json"
+        questions.write_text(json.dumps(QUESTIONS))
+        self.tiktoken_path = str(folder / "tokenizer.model")
+        self.tiktoken = docstring_tokenizer(
+            self.tiktoken_path, str(questions), NUM_MERGED + len(SPECIAL_TOKENS)
+        )
+        self.library = byte_pair_tokenizer(*SPECIAL_TOKENS)
+        (folder / "hf").mkdir()
+        self.library.save(str(folder / "hf/tokenizer.json"))
+        byte_pair_tokenizer().model.save(str(folder / "hf"))
+        self.vocab_and_merges = str(folder / "hf/vocab.json"), str(folder / "hf/merges.txt")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Files(tmp_path_factory.mktemp("tokenizers"))
+
+
+def folder_of(tokenizer, folder):
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def changed(tokenizer, change):
+    """A copy of one of the library's, its JSON changed."""
+    content = json.loads(tokenizer.to_str())
+    change(content)
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def with_names(tokenizer, names):
+    """The same with other names of special tokens, by id."""
+
+    def rename(content):
+        for token in content["added_tokens"]:
+            token["content"] = names.get(token["id"], token["content"])
+
+    return changed(tokenizer, rename)
+
+
+class Named:
+    """A tokenizer that is nothing but its vocabulary."""
+
+    def __init__(self, ids):
+        self.get_vocab = lambda: ids
+
+
+def without(tokenizer, index):
+    """The same with a hole, which the library itself would fill."""
+    return Named({token: i for token, i in tokenizer.get_vocab().items() if i != index})
+
+
+# ---- Kinds -------------------------------------------------------------------------------------------
+
+
+def test_a_tiktoken_file_has_the_tokens_of_a_tokenizer_json(files):
+    vocabulary = vocabulary_of(files.tiktoken)
+    assert vocabulary == vocabulary_of(files.library)
+    assert sorted(vocabulary) == list(range(NUM_MERGED + len(SPECIAL_TOKENS)))
+    assert set(pre_tokenizers.ByteLevel.alphabet()) <= set(vocabulary.values())
+    assert "Ġthe" in vocabulary.values()
+    assert check_same_tokens(files.tiktoken, None, str(files.folder / "hf")) is None
+    assert check_same_tokens(files.tiktoken, files.library, None) is None
+
+
+def test_all_256_bytes_are_written_as_the_library_writes_them(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
+    path.write_text("\n".join(lines) + "\n")
+    special_tokens = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
+    vocabulary = vocabulary_of(Llama3Tokenizer(str(path), special_tokens))
+    splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for character in map(chr, range(0x250)):
+        ((written, _),) = splits.pre_tokenize_str(character)
+        assert "".join(vocabulary[byte] for byte in character.encode()) == written
+    assert set(pre_tokenizers.ByteLevel.alphabet()) == {vocabulary[byte] for byte in range(256)}
+
+
+def test_special_tokens_are_as_they_are_whatever_their_characters(files):
+    special_tokens = {**files.tiktoken.special_tokens, "<a b é>": 500}
+    tokenizer = Llama3Tokenizer(files.tiktoken_path, special_tokens)
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary[500] == "<a b é>"
+    assert vocabulary_of(tokenizer.tt_model) == vocabulary
+    assert 499 not in vocabulary
+
+
+class ImageTransform:
+    """As torchtune's transforms of images and text, which need torchvision."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+
+def test_a_transform_of_images_has_its_tokenizer_s_tokens(files):
+    assert vocabulary_of(ImageTransform(files.tiktoken)) == vocabulary_of(files.library)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Tokenizer, Qwen2_5Tokenizer])
+def test_a_qwen_tokenizer_has_its_vocab_json_and_special_tokens(kind, files):
+    special_tokens = {token: NUM_MERGED + i for i, token in enumerate(QWEN_TOKENS)}
+    tokenizer = kind(*files.vocab_and_merges, special_tokens=special_tokens)
+    library = byte_pair_tokenizer(*QWEN_TOKENS)
+    assert vocabulary_of(tokenizer) == vocabulary_of(library)
+    assert check_same_tokens(tokenizer, library, None) is None
+
+
+def test_a_phi_4_tokenizer_has_its_vocab_json_and_special_tokens(files):
+    names = ("<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|endoftext|>", "<|dummy_85|>")
+    special_tokens = {token: NUM_MERGED + i for i, token in enumerate(names)}
+    vocab, merges = files.vocab_and_merges
+    tokenizer = Phi4Tokenizer(merges, vocab, special_tokens)
+    assert vocabulary_of(tokenizer) == vocabulary_of(byte_pair_tokenizer(*names))
+
+
+def test_torchtune_s_wrapper_of_a_tokenizer_json_has_its_tokens(files):
+    config = files.folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[1]}))
+    wrapper = HuggingFaceBaseTokenizer(
+        str(files.folder / "hf/tokenizer.json"), tokenizer_config_json_path=str(config)
+    )
+    assert check_same_tokens(wrapper, files.tiktoken, None) is None
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_path(tmp_path_factory):
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(sentence for pair in QUESTIONS for sentence in pair),
+            model_writer=file, vocab_size=350, model_type="bpe", byte_fallback=True,
+            minloglevel=2,
+        )  # fmt: skip
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", [Llama2Tokenizer, GemmaTokenizer, MistralTokenizer])
+def test_a_sentencepiece_file_has_the_tokens_of_a_tokenizer_json(kind, sentencepiece_path):
+    vocabulary = vocabulary_of(kind(sentencepiece_path))
+    assert len(vocabulary) == 350
+    assert [vocabulary[i] for i in range(5)] == ["<unk>", "<s>", "</s>", "<0x00>", "<0x01>"]
+    assert "▁the" in vocabulary.values()
+    of_json = Tokenizer(models.BPE({token: i for i, token in vocabulary.items()}, []))
+    assert check_same_tokens(kind(sentencepiece_path), of_json, None) is None
+
+
+def test_special_tokens_of_phi_3_take_the_place_of_pieces(sentencepiece_path):
+    pieces = vocabulary_of(Llama2Tokenizer(sentencepiece_path))
+    tokenizer = Phi3MiniTokenizer(
+        sentencepiece_path, {"<|endoftext|>": 349, "<|user|>": 350, "<|end|>": 352}
+    )
+    assert vocabulary_of(tokenizer) == pieces | {
+        349: "<|endoftext|>", 350: "<|user|>", 352: "<|end|>",
+    }  # fmt: skip
+
+
+# ---- Differences -------------------------------------------------------------------------------------
+
+
+def test_the_first_token_that_differs_is_named(files, tmp_path):
+    vocabulary = vocabulary_of(files.library)
+    place = next(index for index, token in vocabulary.items() if token == "Ġthe")
+
+    def swap(content):
+        vocab, last = content["model"]["vocab"], NUM_MERGED - 1
+        content["model"]["merges"] = []
+        vocab[vocabulary[place]], vocab[vocabulary[last]] = last, place
+
+    other = changed(files.library, swap)
+    text = (
+        f"token {place} is 'Ġthe' in the student's and {vocabulary[NUM_MERGED - 1]!r} in the teacher's; "
+        "both must share one tokenizer, since their distributions are compared token by token"
+    )
+    with pytest.raises(ValueError, match="teacher's") as error:
+        check_same_tokens(files.tiktoken, other, None)
+    assert str(error.value) == f"teacher_tokenizer: {text}"
+    folder = folder_of(other, tmp_path / "teacher")
+    with pytest.raises(ValueError, match="teacher's") as error:
+        check_same_tokens(files.tiktoken, None, folder)
+    assert str(error.value) == f"{folder}/tokenizer.json: {text}"
+
+
+def test_the_teacher_s_tokenizer_goes_before_the_file_in_its_folder(files, tmp_path):
+    folder = folder_of(byte_pair_tokenizer(*QWEN_TOKENS), tmp_path / "teacher")
+    assert check_same_tokens(files.tiktoken, files.library, folder) is None
+    with pytest.raises(ValueError, match=rf"token {NUM_MERGED} is '<\|begin_of_text\|>' in the"):
+        check_same_tokens(files.tiktoken, None, folder)
+
+
+def test_a_longer_tail_on_either_side_is_no_difference(files):
+    longer = byte_pair_tokenizer(*SPECIAL_TOKENS, "<|one|>", "<|two|>")
+    assert check_same_tokens(files.tiktoken, longer, None) is None
+    assert check_same_tokens(longer, files.tiktoken, None) is None
+
+
+def test_a_hole_on_either_side_is_named(files):
+    place = NUM_MERGED + 3
+    holed = without(files.library, place)
+    assert place not in vocabulary_of(holed)
+    with pytest.raises(
+        ValueError, match=rf"{place} is '<\|step_id\|>' in the student's and missing"
+    ):
+        check_same_tokens(files.tiktoken, holed, None)
+    with pytest.raises(ValueError, match=rf"{place} is missing in the student's and '<\|step_id"):
+        check_same_tokens(holed, files.tiktoken, None)
+    assert check_same_tokens(holed, without(files.library, place), None) is None
+
+
+def test_what_one_side_only_reserves_is_no_difference(files):
+    place = NUM_MERGED + 3
+    reserved = with_names(files.library, {place: "<|reserved_special_token_2|>"})
+    otherwise = with_names(files.library, {place: "<|reserved_special_token_5|>"})
+    for other in (files.tiktoken, otherwise, without(files.library, place)):
+        assert check_same_tokens(reserved, other, None) is None
+        assert check_same_tokens(other, reserved, None) is None
+
+
+def test_the_word_reserved_is_a_token_like_others(files):
+    reserved = with_names(files.library, {NUM_MERGED + 3: "Ġreserved"})
+    with pytest.raises(ValueError, match=r"'<\|step_id\|>' in the student's and 'Ġreserved' in"):
+        check_same_tokens(files.tiktoken, reserved, None)
+
+
+def test_llama_3_s_special_tokens_are_those_of_meta_s_tokenizer_json():
+    """As torchtune names them, and as Llama 3.1's and 3.2's files do."""
+    of_meta = {
+        128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128004: "<|finetune_right_pad_id|>",
+        128006: "<|start_header_id|>", 128007: "<|end_header_id|>", 128008: "<|eom_id|>",
+        128009: "<|eot_id|>", 128010: "<|python_tag|>",
+    }  # fmt: skip
+    others = [index for index in range(128000, 128256) if index not in of_meta]
+    of_meta |= {index: f"<|reserved_special_token_{i}|>" for i, index in enumerate(others)}
+    assert of_meta[128005] == "<|reserved_special_token_2|>"
+    assert of_meta[128255] == "<|reserved_special_token_247|>"
+    by_token = {token: index for index, token in of_meta.items()}
+    assert check_same_tokens(Named(LLAMA3_SPECIAL_TOKENS), Named(by_token), None) is None
+
+
+# ---- What cannot be compared -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_without_a_tokenizer_of_the_teacher_s_a_warning_says_what_to_set(
+    in_folder, files, tmp_path
+):
+    warning = check_same_tokens(files.tiktoken, None, str(tmp_path) if in_folder else None)
+    assert warning.startswith("teacher_tokenizer=null: the teacher has no tokenizer.json")
+    assert (str(tmp_path) in warning) == in_folder
+    assert "it was not checked" in warning
+    assert warning.endswith("set it to the teacher's tokenizer")
+
+
+def test_of_a_tokenizer_json_that_cannot_be_read_a_warning_says_so(files, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    warning = check_same_tokens(files.tiktoken, None, str(tmp_path))
+    assert warning.startswith(f"{tmp_path}/tokenizer.json: ")
+    assert warning.endswith("set teacher_tokenizer to the teacher's tokenizer")
+
+
+class Unreadable:
+    pad_id = 0
+
+
+def test_of_a_kind_that_cannot_be_read_a_warning_names_it(files):
+    assert vocabulary_of(Unreadable()) is None
+    warning = check_same_tokens(Unreadable(), files.tiktoken, None)
+    assert warning.startswith("tokenizer: tokens of Unreadable cannot be read")
+    warning = check_same_tokens(files.tiktoken, Unreadable(), None)
+    assert warning.startswith("teacher_tokenizer: tokens of Unreadable cannot be read")

@@ -1,0 +1,258 @@
+"""A config becomes frozen settings, or one error that says everything that is wrong with it."""
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic.dataclasses import dataclass
+
+from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.settings import (
+    ROOM,
+    ConfigError,
+    Count,
+    Positive,
+    key_table,
+    make_all,
+    naming,
+    read_settings,
+    settings_of,
+)
+
+
+@dataclass(frozen=True, config=ROOM)
+class Oven:
+    """A room."""
+
+    num_trays: Count = 2
+    """How many ``trays``
+    it has."""
+    heat: Positive | None = None
+    """Above the air's."""
+    mode: Literal["fan", "grill"] = "fan"
+    is_lit: bool = False
+    names: list[str] | None = None
+
+    def problems(self):
+        if self.mode == "grill" and self.num_trays > 1:
+            yield f"num_trays={self.num_trays}: mode=grill takes 1; set num_trays=1"
+
+
+def bake(dough: str, minutes: int, salt: float = 0.1, toppings: tuple[str, ...] = ()) -> str:
+    return f"{dough} {minutes} {salt} {toppings}"
+
+
+@dataclass(frozen=True, config=ROOM)
+class Settings:
+    """A recipe's."""
+
+    oven: Oven
+    bread: Annotated[dict[str, Any], MadeWith(num_positional=1)]
+    """What is baked."""
+    extra: Component | list[Component] | None = None
+    guests: int = 0
+
+    def problems(self):
+        if self.guests > 4 * self.oven.num_trays:
+            yield f"guests={self.guests}: {self.oven.num_trays} trays are too few; set num_trays"
+
+
+BREAD = {"minutes": 30}
+
+
+@pytest.fixture(autouse=True)
+def components_are_found(monkeypatch):
+    """pytest imports this file under a name that is not importable."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "bakery", sys.modules[__name__])
+
+
+def config(**changes):
+    bread = {"_component_": "bakery.bake", "minutes": 30}
+    return OmegaConf.create({"bread": bread, **changes})
+
+
+def problems_of(cfg):
+    with pytest.raises(ConfigError) as raised:
+        read_settings(cfg, Settings)
+    return list(raised.value.problems)
+
+
+def test_the_flat_config_is_dealt_out_to_the_rooms():
+    settings = read_settings(config(num_trays=3, guests=5, heat=200), Settings)
+    assert (settings.oven.num_trays, settings.oven.heat, settings.guests) == (3, 200, 5)
+    assert settings.oven.mode == "fan"
+    with pytest.raises(AttributeError):
+        settings.guests = 6
+
+
+def test_all_problems_come_in_one_error():
+    cfg = config(num_trays=0, heat="hot", mode="microwave", is_lit="False", guests=None, trays=1)
+    with pytest.raises(ConfigError) as raised:
+        read_settings(cfg, Settings)
+    assert str(raised.value).splitlines() == [
+        "6 problems in the config:",
+        "  - trays: this recipe has no such key; did you mean num_trays?",
+        "  - num_trays=0: it must be at least 1",
+        "  - heat='hot': it must be float > 0 or null",
+        "  - mode=microwave: unknown; set it to one of fan, grill",
+        "  - is_lit='False': it must be True or False",
+        "  - guests=null: it must be int; leave it out for 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_trays": 1.0}, "num_trays=1.0: it must be int >= 1"),
+        ({"num_trays": True}, "num_trays=True: it must be int >= 1"),
+        ({"num_trays": "3"}, "num_trays='3': it must be int >= 1"),
+        ({"num_trays": 10**30}, "it must be at most 2147483647"),
+        ({"heat": 0}, "heat=0: it must be above 0"),
+        ({"heat": float("nan")}, "heat=nan: it must be above 0"),
+        ({"names": "all"}, "names='all': it must be list of str or null"),
+        ({"names": [1]}, "names=[1]: it must be list of str or null"),
+        ({"bread": None}, "bread: it is missing; set it to a component (_component_: ...)"),
+        ({"bread": "rye"}, "bread=rye: it must be a component (_component_: ...)"),
+        ({"bread": {}}, "bread={}: it must be a component (_component_: ...)"),
+        ({"extra": []}, "extra=[]: it is empty"),
+        ({"guests": "${gone}"}, "guests: Interpolation key 'gone' not found"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_must_be(changes, expected):
+    (text,) = problems_of(config(**changes))
+    assert expected in text
+
+
+def test_problems_between_keys_come_once_each_key_is_right_by_itself():
+    assert problems_of(config(mode="grill", guests=50)) == [
+        "num_trays=2: mode=grill takes 1; set num_trays=1",
+        "guests=50: 2 trays are too few; set num_trays",
+    ]
+    # The default stands in for the wrong value, and what that leads to is not said.
+    assert problems_of(config(mode="grill", num_trays=0)) == ["num_trays=0: it must be at least 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"minuts": 3}, "bread.minuts: bake has no such argument; did you mean minutes?"),
+        ({"minutes": "long"}, "bread.minutes='long': bake takes int"),
+        ({"minutes": True}, "bread.minutes=True: bake takes int"),
+        ({"salt": "much"}, "bread.salt='much': bake takes float"),
+        ({"toppings": "seeds"}, "bread.toppings='seeds': bake takes tuple[str, ...]"),
+        ({"minutes": ...}, "bread.minutes: it is missing; bake needs it"),
+        ({"_component_": "bakery.bakes"}, "bread._component_=bakery.bakes: Error loading"),
+        ({"_component_": "bakery.BREAD"}, "bread._component_=bakery.BREAD: it is a dict"),
+        (
+            {"_component_": "recipe_utils.docstrings.docstring_dataset"},
+            "it has moved; set it to recipe_utils.embedded.stdlib_docs.docstring_dataset",
+        ),
+    ],
+)
+def test_a_component_s_arguments_are_those_of_its_signature(arguments, expected):
+    bread = {"_component_": "bakery.bake", "minutes": 30, **arguments}
+    bread = {key: value for key, value in bread.items() if value is not ...}
+    assert any(expected in text for text in problems_of(config(bread=bread)))
+
+
+def test_what_fits_a_signature_is_taken():
+    bread = {"_component_": "bakery.bake", "minutes": 3, "salt": 1, "toppings": ["seeds", "oil"]}
+    assert read_settings(config(bread=bread), Settings).bread == bread
+
+
+def test_a_list_of_components_is_checked_one_by_one():
+    extra = [{"_component_": "bakery.bake", "dough": "rye", "minutes": 3}, {"minutes": 3}]
+    (text,) = problems_of(config(extra=extra))
+    assert text.startswith("extra[1]={'minutes': 3}: it must be a component")
+
+
+def test_a_key_of_the_users_own_is_fine_where_another_refers_to_it():
+    assert "width: this recipe has no such key; take it out" in problems_of(config(width=3))
+    for value in ("${width}", "${ width }"):
+        assert read_settings(config(width=3, guests=value), Settings).guests == 3
+    assert len(problems_of(config(width=3, names=["width"]))) == 1
+
+
+def test_makers_are_all_called_and_their_problems_raised_together_by_key():
+    def fail(error):
+        raise error
+
+    with pytest.raises(ConfigError) as raised:
+        make_all(
+            tokenizer=lambda: fail(ValueError("no such file")),
+            loss=lambda: 3,
+            model=lambda: fail(OSError("disk gone")),
+            dataset=lambda: fail(ValueError("dataset.path=x: not there")),
+        )
+    assert raised.value.problems == (
+        "tokenizer: no such file",
+        "model: disk gone",
+        "dataset.path=x: not there",
+    )
+    assert make_all(loss=lambda: 3, model=lambda: 4) == (3, 4)
+
+
+def test_a_mistake_inside_a_component_keeps_its_traceback_with_a_note_of_the_key():
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        make_all(model=lambda: 1 + "1")
+    assert raised.value.__notes__ == ["raised while model of the config was made"]
+    with pytest.raises(KeyboardInterrupt), naming("model"):
+        raise KeyboardInterrupt
+
+
+def test_the_table_says_type_default_and_meaning_of_every_key():
+    assert key_table(Settings).splitlines()[2:] == [
+        "| `bread` | component | required | What is baked. |",
+        "| `extra` | component or list of component or null | null |  |",
+        "| `guests` | int | 0 |  |",
+        "| `num_trays` | int >= 1 | 2 | How many `trays` it has. |",
+        "| `heat` | float > 0 or null | null | Above the air's. |",
+        "| `mode` | fan or grill | fan |  |",
+        "| `is_lit` | bool | False |  |",
+        "| `names` | list of str or null | null |  |",
+    ]
+
+
+def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):
+    assert settings_of("full_finetune_update_step").__name__ == "Settings"
+    with pytest.raises(ValueError, match="no recipe of this name or path"):
+        settings_of("full_finetune")
+    path = tmp_path / "mine.py"
+    path.write_text("Settings = 3")
+    with pytest.raises(ValueError, match="it has no Settings"):
+        settings_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("~/x", "HOME/x"),
+        ("~", "HOME"),
+        ("${root}/x", "HOME/runs/x"),
+        ("/a/~/x", "/a/~/x"),
+        ("x~", "x~"),
+        ("~no_such_user/x", "~no_such_user/x"),
+    ],
+)
+def test_a_tilde_in_front_of_a_path_is_the_home_directory(given, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/baker")
+    cfg = OmegaConf.create({"output_dir": given, "log": "${output_dir}/l", "root": "~/runs"})
+    with pytest.raises(ConfigError, match="bread: it is missing"):
+        read_settings(cfg, Settings)
+    assert cfg.output_dir == expected.replace("HOME", "/home/baker")
+    assert cfg.log == f"{cfg.output_dir}/l"
+
+
+def test_paths_are_told_by_their_keys_at_any_depth(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/baker")
+    values = {
+        "checkpoint_dir": "~/a", "checkpoint_files": ["~/b", "c"], "data_files": {"train": ["~/d"]},
+        "path": "~/e", "merges_file": "~/f", "adapter_checkpoint": "~/g", "system_prompt": "~/h", "files": None,
+    }  # fmt: skip
+    cfg = OmegaConf.create({"outer": [{"inner": values}]})
+    with pytest.raises(ConfigError):
+        read_settings(cfg, Settings)
+    expected = str(values).replace("~/", "/home/baker/").replace("/home/baker/h", "~/h")
+    assert str(OmegaConf.to_container(cfg)["outer"][0]["inner"]) == expected

@@ -1,0 +1,122 @@
+"""Imports go in one direction, folders stay small, and every imported package is declared."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "recipe_utils"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+    if not {"recipes", "configs"} & set(path.relative_to(PACKAGE).parts)
+}
+LAYERS = (
+    ("benchmark",),
+    ("run",),
+    ("evaluation",),
+    ("model",),
+    ("loss",),
+    ("checkpoint",),
+    ("optim",),
+    ("data",),
+    ("parallel",),
+    ("settings", "files", "tune", "embedded"),
+)
+"""From the top. A package imports packages of lower layers only."""
+MAX_FILES = 10
+
+
+def package_of(module):
+    return [*module.split("."), ""][1]
+
+
+def imports_of(module):
+    """Maps each imported module of the project to whether the import is at the top of the file."""
+    found = {}
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            name = name if name in MODULES else f"{name}.__init__"
+            if name in MODULES and name != "recipe_utils.__init__" and name != module:
+                found[name] = found.get(name, False) or node in tree.body
+    return found
+
+
+def test_imports_go_to_lower_layers_only():
+    layer_of = {package: i for i, layer in enumerate(LAYERS) for package in layer}
+    assert {package_of(module) for module in MODULES} - {"__init__"} == set(layer_of)
+    for module in MODULES:
+        here = package_of(module)
+        for other, is_at_top in imports_of(module).items():
+            there = package_of(other)
+            if here == there or "__init__" in (here, there):
+                continue
+            # The command line of settings looks recipes up by name.
+            looks_up_recipes = (here, there, is_at_top) == ("settings", "tune", False)
+            assert layer_of[there] > layer_of[here] or looks_up_recipes, f"{module}: {other}"
+
+
+def test_modules_have_no_import_cycles():
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path, module])
+        if module in done:
+            return
+        path.append(module)
+        for other, is_at_top in imports_of(module).items():
+            if is_at_top:
+                visit(other)
+        done.add(path.pop())
+
+    for module in MODULES:
+        visit(module)
+
+
+def test_every_imported_distribution_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.match(r"[\w-]+", each)[0].lower().replace("_", "-") for each in required}
+    distributions = packages_distributions()
+    for path in [*MODULES.values(), *(ROOT / "recipes").glob("*.py")]:
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+        for name in names - sys.stdlib_module_names - {"recipe_utils"}:
+            found = {each.lower().replace("_", "-") for each in distributions.get(name, declared)}
+            assert found & declared, f"{path}: {name} of {found}"
+
+
+def test_a_folder_has_at_most_ten_files():
+    sizes = Counter(path.parent for path in MODULES.values() if not path.name.startswith("__"))
+    too_many = {str(folder): size for folder, size in sizes.items() if size > MAX_FILES}
+    assert not too_many
+
+
+def test_the_top_level_has_no_other_names():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == {
+        "CHANGELOG.md", "LICENSE", "README.md", "configs", "pyproject.toml", "recipe_utils", "recipes", "tests",
+    }  # fmt: skip
