@@ -155,7 +155,7 @@ class DINOv3Recipe:
             views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
         kind = ViewSamples(settings.data, settings.views, layout)
         self.loader = UpdateStepLoader(views, kind, settings.data, ranks, "dataset", fill)
-        self.loader.say_what_an_epoch_is()
+        self.loader.log_epoch_size()
         self.num_steps = settings.run.epochs * self.loader.steps_per_epoch
         if validates:
             data = settings.data.of_validation()

@@ -146,7 +146,7 @@ class FullDPORecipe:
         limits = limits_of(whole, ranks.device, modules.compile)
         pairs = PairSamples(data, self.tokenizer, limits, settings.pairs, self.reference)
         self.loader = UpdateStepLoader(dataset, pairs, data, ranks, "dataset")
-        self.loader.say_what_an_epoch_is()
+        self.loader.log_epoch_size()
         held_out = (dataset_val, pairs, data.of_validation(), ranks, "dataset_val")
         self.val_loader = UpdateStepLoader(*held_out) if validates else None
 

@@ -33,7 +33,7 @@ from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.text.collator import TextSamples
+from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
@@ -132,13 +132,13 @@ class FullFinetuneRecipe:
         )
         limits = limits_of(whole, ranks.device, modules.compile)
         fill = settings.pipeline.fill(ranks)
-        text = TextSamples(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
+        text = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
         self.loader = UpdateStepLoader(dataset, text, settings.data, ranks, "dataset", fill)
-        self.loader.say_what_an_epoch_is()
+        self.loader.log_epoch_size()
         self.val_loader = None
         if validates:
             data = settings.data.of_validation()
-            val_text = TextSamples(data, self.tokenizer, loss_fn.ignore_index, limits)
+            val_text = TextCollator(data, self.tokenizer, loss_fn.ignore_index, limits)
             self.val_loader = UpdateStepLoader(
                 dataset_val, val_text, data, ranks, "dataset_val", fill
             )

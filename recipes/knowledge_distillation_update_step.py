@@ -33,7 +33,7 @@ from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.text.collator import TextSamples
+from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.distillation import SUMS, LinearDistillationLoss, make_distillation_loss
 from recipe_utils.loss.head import attach_head, compile_loss
@@ -165,13 +165,13 @@ class KDRecipe:
         fill = settings.pipeline.fill(ranks)
         self.tokenizer = tokenizer
         of_text = (tokenizer, loss_fn.ignore_index, limits, self.teacher.known)
-        text = TextSamples(settings.data, *of_text)
+        text = TextCollator(settings.data, *of_text)
         self.loader = UpdateStepLoader(dataset, text, settings.data, ranks, "dataset", fill)
-        self.loader.say_what_an_epoch_is()
+        self.loader.log_epoch_size()
         self.val_loader = None
         if validates:
             data = settings.data.of_validation()
-            held_out = (dataset_val, TextSamples(data, *of_text), data, ranks, "dataset_val", fill)
+            held_out = (dataset_val, TextCollator(data, *of_text), data, ranks, "dataset_val", fill)
             self.val_loader = UpdateStepLoader(*held_out)
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled

@@ -177,7 +177,7 @@ class DataSettings:
         )
 
 
-class SampleKind(Protocol):
+class Collator(Protocol):
     """What the loader must know of the samples of an objective: text, pairs, views.
 
     A kind whose loss couples samples may have ``block``, an int: so many consecutive samples of an update
@@ -269,7 +269,7 @@ class UpdateStepLoader:
     def __init__(
         self,
         dataset: Any,
-        kind: SampleKind,
+        kind: Collator,
         settings: DataSettings,
         ranks: Ranks,
         name: str = "dataset",
@@ -338,7 +338,7 @@ class UpdateStepLoader:
             "last_update_step": self.settings.last_update_step,
         }
 
-    def say_what_an_epoch_is(self) -> None:
+    def log_epoch_size(self) -> None:
         """Logs the size of update steps, and what is left out of every epoch; on rank 0."""
         if not self._ranks.is_zero:
             return

@@ -83,7 +83,7 @@ class KnownOfSamples(Protocol):
         """What it says of all their targets, one sample's after the other's; tensors in any nesting."""
 
 
-class TextSamples:
+class TextCollator:
     """Text, of which an update step counts target tokens.
 
     Args:
@@ -109,6 +109,9 @@ class TextSamples:
         limits: ModelLimits,
         known: KnownOfSamples | None = None,
     ) -> None:
+        self._of_validation = partial(
+            TextCollator, settings.of_validation(), tokenizer, ignore_index, limits
+        )
         self._known = known
         self.ignore_index = ignore_index
         self.limits = limits
@@ -148,6 +151,10 @@ class TextSamples:
     def __getstate__(self) -> dict[str, Any]:
         """For DataLoader workers, which prepare samples and ask no teacher."""
         return {**self.__dict__, "_known": None}
+
+    def for_validation(self) -> "TextCollator":
+        """The same for the validation loader: ``batch_size_val`` samples per microbatch, no teacher outputs."""
+        return self._of_validation()
 
     def warnings(self) -> Iterator[str]:
         """Whether samples may be longer than a microbatch, and whether plans rest on guesses."""

@@ -21,7 +21,7 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.loader.to_host import Late
-from recipe_utils.data.text.collator import ModelLimits, TextSamples
+from recipe_utils.data.text.collator import ModelLimits, TextCollator
 from recipe_utils.files import problems_with_folder
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.model.adapters.adapters import find_adapters
@@ -197,7 +197,7 @@ class Teacher:
         self,
         student: nn.Module,
         loss_fn: LinearDistillationLoss,
-        text: TextSamples,
+        text: TextCollator,
         depends_on: Any,
     ) -> dict[str, str]:
         """Builds it with its weights; or, where what it says is kept, its output layer alone.

@@ -18,7 +18,7 @@ from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, Targets, mark_last
 from recipe_utils.data.loader.plan import MicrobatchCost, plan_in_order
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.text.collator import ModelLimits, TextSamples
+from recipe_utils.data.text.collator import ModelLimits, TextCollator
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.settings import ConfigError
 
@@ -40,7 +40,7 @@ def make_loader(samples, ranks=(), fill=None, kind=None, **settings):
     settings = DataSettings(batch_size=2, **settings)
     return UpdateStepLoader(
         tiny.Samples(samples),
-        kind or TextSamples(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
+        kind or TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
         settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
         "dataset",

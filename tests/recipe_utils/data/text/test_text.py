@@ -13,7 +13,7 @@ from recipe_utils.data.loader.plan import PLANS, MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.text.collator import (
     ModelLimits,
-    TextSamples,
+    TextCollator,
     check_sample,
     collate_empty_microbatch,
     collate_microbatch,
@@ -111,7 +111,7 @@ def test_what_is_known_of_samples_comes_with_their_targets(packed, microbatching
     """As many rows of each sample as it has targets, one sample's after the other's."""
     dataset = tiny.tiny_dataset(None, 12, num_without_targets=2, mask_prompts=False, packed=packed)
     samples = [dataset[i] for i in range(len(dataset))]
-    kind = TextSamples(
+    kind = TextCollator(
         DataSettings(microbatching=microbatching),
         tiny.tiny_tokenizer(),
         tiny.IGNORE,
@@ -265,7 +265,7 @@ def text_samples(name, max_tokens=80, tokenizer=None, **limits):
         max_tokens_per_microbatch=None if name == "in_order" else max_tokens,
     )
     tokenizer = tokenizer or tiny.tiny_tokenizer()
-    return TextSamples(settings, tokenizer, tiny.IGNORE, LIMITS._replace(**limits))
+    return TextCollator(settings, tokenizer, tiny.IGNORE, LIMITS._replace(**limits))
 
 
 def microbatches(name, **limits):
@@ -371,7 +371,7 @@ def test_plans_that_rest_on_costs_that_nobody_measured_are_told(microbatching, s
     tokenizer = tiny.TinyTokenizer(64)
     for are_estimated in (False, True):
         limits = LIMITS._replace(costs_are_estimated=are_estimated)
-        told = list(TextSamples(data, tokenizer, tiny.IGNORE, limits).warnings())
+        told = list(TextCollator(data, tokenizer, tiny.IGNORE, limits).warnings())
         assert len(told) == (warns and are_estimated)
         assert all("microbatch_overhead_slots sets it" in text for text in told)
 
