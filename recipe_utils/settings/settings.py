@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,6 +22,9 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from recipe_utils.settings.components import MadeWith, check_component
+from recipe_utils.settings.problems import ConfigError as ConfigError
+from recipe_utils.settings.problems import Problem
+from recipe_utils.settings.problems import naming as naming
 
 T = TypeVar("T")
 
@@ -38,20 +40,6 @@ _NAMES_A_PATH = re.compile(r"(dir|path|file|folder|checkpoint)s?$")
 
 AS_WRITTEN = object()
 """Marks a mapping whose ``${...}`` refer to keys of a config that it will be a part of."""
-
-
-class ConfigError(ValueError):
-    """Every problem of a config, one per line.
-
-    Args:
-        problems: in the form ``key=value: what is wrong; what to set instead``.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        noun = "problem" if len(problems) == 1 else "problems"
-        lines = "".join(f"\n  - {text}" for text in problems)
-        super().__init__(f"{len(problems)} {noun} in the config:{lines}")
 
 
 # ---- Reading ------------------------------------------------------------------------------------
@@ -329,7 +317,7 @@ def make_all(**makers: Callable[[], Any]) -> tuple[Any, ...]:
             the component and keeps its traceback, with a note of the key.
     """
     made: list[Any] = []
-    problems: list[str] = []
+    problems: list[Problem | str] = []
     for key, make in makers.items():
         try:
             with naming(key):
@@ -339,27 +327,6 @@ def make_all(**makers: Callable[[], Any]) -> tuple[Any, ...]:
     if problems:
         raise ConfigError(*problems)
     return tuple(made)
-
-
-@contextmanager
-def naming(key: str = "") -> Iterator[None]:
-    """Raises a ValueError or OSError of the block as a problem of ``key``; notes the key on others.
-
-    Without a key the error's text must name one.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        is_named = not key or re.match(rf"{key}\b[^ ]*[:=]", str(error))
-        prefix = "" if is_named else f"{key}: "
-        raise ConfigError(f"{prefix}{error}{cause}") from error
-    except Exception as error:
-        if key:
-            error.add_note(f"raised while {key} of the config was made")
-        raise
 
 
 # ---- The command ------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_makers_are_all_called_and_their_problems_raised_together_by_key():
             model=lambda: fail(OSError("disk gone")),
             dataset=lambda: fail(ValueError("dataset.path=x: not there")),
         )
-    assert raised.value.problems == (
+    assert tuple(map(str, raised.value.problems)) == (
         "tokenizer: no such file",
         "model: disk gone",
         "dataset.path=x: not there",

@@ -1,0 +1,140 @@
+"""Problems of a config: collected by key, raised together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_UNSET: Any = object()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a config. As a string: ``key=value: text``.
+
+    Attributes:
+        key: config key, dotted for an argument of a component (``optimizer.lr``).
+        text: what is wrong, and what to set instead.
+        value: value of the key, shown if given.
+        depends_on: other keys that the problem follows from. If one of them, or the key, has a problem of its
+            own, this one is not reported.
+    """
+
+    key: str
+    text: str
+    value: Any = _UNSET
+    depends_on: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = "" if self.value is _UNSET else f"={self.value}"
+        return f"{self.key}{shown}: {self.text}"
+
+
+class ConfigError(ValueError):
+    """All problems of a config, one per line."""
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{len(problems)} {noun} in the config:{lines}")
+
+
+@contextmanager
+def naming(key: str = "") -> Iterator[None]:
+    """Raises a ValueError or OSError of the block as a problem of ``key``; notes the key on others.
+
+    Without a key the error's text must start with one.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(_problem(key, error)) from error
+    except Exception as error:
+        if key:
+            error.add_note(f"raised while {key} of the config was made")
+        raise
+
+
+def _problem(key: str, error: Exception) -> Problem:
+    """The problem that an error describes. A text that starts with the key names a part of its value."""
+    text = str(error)
+    if error.__cause__:
+        text += f" ({error.__cause__})"
+    named, separator, rest = text.partition(": ")
+    if separator and (
+        not key or named == key or named.startswith((f"{key}=", f"{key}.", f"{key}["))
+    ):
+        return Problem(named, rest)
+    return Problem(key, text)
+
+
+class Build:
+    """Builds components of a config and collects their problems. See :func:`collected_problems`."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem | str] = []
+
+    def __call__(
+        self, key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Returns ``function(*args, **kwargs)``, or a placeholder if the call fails.
+
+        A ValueError or OSError is recorded as a problem of ``key``. A call that uses the placeholder of an
+        earlier failure is skipped. Other exceptions are mistakes in a component: they are raised with their
+        traceback and a note of the key.
+        """
+        placeholder: Any = _Failed()
+        if any(isinstance(argument, _Failed) for argument in (*args, *kwargs.values())):
+            return placeholder
+        try:
+            with naming(key):
+                return function(*args, **kwargs)
+        except ConfigError as error:
+            self.problems += error.problems
+        except _UsesFailedError:
+            pass
+        return placeholder
+
+
+@contextmanager
+def collected_problems() -> Iterator[Build]:
+    """Raises the problems of all components that are built in the block together, at its end.
+
+    Example::
+
+        with collected_problems() as build:
+            tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+            dataset = build("dataset", config.instantiate, cfg.dataset, tokenizer)
+
+    Raises:
+        ConfigError: has every problem that was recorded.
+    """
+    build = Build()
+    try:
+        yield build
+    except ConfigError as error:
+        build.problems += error.problems
+    except _UsesFailedError:
+        pass
+    if build.problems:
+        raise ConfigError(*build.problems)
+
+
+class _UsesFailedError(Exception):
+    """The result of a failed call was used."""
+
+
+class _Failed:
+    """Stands in for the result of a failed call."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _UsesFailedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _UsesFailedError
