@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 from functools import cache
@@ -43,7 +44,16 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if files else min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run the tests marked slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _skipped_for_want_of_hardware_only((yield), getattr(item, "path", ""))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_make_collect_report(collector):
     """Its imports take as long as those of the tests, so both go on at once.
 
@@ -51,10 +61,28 @@ def pytest_make_collect_report(collector):
     """
     if isinstance(collector, pytest.File):
         distributed_runs.start_fork_server()
+    return _skipped_for_want_of_hardware_only((yield), collector.path)
+
+
+def _skipped_for_want_of_hardware_only(report, path):
+    """Turns a skip for any other reason into a failure: packages are no reason, ``[test]`` brings them."""
+    if report.outcome == "skipped" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not re.search("CUDA|Linux", reason):
+            report.outcome = "failed"
+            report.longrepr = f"{path}: a skip that is not for want of CUDA or Linux: {reason}"
+    return report
 
 
 def pytest_collection_modifyitems(config, items):
-    """The programs as users start them take longest and go first, the smallest parts fill up the end."""
+    """Deselects slow tests without ``--all``, unless tests are named one by one.
+
+    The programs as users start them take longest and go first, the smallest parts fill up the end.
+    """
+    if not (config.getoption("--all") or any("::" in argument for argument in config.args)):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: len(item.path.parts))
 
