@@ -34,7 +34,7 @@ from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
-from recipe_utils.loss.head import attach_head, compile_loss
+from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -176,7 +176,7 @@ class DINOv3Recipe:
         # ---- Models: change modules in prepare(), before they are wrapped, sharded and filled
         def prepare(head: Any, backbone: nn.Module, has_output: bool) -> None:
             if has_output:
-                attach_head(backbone, head, settings.pipeline.splits_backward)
+                attach_loss(backbone, head, settings.pipeline.splits_backward)
 
         build = lambda head: build_model(  # noqa: E731 # the student's and the teacher's
             make_model, partial(prepare, head), modules, ranks, settings.pipeline
@@ -220,7 +220,7 @@ class DINOv3Recipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Sums over the microbatch's images of what ``SUMS`` names, [7].
 
-        The first is the loss; it is the backbone's head (``attach_head`` above): there FSDP2 holds the
+        The first is the loss; it is the backbone's head (``attach_loss`` above): there FSDP2 holds the
         weights of the heads gathered.
         """
         with self.offloading:

@@ -31,9 +31,9 @@ from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.pairs.collator import PairSamples, PairSettings, load_pairs
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate
-from recipe_utils.loss.head import attach_head, compile_loss
+from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.loss.preference import PreferenceSettings, make_preference_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
@@ -144,7 +144,7 @@ class FullDPORecipe:
             loraplus_lr_ratio=partial(updates.check_model, whole),
         )
         limits = limits_of(whole, ranks.device, modules.compile)
-        pairs = PairSamples(data, self.tokenizer, limits, settings.pairs, self.reference)
+        pairs = PairCollator(data, self.tokenizer, limits, settings.pairs, self.reference)
         self.loader = UpdateStepLoader(dataset, pairs, data, ranks, "dataset")
         self.loader.log_epoch_size()
         held_out = (dataset_val, pairs, data.of_validation(), ranks, "dataset_val")
@@ -157,7 +157,7 @@ class FullDPORecipe:
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, pairs.longest_row)
-            attach_head(decoder, log_probs)
+            attach_loss(decoder, log_probs)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks)

@@ -35,7 +35,7 @@ from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
-from recipe_utils.loss.head import attach_head, compile_loss
+from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -147,7 +147,7 @@ class FullFinetuneRecipe:
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, text.longest_row)
             if has_output:
-                attach_head(decoder, loss_fn, settings.pipeline.splits_backward)
+                attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
@@ -181,7 +181,7 @@ class FullFinetuneRecipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Cross-entropy summed over the microbatch's target tokens [nats], shape [1].
 
-        The loss is the model's head (``attach_head`` above): there FSDP2 has gathered the output weight.
+        The loss is the model's head (``attach_loss`` above): there FSDP2 has gathered the output weight.
         """
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)

@@ -35,8 +35,8 @@ from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
+from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.loss.distillation import SUMS, LinearDistillationLoss, make_distillation_loss
-from recipe_utils.loss.head import attach_head, compile_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -178,7 +178,7 @@ class KDRecipe:
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, text.longest_row)
             if has_output:
-                attach_head(decoder, loss_fn, settings.pipeline.splits_backward)
+                attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
@@ -216,7 +216,7 @@ class KDRecipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Sums over the microbatch's target tokens of what ``self.metrics`` names, [5] or [1].
 
-        The first is the loss; it is the model's head (``attach_head`` above): there FSDP2 holds the
+        The first is the loss; it is the model's head (``attach_loss`` above): there FSDP2 holds the
         output weight gathered.
         """
         with self.offloading:

@@ -17,8 +17,8 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.loss import LinearCrossEntropyLoss
+from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.distillation import make_distillation_loss
-from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.loss.self_distillation import ObjectiveSettings, SelfDistillationLoss
@@ -304,13 +304,13 @@ def test_student_and_teacher_fit_each_other_and_the_loss(name):
     # Qwen2.5's output layers have rows that stand for no token, and not all as many.
     rows = (151_936, 152_064) if "qwen" in name else (128_256, 128_256)
     assert (num_outputs(student), num_outputs(teacher)) == rows
-    attach_head(
+    attach_loss(
         student,
         make_distillation_loss(
             config.instantiate(cfg.loss), config.instantiate(cfg.kd_loss), cfg.kd_ratio
         ),
     )
-    attach_head(teacher, HiddenAtTargets())
+    attach_loss(teacher, HiddenAtTargets())
     teacher_parameters = sum(parameter.numel() for parameter in teacher.parameters())
     assert teacher_parameters == pytest.approx(PARAMETERS[TEACHERS[name]], rel=0.01)
 
@@ -378,7 +378,7 @@ def test_the_model_takes_the_loss(name):
         loss = LinearLogProbs()
     else:
         assert isinstance(loss, LinearCrossEntropyLoss)
-    attach_head(build(name), loss)
+    attach_loss(build(name), loss)
 
 
 @every_adapter_config
@@ -491,7 +491,7 @@ def test_backbone_and_heads_have_their_published_sizes(name):
         widths = [layer.out_features for layer in head.mlp if hasattr(layer, "out_features")]
         assert (widths, head.prototypes.out_features) == ([2048, 2048, 256], 65_536)
     assert whole.tok_embeddings.num_registers == 4
-    attach_head(whole, SelfDistillationLoss(ObjectiveSettings()))
+    attach_loss(whole, SelfDistillationLoss(ObjectiveSettings()))
 
 
 @every_backbone_s_config

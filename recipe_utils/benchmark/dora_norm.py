@@ -26,7 +26,7 @@ from torchtune.modules.peft import DoRALinear
 from recipe_utils.benchmark.report import quartiles
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters.adapters import freeze_base
 from recipe_utils.model.attention.document_mask import attend_within_documents
@@ -82,7 +82,7 @@ class Contest:
         self.vocab_size, self.device = cfg.vocab_size, device
         freeze_base(self.model)
         attend_within_documents(self.model, device, longest_row)
-        attach_head(self.model, LinearCrossEntropyLoss())
+        attach_loss(self.model, LinearCrossEntropyLoss())
         self.layers = [m for m in self.model.modules() if isinstance(m, DoRALinear)]
         for layer in self.layers:
             nn.init.normal_(layer.lora_b.weight, std=0.02)

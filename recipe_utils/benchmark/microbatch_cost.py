@@ -23,7 +23,7 @@ from torchtune import config, training
 
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.build.sizes import equal_attention_length, vocab_size_and_max_seq_len
 from recipe_utils.tune.registry import config_path
 
@@ -45,7 +45,7 @@ def main() -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)
-    attach_head(model, config.instantiate(cfg.loss))
+    attach_loss(model, config.instantiate(cfg.loss))
 
     longest_sample = vocab_size_and_max_seq_len(model)[1]
     shapes = [

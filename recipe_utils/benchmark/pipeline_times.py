@@ -27,13 +27,13 @@ from recipe_utils.benchmark.pipeline_bubble import idle_fraction, order_of_ranks
 from recipe_utils.benchmark.report import quartiles
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.distillation import (
     SUMS,
     LinearDistillationLoss,
     TeacherHidden,
     make_distillation_loss,
 )
-from recipe_utils.loss.head import attach_head
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.schedule import (
@@ -52,7 +52,7 @@ class HiddenAtTargets:
     takes_hidden_states = True
 
     def __call__(self, output: nn.Module, hidden: Tensor, targets: Targets, _: bool) -> Tensor:
-        """See :class:`recipe_utils.loss.head.LinearLoss`."""
+        """Returns [n, d] of ``hidden`` [b, s, d]."""
         return hidden.flatten(0, 1).index_select(0, targets.positions)
 
 
@@ -168,7 +168,7 @@ def make_stages(cfg: Any, schedule: str, loss_fn: Any) -> dict[int, nn.Module]:
         attend_within_documents(stages[index], torch.device("cpu"), cfg.max_seq_len)
         if index == num_stages - 1:
             splits_backward = PipelineSettings(schedule).splits_backward  # type: ignore[arg-type]
-            attach_head(stages[index], loss_fn, backward_in_parts=splits_backward)
+            attach_loss(stages[index], loss_fn, backward_in_parts=splits_backward)
     return stages
 
 

@@ -39,7 +39,7 @@ from recipe_utils.data.images.crop_rows import TokenLayout, layout_of, of_global
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.sampler import StepIndex
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.self_distillation import SelfDistillationLoss, TeacherViews
 from recipe_utils.model.build.build import build_model, build_on_meta
 from recipe_utils.model.build.weights import load_weights
@@ -115,7 +115,7 @@ class Contest:
 
         def build(head: Any) -> nn.Module:
             return build_model(
-                make, lambda model, _: attach_head(model, head), modules, ranks, settings.pipeline
+                make, lambda model, _: attach_loss(model, head), modules, ranks, settings.pipeline
             )
 
         of_teacher, other = (fresh_vit_weights(whole, seed) for seed in (0, 1))

@@ -159,7 +159,6 @@ class LinearDistillationLoss(nn.Module):
     """
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __init__(  # a formula's constants
         self,

@@ -26,7 +26,6 @@ class LinearCrossEntropyLoss(nn.Module):
     """
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __init__(
         self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100

@@ -17,7 +17,7 @@ from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_
 
 
 class LinearLogProbs(nn.Module):
-    """The log-probability of each target token, for ``attach_head``: projected a chunk of targets at a time.
+    """The log-probability of each target token, for ``attach_loss``: projected a chunk of targets at a time.
 
     Chunks of logits but the last are recomputed in the backward, since what each token's gradient is
     multiplied with is known only then: four matrix products, where a summed loss takes three. Where the
@@ -32,7 +32,6 @@ class LinearLogProbs(nn.Module):
     """
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
         super().__init__()

@@ -131,7 +131,6 @@ class SelfDistillationLoss:
     """
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __init__(self, settings: ObjectiveSettings, rows_per_chunk: int = 256) -> None:
         self.settings = settings
@@ -243,7 +242,6 @@ class TeacherBottlenecks:
     """The teacher's head: what Sinkhorn-Knopp and the student's loss need of it, never logits."""
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __call__(
         self,
@@ -264,7 +262,6 @@ class PatchStates:
     """A Gram teacher's head: its states of all patches of global crops."""
 
     takes_hidden_states = True
-    """See :class:`recipe_utils.loss.head.LinearLoss`."""
 
     def __call__(
         self,

@@ -115,7 +115,7 @@ def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(layout, step_of_
 
 SFT_AND_DPO, MULTI_TURN = COMBINATIONS[1], ("multi_turn", "dpo", 0.0)
 FORWARD = "model(**microbatch.inputs, targets=microbatch.targets)"
-MAKE_PAIRS = "PairSamples(data, self.tokenizer, limits, settings.pairs, self.reference)"
+MAKE_PAIRS = "PairCollator(data, self.tokenizer, limits, settings.pairs, self.reference)"
 MUTANTS = {
     "rejected sees chosen": (
         1,

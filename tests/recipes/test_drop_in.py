@@ -20,8 +20,8 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
 
+from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.distillation import make_distillation_loss
-from recipe_utils.loss.head import HiddenAtTargets, attach_head
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
 from recipe_utils.settings.settings import ConfigError, read_settings, settings_of
@@ -185,9 +185,9 @@ def test_stock_configs_fit_their_own_model(stock, monkeypatch):
     elif stock in DISTILLATION:
         loss = make_distillation_loss(loss, config.instantiate(cfg.kd_loss), cfg.kd_ratio)
         teacher = build(lambda: config.instantiate(cfg.teacher_model))
-        attach_head(teacher, HiddenAtTargets())
+        attach_loss(teacher, HiddenAtTargets())
         assert num_outputs(teacher) == num_outputs(model)
-    attach_head(model, loss)
+    attach_loss(model, loss)
     for name in cfg.get("custom_sharded_layers") or []:
         model.get_submodule(name)
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.kernels import speed_up_layers
 from recipe_utils.settings.settings import ConfigError
@@ -83,7 +83,7 @@ def reference(sizes, steps_of_ranks, sums_each_microbatch, accumulate=torch.floa
     """The gradients of each update step, from plain tensors and a plain model."""
     model = tiny.tiny_model(sizes)
     speed_up_layers(model)  # bf16 would make more of a norm's last digit
-    attach_head(model, LinearCrossEntropyLoss())
+    attach_loss(model, LinearCrossEntropyLoss())
     found = []
     for steps in zip(*steps_of_ranks, strict=True):  # one update step on each rank
         scale = steps[0].scale("target_tokens")

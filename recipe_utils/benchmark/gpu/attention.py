@@ -28,7 +28,7 @@ from recipe_utils.benchmark.gpu.measure import (
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model
 from recipe_utils.model.build.weights import load_weights
@@ -65,7 +65,7 @@ def build(model: dict[str, Any], ranks: Ranks, **keys: Any) -> nn.Module:
 
     def prepare(decoder: nn.Module, _: bool) -> None:
         attend_within_documents(decoder, ranks.device, model["max_seq_len"])
-        attach_head(decoder, LinearCrossEntropyLoss())
+        attach_loss(decoder, LinearCrossEntropyLoss())
 
     settings = ModelSettings(**keys)
     made = build_model(

@@ -89,7 +89,7 @@ def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
     return dataset
 
 
-class PairSamples:
+class PairCollator:
     """Pairs of a chosen and a rejected answer, as torchtune's preference datasets return them.
 
     Args:
@@ -144,7 +144,7 @@ class PairSamples:
         cost = settings.cost(limits.cost)
         self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
         if self._is_packed:
-            of_rows = limits.with_two_ends() if self._shares_prefixes else limits
+            of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
             self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
         else:
             # A pair is two rows of the longer side's length, and the plan is told of one.
@@ -270,7 +270,7 @@ def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microba
     """Makes a microbatch of two rows per pair, chosen over rejected, padded to the longest of all.
 
     Args:
-        samples: at least one, of :meth:`PairSamples.prepare`.
+        samples: at least one, of :meth:`PairCollator.prepare`.
         padding_idx: the token to pad with.
     """
     longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in _SIDES)
@@ -299,7 +299,7 @@ def collate_packed_pairs(
     of its next token.
 
     Args:
-        samples: at least one, of :meth:`PairSamples.prepare`.
+        samples: at least one, of :meth:`PairCollator.prepare`.
         padding_idx: the token to pad with.
         row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
             padding.

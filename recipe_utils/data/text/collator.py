@@ -46,24 +46,24 @@ class ModelLimits(NamedTuple):
     """The kind of attention that cannot keep the documents of a row apart; None if it can."""
     num_row_lengths: int | None = None
     """How many lengths packed rows may have, where code is compiled for each; None for any."""
-    num_row_lengths_with_two_ends: int | None = None
-    """The same where documents may have two ends; None for as many."""
+    num_row_lengths_with_shared_prefixes: int | None = None
+    """The same for rows with prefix-shared pairs; None for as many."""
     row_multiple: int | None = None
     """What packed rows are padded to a multiple of in any case [slots]; None for no padding."""
     packing_problem: str | None = None
     """Why packed rows cannot be computed here, and what to set instead; None if they can."""
-    packing_problem_with_two_ends: str | None = None
-    """The same where documents may have two ends; None for no problem of their own."""
+    packing_problem_with_shared_prefixes: str | None = None
+    """The same for rows with prefix-shared pairs; None for no problem of their own."""
     limits_length: str = "the model's"
     """Whose ``max_seq_len`` it is, for errors."""
     costs_are_estimated: bool = False
     """Whether ``cost`` was never measured on such a device."""
 
-    def with_two_ends(self) -> "ModelLimits":
-        """Those of rows whose documents may have two ends."""
+    def with_shared_prefixes(self) -> "ModelLimits":
+        """Returns the limits of rows with prefix-shared pairs."""
         return self._replace(
-            num_row_lengths=self.num_row_lengths_with_two_ends or self.num_row_lengths,
-            packing_problem=self.packing_problem_with_two_ends or self.packing_problem,
+            num_row_lengths=self.num_row_lengths_with_shared_prefixes or self.num_row_lengths,
+            packing_problem=self.packing_problem_with_shared_prefixes or self.packing_problem,
         )
 
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 Document: TypeAlias = int | tuple[int, int, int]
-"""Its tokens. Three numbers are a document with two ends: what they share, the first one and the second one,
+"""Tokens of a document. Three numbers are a prefix-shared pair: the shared prefix, the first answer and the second,
 neither of which sees the other."""
 
 DocumentLengths: TypeAlias = Sequence[Sequence[Document]]
@@ -31,11 +31,11 @@ class Documents(Sequence[Sequence[Document]]):
     lengths: DocumentLengths
     boundaries: Tensor
     """[p + 1], int32: where each part begins in the flattened [b * s] slots, and where the last one ends. No
-    part is empty: FlashAttention's backward does not stand documents without tokens. Where no document has
-    two ends these are cumulative sequence lengths."""
-    of_parts: Tensor | None
-    """[2, p], int32: the document of each part, and its end: 0 is the shared part, or a document of one end,
-    1 and 2 are the ends. None where no document has two."""
+    part is empty: FlashAttention's backward does not stand documents without tokens. Where no document is a
+    prefix-shared pair these are cumulative sequence lengths."""
+    segments: Tensor | None
+    """[2, p], int32: the document of each part, and its segment: 0 is the shared prefix, or a plain document,
+    1 and 2 are the answers. None without prefix-shared pairs."""
 
     def __init__(self, lengths: DocumentLengths) -> None:
         self.lengths = lengths
@@ -51,9 +51,9 @@ class Documents(Sequence[Sequence[Document]]):
                         documents.append(number)
                         ends.append(end)
         self.boundaries = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-        self.of_parts = None
+        self.segments = None
         if any(ends):
-            self.of_parts = torch.tensor([documents, ends], dtype=torch.int32)
+            self.segments = torch.tensor([documents, ends], dtype=torch.int32)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,9 +75,9 @@ class Documents(Sequence[Sequence[Document]]):
             self.shape[0] * self.shape[1], dtype=torch.int32, device=self.boundaries.device
         )
         parts = torch.searchsorted(self.boundaries[1:], slots, right=True, out_int32=True)
-        if self.of_parts is None:
+        if self.segments is None:
             return parts.view(self.shape), None
-        documents, ends = self.of_parts.index_select(1, parts)
+        documents, ends = self.segments.index_select(1, parts)
         return documents.view(self.shape), ends.view(self.shape)
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class Documents(Sequence[Sequence[Document]]):
 
 
 def parts_of(row: Sequence[Document]) -> list[int]:
-    """Tokens of each document of a row, and of each part of one with two ends."""
+    """Returns the tokens of each document of a row; for prefix-shared pairs those of each segment."""
     return list(_parts_of(row))
 
 
@@ -115,20 +115,20 @@ def _documents_of_one_look(document: Document) -> Iterator[tuple[int, ...]]:
     shared, *ends = document if isinstance(document, tuple) else (document,)
     if shared and all(ends):
         yield (shared, *ends)
-    elif shared:  # and one end at most
+    elif shared:  # and one answer at most
         yield (shared + sum(ends),)
     else:
         yield from ((end,) for end in ends if end)
 
 
 def _flatten(documents: Documents) -> tuple[list[Any], DocumentLengths]:
-    return [documents.boundaries, documents.of_parts], documents.lengths
+    return [documents.boundaries, documents.segments], documents.lengths
 
 
 def _unflatten(tensors: Any, lengths: DocumentLengths) -> Documents:
     documents = Documents.__new__(Documents)
     documents.lengths = lengths
-    documents.boundaries, documents.of_parts = tensors
+    documents.boundaries, documents.segments = tensors
     return documents
 
 

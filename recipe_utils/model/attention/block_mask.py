@@ -23,17 +23,17 @@ def sees(documents: Documents) -> Callable[..., Tensor]:
     document_of, end_of = documents.of_slots()
     if end_of is None:
 
-        def of_one_end(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (document_of[b, k] == document_of[b, q])
 
-        return of_one_end
+        return of_plain
     ends = end_of
 
-    def of_two_ends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def of_prefix_shared(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         is_shared_or_own = (ends[b, k] == 0) | (ends[b, k] == ends[b, q])
         return (k <= q) & (document_of[b, k] == document_of[b, q]) & is_shared_or_own
 
-    return of_two_ends
+    return of_prefix_shared
 
 
 def dense_mask(documents: Documents) -> Tensor:
@@ -70,9 +70,9 @@ def block_mask(documents: Documents) -> BlockMask:
         of_keys = last_end[:, None, :]
         of_query = first_end[:, :, None]
         is_seen &= (first_of_last == 0) | (of_keys == of_query)
-        # Ends of the keys are shared, or the one end of all queries with none of the other among them.
-        is_one_end = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
-        is_own = (of_query == last_end[:, :, None]) & (of_query == of_keys) & is_one_end
+        # Segments of the keys are shared, or the one segment of all queries with none of the other among them.
+        is_plain = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
+        is_own = (of_query == last_end[:, :, None]) & (of_query == of_keys) & is_plain
         is_seen_by_all &= (of_keys == 0) | is_own
     # On the diagonal each slot sees itself and not the ones behind it.
     is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])

@@ -1,6 +1,6 @@
 """Attention within documents: a token of a packed row sees what precedes it in its own document.
 
-A document may have two ends, the answers of a pair: the tokens of both see what they share, and no end sees
+A document may be a prefix-shared pair: the tokens of both answers see the shared prefix, and neither answer sees
 the other.
 
 Shapes: b rows, s slots per row, h heads, d head width.
@@ -80,7 +80,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
             module._attention_call = _within_documents(module._attention_call)
             if attention.way == "varlen":
                 module.forward = MethodType(_forward_of_documents, module)
-    if attention.with_two_ends().way == "flex":
+    if attention.with_shared_prefixes().way == "flex":
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
@@ -111,8 +111,8 @@ def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: tor
     documents = lengths
     if not isinstance(documents, Documents):
         documents = tree_map_only(Tensor, lambda each: each.to(device), Documents(lengths))
-    if documents.of_parts is not None:
-        attention = attention.with_two_ends()
+    if documents.segments is not None:
+        attention = attention.with_shared_prefixes()
     if attention.problem is not None:
         raise ConfigError(attention.problem)
     _say_once(attention.way, attention.why, device)
@@ -233,7 +233,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: floa
         attended = []
         for document in lengths:
             if isinstance(document, tuple):
-                attended += _attend_with_two_ends(next(parts), next(parts), next(parts), dropout_p)
+                attended += _attend_from_shared_prefix(
+                    next(parts), next(parts), next(parts), dropout_p
+                )
             else:
                 q, k, v = next(parts)
                 attended.append(_attend_causally(q, k, v, dropout_p))
@@ -246,7 +248,7 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
 
 
-def _attend_with_two_ends(
+def _attend_from_shared_prefix(
     shared: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dropout_p: float
 ) -> list[Tensor]:
     """Takes q, k and v of each part. What is shared is computed with the first end, in one causal call."""

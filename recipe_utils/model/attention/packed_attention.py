@@ -35,17 +35,15 @@ class PackedAttention(NamedTuple):
     """In words that follow ``way``."""
     problem: str | None = None
     """Why it cannot, and what to set instead; None if it can."""
-    problem_with_two_ends: str | None = None
-    """The same of documents with two ends, where they take another way."""
+    problem_with_shared_prefixes: str | None = None
+    """The same of prefix-shared pairs, where they take another way."""
 
-    def with_two_ends(self) -> "PackedAttention":
-        """How it attends where documents of a microbatch have two ends."""
+    def with_shared_prefixes(self) -> "PackedAttention":
+        """Returns how it attends where a microbatch has prefix-shared pairs."""
         if self.way != "varlen":
             return self
-        why = (
-            "documents have two ends, and FlashAttention has no mask that hides one from the other"
-        )
-        return PackedAttention("flex", why, self.problem or self.problem_with_two_ends)
+        why = "pairs share prefixes, and FlashAttention has no mask that hides one answer from the other"
+        return PackedAttention("flex", why, self.problem or self.problem_with_shared_prefixes)
 
 
 def self_attentions(model: nn.Module) -> list[Any]:

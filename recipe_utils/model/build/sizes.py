@@ -50,10 +50,10 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
         ),
         other_attention=other_attention(model),
         num_row_lengths=num_row_lengths(attention.way),
-        num_row_lengths_with_two_ends=num_row_lengths(attention.with_two_ends().way),
+        num_row_lengths_with_shared_prefixes=num_row_lengths(attention.with_shared_prefixes().way),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         packing_problem=attention.problem,
-        packing_problem_with_two_ends=attention.problem_with_two_ends,
+        packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.loss.head import HiddenAtTargets, attach_head
+from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model
 from recipe_utils.model.build.weights import load_weights
@@ -59,7 +59,7 @@ class FrozenModel:
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, longest_row)
             if has_output:
-                attach_head(decoder, HiddenAtTargets())
+                attach_loss(decoder, HiddenAtTargets())
 
         with naming("teacher_model"):
             model = build_model(make_model, prepare, modules, ranks, pipeline)

@@ -16,7 +16,7 @@ from recipe_utils.benchmark.gpu.measure import at_most, attempt
 from recipe_utils.benchmark.gpu.speed import group_of, ways
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss import LinearCrossEntropyLoss
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 
@@ -145,7 +145,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     )
     model = build_on_meta(partial(config.instantiate, component), ModelSettings())
     attend_within_documents(model, torch.device("cpu"), 64)
-    attach_head(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
+    attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
     row = packed_row(lengths, 101, seed=0)
     with torch.device("meta"):

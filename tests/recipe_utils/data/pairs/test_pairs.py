@@ -14,7 +14,7 @@ from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import LeftOutError, SampleError
 from recipe_utils.data.pairs.collator import (
-    PairSamples,
+    PairCollator,
     PairSettings,
     collate_padded_pairs,
     digest_of,
@@ -30,7 +30,7 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 def kind_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
-    return PairSamples(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
+    return PairCollator(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
 
 
 def prepared(kind, pairs):
@@ -232,7 +232,7 @@ class Known:
 
 def kind_that_knows_half():
     data = DataSettings(microbatching="packed")
-    return PairSamples(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Known())
+    return PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Known())
 
 
 def test_of_pairs_that_are_known_in_part_the_others_are_a_microbatch_of_their_own():

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.documents import Documents, parts_of
 
-ONE_END = [[3, 1, 4], [8]]
-TWO_ENDS = [[(2, 3, 1), 4], [(1, 1, 8)]]
+PLAIN = [[3, 1, 4], [8]]
+PREFIX_SHARED = [[(2, 3, 1), 4], [(1, 1, 8)]]
 
 
 def slots_one_by_one(lengths):
@@ -26,7 +26,7 @@ def slots_one_by_one(lengths):
     return documents, ends
 
 
-@pytest.mark.parametrize("lengths", [ONE_END, TWO_ENDS, [[1]], [[(3, 1, 1)]]])
+@pytest.mark.parametrize("lengths", [PLAIN, PREFIX_SHARED, [[1]], [[(3, 1, 1)]]])
 def test_tensors_say_what_the_numbers_say(lengths):
     documents = Documents(lengths)
     expected_documents, expected_ends = slots_one_by_one(lengths)
@@ -39,7 +39,7 @@ def test_tensors_say_what_the_numbers_say(lengths):
     sizes = documents.boundaries.diff().tolist()
     assert sizes == [size for row in lengths for size in parts_of(row)]
     assert documents.boundaries.dtype == torch.int32
-    assert (documents.of_parts is None) == (lengths in (ONE_END, [[1]]))
+    assert (documents.segments is None) == (lengths in (PLAIN, [[1]]))
 
 
 def test_no_part_is_empty():
@@ -51,20 +51,20 @@ def test_no_part_is_empty():
 
 
 def test_the_longest_document_has_both_its_ends():
-    assert (Documents(ONE_END).longest, Documents(TWO_ENDS).longest) == (8, 10)
+    assert (Documents(PLAIN).longest, Documents(PREFIX_SHARED).longest) == (8, 10)
 
 
 def test_they_are_a_sequence_of_rows_equal_by_their_numbers():
-    documents = Documents(ONE_END)
-    assert list(documents) == ONE_END
+    documents = Documents(PLAIN)
+    assert list(documents) == PLAIN
     assert documents[1] == [8]
     assert len(documents) == 2
-    assert documents == ONE_END
-    assert documents == Documents(ONE_END)
-    assert documents != Documents(TWO_ENDS)
+    assert documents == PLAIN
+    assert documents == Documents(PLAIN)
+    assert documents != Documents(PREFIX_SHARED)
 
 
-@pytest.mark.parametrize("lengths", [ONE_END, TWO_ENDS])
+@pytest.mark.parametrize("lengths", [PLAIN, PREFIX_SHARED])
 def test_they_go_from_process_to_process(lengths):
     arrived = pickle.loads(pickle.dumps(Documents(lengths)))
     assert arrived == lengths
@@ -73,12 +73,12 @@ def test_they_go_from_process_to_process(lengths):
 
 
 def test_their_tensors_go_to_the_device_with_what_they_are_part_of():
-    tree = {"document_lengths": Documents(TWO_ENDS), "tokens": torch.zeros(2, 10)}
+    tree = {"document_lengths": Documents(PREFIX_SHARED), "tokens": torch.zeros(2, 10)}
     (arrived,) = to_device_ahead([tree], torch.device("meta"))
     documents = arrived["document_lengths"]
-    assert documents == TWO_ENDS
+    assert documents == PREFIX_SHARED
     assert documents.boundaries.is_meta
-    assert documents.of_parts.is_meta
+    assert documents.segments.is_meta
     counted = []
     tree_map_only(torch.Tensor, counted.append, tree)
     assert len(counted) == 3

@@ -19,12 +19,12 @@ TENSORS = (
 )  # fmt: skip
 
 
-def some_documents(row_length, with_two_ends, draw):
+def some_documents(row_length, with_shared_prefixes, draw):
     """Documents of all sizes, the last of which is padding, that fill a row."""
     row = []
     while (left := row_length - sum(parts_of(row))) > 0:
         size = min(draw.choice(SIZES), left)
-        if with_two_ends and size >= 3 and draw.random() < 0.7:
+        if with_shared_prefixes and size >= 3 and draw.random() < 0.7:
             shared = draw.choice([1, size // 3 or 1, size - 2])
             first = draw.choice([1, (size - shared) // 2 or 1, size - shared - 1])
             row.append((shared, first, size - shared - first))
@@ -43,14 +43,15 @@ def assert_equal_masks(ours, expected):
     assert ours.shape == expected.shape
 
 
-@pytest.mark.parametrize("with_two_ends", [False, True], ids=["one_end", "two_ends"])
-def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_two_ends):
+@pytest.mark.parametrize("with_shared_prefixes", [False, True], ids=["plain", "prefix_shared"])
+def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_shared_prefixes):
     draw = random.Random(0)
     kinds = {"partial": 0, "full": 0}
     for index in range(40):
         row_length = draw.choice([128, 384, 640, 1000, 1024, 2048, 2049, 3000])
         rows = [
-            some_documents(row_length, with_two_ends, draw) for _ in range(1 if index % 4 else 3)
+            some_documents(row_length, with_shared_prefixes, draw)
+            for _ in range(1 if index % 4 else 3)
         ]
         documents = Documents(rows)
         expected = create_block_mask(

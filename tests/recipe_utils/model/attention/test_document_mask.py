@@ -113,7 +113,7 @@ def test_models_that_cannot_keep_documents_apart_are_told_by_their_attention():
 
 
 PAIRS = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
-"""Documents of one end and of two."""
+"""Plain documents and prefix-shared pairs."""
 
 
 def ends_alone(row):

@@ -40,8 +40,8 @@ from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.settings import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ONE_END = [5, 1, 17, 2]
-TWO_ENDS = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
+PLAIN = [5, 1, 17, 2]
+PREFIX_SHARED = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
 
 
 def on_meta(sizes=tiny.MODEL, **settings):
@@ -99,14 +99,14 @@ def test_what_is_asked_for_is_taken(way):
     assert choose(on_meta(dtype="bf16", packed_attention=way), CUDA).way == way
 
 
-def test_documents_with_two_ends_take_flex_where_others_take_flash_attention():
+def test_documents_with_shared_prefixes_take_flex_where_others_take_flash_attention():
     for way, expected in (("varlen", "flex"), ("flex", "flex"), ("by_document", "by_document")):
         chosen = choose(on_meta(dtype="bf16", packed_attention=way), CUDA)
-        assert chosen.with_two_ends().way == expected
+        assert chosen.with_shared_prefixes().way == expected
 
 
 @pytest.mark.parametrize(
-    ("way", "compiles", "num_row_lengths", "with_two_ends"),
+    ("way", "compiles", "num_row_lengths", "with_shared_prefixes"),
     [
         ("varlen", False, None, 4),
         ("varlen", True, 4, 4),
@@ -115,12 +115,12 @@ def test_documents_with_two_ends_take_flex_where_others_take_flash_attention():
     ],
 )
 def test_rows_have_few_lengths_where_each_is_compiled_for(
-    way, compiles, num_row_lengths, with_two_ends
+    way, compiles, num_row_lengths, with_shared_prefixes
 ):
     model = on_meta(dtype="bf16", packed_attention=way)
     limits = limits_of(model, CUDA, compiles)
     assert limits.num_row_lengths == num_row_lengths
-    assert limits.with_two_ends().num_row_lengths == with_two_ends
+    assert limits.with_shared_prefixes().num_row_lengths == with_shared_prefixes
     assert limits.row_multiple == 128
     assert limits_of(on_meta(), CPU, False).row_multiple is None
 
@@ -174,10 +174,10 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert "set packed_attention=by_document" in flex
     varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
     assert varlen.packing_problem is None
-    two_ends = varlen.with_two_ends().packing_problem
-    assert two_ends.startswith("packed_attention=null: pairs with prefix_sharing take flex")
+    prefix_shared = varlen.with_shared_prefixes().packing_problem
+    assert prefix_shared.startswith("packed_attention=null: pairs with prefix_sharing take flex")
     documents = limits_of(on_meta(packed_attention="by_document"), CUDA, False)
-    assert documents.packing_problem is documents.with_two_ends().packing_problem is None
+    assert documents.packing_problem is documents.with_shared_prefixes().packing_problem is None
 
 
 def test_heads_that_flash_attention_does_not_take_are_refused_by_key():
@@ -192,7 +192,7 @@ def test_heads_that_flash_attention_does_not_take_are_refused_by_key():
 def test_rows_that_cannot_be_computed_are_refused_in_the_forward_too():
     model = asked({**tiny.MODEL, "attn_dropout": 0.1}, "flex")
     with pytest.raises(ConfigError, match=r"packed_attention=flex: it has no attn_dropout=0\.1"):
-        model(**row_of(ONE_END))
+        model(**row_of(PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_packed_rows_are_refused_by_their_kinds(monkeypatch):
     limits = limits_of(on_meta(dtype="bf16"), CUDA, False)
     assert row_multiple_of_packed(limits, 1000) == 128
     with pytest.raises(ConfigError, match="prefix_sharing"):
-        row_multiple_of_packed(limits.with_two_ends(), 1000)
+        row_multiple_of_packed(limits.with_shared_prefixes(), 1000)
 
 
 # ---- What they give -------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def assert_same_logits_and_gradients(model, alone, row):
 def test_flash_attention_gets_what_gives_each_document_s_logits_and_gradients(
     sizes, flash_attention_on_a_cpu
 ):
-    assert_same_logits_and_gradients(asked(sizes), asked(sizes, device=CPU), row_of(ONE_END))
+    assert_same_logits_and_gradients(asked(sizes), asked(sizes, device=CPU), row_of(PLAIN))
 
 
 def test_queries_and_keys_are_normalised_as_torchtune_does(flash_attention_on_a_cpu):
@@ -325,7 +325,7 @@ def test_queries_and_keys_are_normalised_as_torchtune_does(flash_attention_on_a_
         for attention in self_attentions(model):
             attention.q_norm, attention.k_norm = (RMSNorm(8).double() for _ in range(2))
             nn.init.constant_(attention.q_norm.scale, 1.3)
-    assert_same_logits_and_gradients(*models, row_of(ONE_END))
+    assert_same_logits_and_gradients(*models, row_of(PLAIN))
 
 
 def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attention_on_a_cpu):
@@ -339,7 +339,7 @@ def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attentio
         )
 
     monkeypatch.setattr(varlen_module, "varlen_attn", of_torch_2_11)
-    assert_same_logits_and_gradients(asked(), asked(device=CPU), row_of(ONE_END))
+    assert_same_logits_and_gradients(asked(), asked(device=CPU), row_of(PLAIN))
 
 
 def test_without_documents_torchtune_s_own_forward_runs():
@@ -349,7 +349,7 @@ def test_without_documents_torchtune_s_own_forward_runs():
         assert torch.equal(logits, asked(device=CPU)(row["tokens"]))
 
 
-@pytest.mark.parametrize(("way", "lengths"), [("flex", ONE_END), ("flex", TWO_ENDS), ("varlen", TWO_ENDS)])  # fmt: skip
+@pytest.mark.parametrize(("way", "lengths"), [("flex", PLAIN), ("flex", PREFIX_SHARED), ("varlen", PREFIX_SHARED)])  # fmt: skip
 def test_flex_attention_gives_each_document_s_logits_and_gradients(way, lengths, monkeypatch):
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # no backward on a CPU
     monkeypatch.setattr(
@@ -360,7 +360,7 @@ def test_flex_attention_gives_each_document_s_logits_and_gradients(way, lengths,
 
 
 def test_documents_one_by_one_are_there_on_every_device():
-    row = row_of(TWO_ENDS)
+    row = row_of(PREFIX_SHARED)
     assert_same_logits_and_gradients(asked(way="by_document"), asked(device=CPU), row)
 
 
@@ -368,16 +368,16 @@ def test_masks_are_made_of_tensors_that_came_along_and_of_plain_numbers_too():
     varlen, flex, by_document = (
         PackedAttention(way, "") for way in ("varlen", "flex", "by_document")
     )
-    documents = Documents([ONE_END])
+    documents = Documents([PLAIN])
     mask = _make_mask(documents, varlen, CPU)
     assert isinstance(mask, VarlenMask)
     assert mask.boundaries is documents.boundaries
-    plain = _make_mask([ONE_END], varlen, CPU)
+    plain = _make_mask([PLAIN], varlen, CPU)
     assert torch.equal(plain.boundaries, mask.boundaries)
-    assert isinstance(_make_mask([ONE_END], flex, CPU), BlockMask)
-    for two_ends in (Documents([TWO_ENDS]), [TWO_ENDS]):
-        assert isinstance(_make_mask(two_ends, varlen, CPU), BlockMask)
-        assert isinstance(_make_mask(two_ends, by_document, CPU), DocumentMask)
+    assert isinstance(_make_mask([PLAIN], flex, CPU), BlockMask)
+    for prefix_shared in (Documents([PREFIX_SHARED]), [PREFIX_SHARED]):
+        assert isinstance(_make_mask(prefix_shared, varlen, CPU), BlockMask)
+        assert isinstance(_make_mask(prefix_shared, by_document, CPU), DocumentMask)
 
 
 # ---- What is compiled, and how often --------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_documents_of_flash_att
     for layer in model.layers:
         layer.compile(backend=backend)
     with tiny.float64_throughout():
-        model(**row_of(ONE_END))
+        model(**row_of(PLAIN))
         num_compilations = len(compilations)
         assert num_compilations > 0
         for lengths in ([20, 5], [9, 9, 7], [25]):

@@ -20,7 +20,7 @@ from torchtune.models.llama3_2 import llama3_2
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.microbatch import mark_last
-from recipe_utils.data.pairs.collator import PairSamples, PairSettings
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings
 from recipe_utils.data.text.collator import (
     MicrobatchCost,
     ModelLimits,
@@ -28,7 +28,7 @@ from recipe_utils.data.text.collator import (
     collate_packed_microbatch,
 )
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
@@ -58,7 +58,7 @@ def without_weights(make_model, loss_fn, dtype="bf16", **settings):
         if hasattr(module, "rope_init"):
             module.rope_init()
             module.to(META)
-    attach_head(model, loss_fn)
+    attach_loss(model, loss_fn)
     return model
 
 
@@ -81,7 +81,7 @@ def rows_of_a_packed_dataset():
 def pairs():
     limits = ModelLimits(VOCAB_SIZE, 8192, MicrobatchCost())
     settings = DataSettings(microbatching="packed", batch_size=2, max_tokens_per_microbatch=2048)
-    kind = PairSamples(settings, tiny.tiny_tokenizer(), limits, PairSettings())
+    kind = PairCollator(settings, tiny.tiny_tokenizer(), limits, PairSettings())
     prompt = list(range(1, 300))
     sample = {}
     for side, answer in (("chosen", 500), ("rejected", 700)):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.build.build import (
     ModelSettings,
     build_model,
@@ -345,7 +345,7 @@ def microbatches():
 
 def whole_gradients():
     model = loaded_with_heads(drop_path=0.25)
-    attach_head(model, SumOfHeads())
+    attach_loss(model, SumOfHeads())
     for row in microbatches():
         model(**row, targets=()).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -366,7 +366,7 @@ def test_the_gradients_of_stages_are_those_of_the_whole(points):
         cut_to_stage(stage, layers)
         stage.load_state_dict({n: whole.state_dict()[n] for n in stage.state_dict()})
         stages.append(stage)
-    attach_head(stages[-1], SumOfHeads())
+    attach_loss(stages[-1], SumOfHeads())
     for row in microbatches():
         hidden = row.pop("tokens")
         for stage in stages[:-1]:
@@ -390,7 +390,7 @@ def loss_gradients(settings):
         model = parallelize_model(
             build_on_meta(lambda: with_heads(drop_path=0.25), settings), settings, ranks
         )
-        attach_head(model, SumOfHeads())
+        attach_loss(model, SumOfHeads())
         load_weights(model, {"model": tiny_vit.weights_like(with_heads())}, settings, CPU)
         for row in microbatches():
             model(**row, targets=()).sum().backward()
@@ -434,7 +434,7 @@ def gradients_on_ranks(layouts):
 
         def prepare(model, has_output):
             if has_output:
-                attach_head(model, SumOfHeads())
+                attach_loss(model, SumOfHeads())
 
         cut = PipelineSettings()
         make = lambda: with_heads(drop_path=0.25)  # noqa: E731

@@ -10,7 +10,7 @@ from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.stock import SummedLoss
+from recipe_utils.loss.attach_loss import SummedLoss
 
 V = 53
 STOCK_LOSSES = {

@@ -10,7 +10,7 @@ from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.head import attach_head
+from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 SIZES = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL}
@@ -58,7 +58,7 @@ def test_a_models_loss_and_gradients_are_those_of_the_plain_sum(sizes, loss_name
     gradients = torch.autograd.grad(expected, list(model.parameters()))
 
     make_loss = STOCK_LOSSES.get(loss_name, partial(LinearCrossEntropyLoss, tokens_per_chunk=9))
-    attach_head(model, make_loss())
+    attach_loss(model, make_loss())
     sums = model(tokens, targets=targets)
     assert sums.shape == (1,)
     sums[0].backward()
@@ -72,7 +72,7 @@ def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(size
     model = tiny.tiny_model(SIZES.get(sizes, tiny.UNTIED_MODEL))
     if sizes == "bias":
         model.output = nn.Linear(tiny.MODEL["embed_dim"], tiny.VOCAB_SIZE)
-    attach_head(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
+    attach_loss(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
     sums = model(torch.randint(tiny.VOCAB_SIZE, (2, 9)), targets=no_targets(2, 9))
     sums.backward()
     assert sums.tolist() == [0]
@@ -86,7 +86,7 @@ def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(size
 def test_a_model_called_without_targets_returns_logits(sizes, loss_name):
     model, tokens = tiny.tiny_model(SIZES[sizes]), torch.randint(tiny.VOCAB_SIZE, (2, 11))
     expected = model(tokens)
-    attach_head(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
+    attach_loss(model, STOCK_LOSSES.get(loss_name, LinearCrossEntropyLoss)())
     model(tokens, targets=no_targets(2, 11))  # must not linger
     logits = model(tokens)
     logits = torch.cat(logits, dim=1) if isinstance(logits, list) else logits
@@ -96,7 +96,7 @@ def test_a_model_called_without_targets_returns_logits(sizes, loss_name):
 def test_a_forward_that_failed_leaves_no_targets_behind():
     model, tokens = tiny.tiny_model(), torch.randint(tiny.VOCAB_SIZE, (1, 7))
     expected = model(tokens)
-    attach_head(model, LinearCrossEntropyLoss())
+    attach_loss(model, LinearCrossEntropyLoss())
     with pytest.raises(IndexError):
         model(tokens + tiny.VOCAB_SIZE, targets=no_targets(1, 7))
     assert_close(model(tokens), expected)
@@ -104,7 +104,7 @@ def test_a_forward_that_failed_leaves_no_targets_behind():
 
 def test_a_loss_that_projects_itself_is_refused_on_a_model_that_is_no_decoder():
     with pytest.raises(ValueError, match="needs a torchtune TransformerDecoder, Linear is none"):
-        attach_head(nn.Linear(2, 2), LinearCrossEntropyLoss())
+        attach_loss(nn.Linear(2, 2), LinearCrossEntropyLoss())
 
 
 class CrossEntropyAndTeacher:
@@ -131,7 +131,7 @@ def head_of_three_sums(model, tokens, labels):
     logits_of_targets = logits.flatten(0, 1)[targets.positions]
     best = logits_of_targets.argmax(-1) == labels.flatten()[targets.positions]
     expected = [plain_sum(logits, targets), (logits_of_targets * teacher).sum(), best.sum()]
-    attach_head(model, CrossEntropyAndTeacher())
+    attach_loss(model, CrossEntropyAndTeacher())
     return model(tokens, targets=targets._replace(teacher={"logits": teacher})), expected
 
 
@@ -157,7 +157,7 @@ def test_of_several_sums_only_the_gradient_of_the_differentiated_one_flows(sizes
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_a_head_is_told_whether_its_backward_comes_in_parts(in_parts):
     model, head = tiny.tiny_model(), CrossEntropyAndTeacher()
-    attach_head(model, head, in_parts)
+    attach_loss(model, head, in_parts)
     targets = no_targets(1, 4)._replace(teacher={"logits": torch.zeros(0, tiny.VOCAB_SIZE)})
     sums = model(torch.ones(1, 4, dtype=torch.long), targets=targets)
     assert sums.tolist() == [0, 0, 0]

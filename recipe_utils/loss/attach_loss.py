@@ -1,11 +1,15 @@
-"""What a model's forward ends in: a vector of sums over target tokens.
+"""Loss modules attached to a model. Each returns sums over target tokens, which the recipe scales.
 
-A loss here is a *sum*; the recipe multiplies it by the update step's scale before the backward. It is
-computed inside the model's forward, because there FSDP2 holds the output weight unsharded.
+A loss module is computed inside the model's forward, because there FSDP2 holds the output weight unsharded.
+One with ``takes_hidden_states = True`` projects hidden states itself. It is called with the model's output layer
+[..., d] -> [..., v], the last hidden states after the final norm [b, s, d], the microbatch's :class:`Targets` and
+``backward_in_parts`` (the backward runs twice, for hidden states and for weights), and returns sums [k] or []. All
+other losses are called with logits.
 """
 
 import os
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,33 +17,12 @@ from torch import Tensor, nn
 from torchtune import training
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.stock import SummedLoss
-
-
-class LinearLoss(Protocol):
-    """A loss that projects hidden states itself, as ``LinearCrossEntropyLoss`` does."""
-
-    takes_hidden_states: bool
-    """True marks such a loss; others are called with logits."""
-
-    def __call__(
-        self, output: nn.Module, hidden: Tensor, targets: Targets, backward_in_parts: bool, /
-    ) -> Tensor:
-        """Sums over the targets [k], or [] for one; or what else a recipe makes them of.
-
-        Args:
-            output: the model's output layer, [..., d] -> [..., v].
-            hidden: last hidden states after the final norm, [b, s, d].
-            targets: of the microbatch, with a teacher's or reference's word if the recipe gives one.
-            backward_in_parts: the backward runs twice, for ``hidden`` and for weights.
-        """
 
 
 class HiddenAtTargets:
-    """A teacher's head: its last hidden states at the target positions, never its logits."""
+    """Returns a teacher's last hidden states at the target positions, never its logits."""
 
     takes_hidden_states = True
-    """See :class:`LinearLoss`."""
 
     def __call__(
         self,
@@ -52,20 +35,20 @@ class HiddenAtTargets:
         return hidden.flatten(0, 1).index_select(0, targets.positions)
 
 
-def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
+def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
     """Makes ``model(..., targets=targets)`` return sums [k] instead of logits.
 
-    The first is differentiated; others, if the loss has more, are what it is made of, to be logged.
-    Called without ``targets`` the model returns logits as before.
+    Only the first sum is differentiated; the others are logged. Called without ``targets`` the model returns
+    logits as before.
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
             model that returns logits.
-        loss_fn: a :class:`LinearLoss`, or a stock loss component, of which the sum is taken.
+        loss_fn: a loss module, or a stock loss component, which is turned into a sum.
         backward_in_parts: zero-bubble schedules run the backward twice.
 
     Raises:
-        ValueError: the loss does not fit the model, or see :class:`recipe_utils.loss.stock.SummedLoss`.
+        ValueError: the loss does not fit the model, or see :class:`SummedLoss`.
     """
     decoder: Any = getattr(model, "decoder", model)
     targets_in_forward: list[Targets] = []
@@ -123,15 +106,54 @@ def attach_head(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     model.register_forward_hook(logits_to_loss)
 
 
+class SummedLoss:
+    """Turns a stock loss component, a mean over the labels it does not ignore, into their sum.
+
+    Args:
+        loss_fn: called with (logits, labels) in the shapes that the stock recipes use: flattened
+            [b * s, v] and [b * s], or, where the model returns a list of chunks
+            (``CEWithChunkedOutputLoss``), that list and [b, s].
+
+    Raises:
+        ValueError: the loss's mean is not an unweighted average over target tokens.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        reduction = getattr(loss_fn, "reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"loss.reduction={reduction}: set it to 'mean' or 'sum'")
+        if getattr(loss_fn, "weight", None) is not None:
+            raise ValueError(
+                "loss.weight: with class weights the loss is not an average over target tokens; leave it out"
+            )
+        self._is_sum = reduction == "sum"
+        self._loss_fn = loss_fn
+        self.ignore_index: int = loss_fn.ignore_index  # type: ignore[attr-defined]
+
+    def __call__(self, logits: Tensor | list[Tensor], targets: Targets) -> Tensor:
+        """Returns the loss summed over the targets [nats], shape []."""
+        num_targets = len(targets.positions)
+        labels = targets.labels
+        if num_targets == 0:
+            # A mean over nothing is NaN. One label, weighted 0, gives 0 with a graph instead.
+            labels = labels.clone()
+            labels[0, 0] = 0
+        if isinstance(logits, list):
+            num_padding = sum(chunk.size(1) for chunk in logits) - labels.size(1)
+            labels = F.pad(labels, (0, num_padding), value=self.ignore_index)
+        else:
+            logits, labels = logits.reshape(-1, logits.size(-1)), labels.reshape(-1)
+        loss = self._loss_fn(logits, labels)
+        if self._is_sum:
+            return loss if num_targets else loss * 0
+        return loss * num_targets
+
+
 def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
     """Compiles what a loss does with a chunk of logits, in place; not the loop over chunks.
 
     Compiled whole, a loss would be compiled again for each number of targets. A stock loss that is called with
     all logits at once is left as it is. The backend is torchtune's, ``TORCH_COMPILE_BACKEND`` in the environment.
-
-    Args:
-        loss_fn: of the model's head.
-        verbose: says so.
     """
     if hasattr(loss_fn, "compile_chunks"):
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
