@@ -1,21 +1,20 @@
 """A training that is killed at any moment, through `tune run`, resumes as if it had not been.
 
-All processes here are warm, see warm_tune.py, so that what is killed has mostly begun to train. A kill
-during the seconds of its imports finds nothing to leave behind.
+All processes here are warm, see warm_tune.py, so that a kill rarely falls into the seconds of imports, where it
+finds nothing to leave behind.
 """
 
 import os
-import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import tiny
 import yaml
+from kill_and_resume import kill_and_resume, logging_to, losses_in
 from recipe_runs import KD, SFT, tiny_config, tiny_kd_config
-from warm_tune import TUNE, Popen, children_of, python
+from warm_tune import TUNE, Popen, children_of
 
 
 def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
@@ -34,10 +33,10 @@ def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "nproc_per_node", "changes"),
+    ("recipe", "num_ranks", "changes"),
     [
-        (SFT, 1, {}),
-        (
+        (SFT, 1, {"max_steps_per_epoch": 30}),
+        pytest.param(
             SFT,
             2,
             {
@@ -45,26 +44,28 @@ def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
                 "model": tiny.adapted(tiny.MODEL, use_dora=True),
                 "max_steps_per_epoch": 30,
             },
+            marks=pytest.mark.slow,
         ),
-        (KD, 2, {"teacher_cache": "hidden", "pipeline_parallel_dim": 2, "max_steps_per_epoch": 30}),
+        pytest.param(
+            KD,
+            2,
+            {"teacher_cache": "hidden", "pipeline_parallel_dim": 2, "max_steps_per_epoch": 30},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["all-weights", "dora-asynchronous", "distillation-in-stages"],
 )
 def test_losses_after_kills_are_those_of_an_undisturbed_run(
-    recipe, nproc_per_node, changes, weights_folder, tmp_path
+    recipe, num_ranks, changes, weights_folder, tmp_path
 ):
     make = tiny_kd_config if recipe == KD else tiny_config
-    path = write_config(weights_folder, tmp_path, make, **changes)
-    arguments = (
-        "--recipe", recipe, "--config", path, "--kills", "3", "--nproc_per_node", nproc_per_node,
-    )  # fmt: skip
-    done = python("-m", "recipe_utils.benchmark.kill_and_resume", *arguments, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.strip().splitlines()[-1]
-    assert "3 kills" in last
-    assert " 0 lost, 0 losses differ" in last
-    assert last.endswith(" files compared, 0 differ")
-    assert " 0 files compared" not in last
+    path = write_config(
+        weights_folder, tmp_path, make, save_every_n_steps=2, export_every_n_steps=3, **changes
+    )
+    found = kill_and_resume([recipe, "--config", str(path)], tmp_path, 3, num_ranks)
+    assert found.kills == 3
+    assert found.lost_steps == found.different_losses == found.different_files == 0
+    assert found.files > 0
 
 
 def start_on_two_ranks(started, *arguments, cwd=None):
@@ -77,25 +78,14 @@ def start_on_two_ranks(started, *arguments, cwd=None):
 
 
 def train_on_two_ranks(started, path, output_dir, *launcher_arguments):
-    overrides = {
-        "output_dir": output_dir,
-        "resume_from_checkpoint": "auto",
-        "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
-        "metric_logger.log_dir": f"{output_dir}/logs",
-    }
     return start_on_two_ranks(
-        started, *launcher_arguments, "full_finetune_update_step", "--config", path,
-        *(f"{key}={value}" for key, value in overrides.items()),
-    )  # fmt: skip
+        started, *launcher_arguments, SFT, "--config", path, *logging_to(output_dir)
+    )
 
 
-def losses_in(output_dir):
-    """Every loss that was logged, by update step; a step that was made again has several."""
-    found = {}
-    for file in Path(output_dir).glob("logs/*.txt"):
-        for step, loss in re.findall(r"Step (\d+) \| loss:(\S+) ", file.read_text()):
-            found.setdefault(int(step), set()).add(loss)
-    return found
+def unique_losses(output_dir):
+    """The different losses of each update step; several runs may have logged one step."""
+    return {step: set(losses) for step, losses in losses_in(output_dir).items()}
 
 
 def wait_for(condition, process):
@@ -113,6 +103,7 @@ def assert_gone(pids):
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
     weights_folder, tmp_path, started
 ):
@@ -124,10 +115,11 @@ def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
     assert killed.wait(240) == 0
     assert undisturbed.wait(240) == 0
     assert len(losses_in(tmp_path / "undisturbed")) == 50
-    assert losses_in(tmp_path / "killed") == losses_in(tmp_path / "undisturbed")
+    assert unique_losses(tmp_path / "killed") == unique_losses(tmp_path / "undisturbed")
     assert len(list((tmp_path / "killed" / "logs").glob("*.txt"))) == 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     weights_folder, tmp_path, started
 ):
@@ -153,6 +145,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_die_of_the_signal_are_not_restarted_and_the_launcher_fails(tmp_path, started):
     (tmp_path / "any.py").write_text(RECIPE_THAT_DIES_OF_SIGNALS)
     arguments = ("--max-restarts=3", "any.py", "--config", "any")
@@ -174,6 +167,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_to_the_launcher_ends_ranks_that_go_on(tmp_path, started):
     (tmp_path / "any.py").write_text(RECIPE_THAT_WAITS_FOR_A_SECOND_SIGNAL)
     process = start_on_two_ranks(started, "any.py", "--config", "any", cwd=tmp_path)
