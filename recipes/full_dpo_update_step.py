@@ -307,7 +307,7 @@ class FullDPORecipe:
                             lr=lr,
                             grad_norm=grad_norm,
                             num_pairs=step.totals["pairs"],
-                            num_left_out=step.num_left_out,
+                            num_left_out=step.num_skipped,
                             num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
                             **self.moved.read(step),
                             **run.throughput(),

@@ -64,8 +64,8 @@ class Throughput:
             if name in self._totals:
                 figures[figure] = _Rate(self._totals[name] / self._world_size, self._window)
         num_real, num_shared = self._totals["real_tokens"], self._totals["shared_tokens"]
-        if "slots" in self._totals:
-            padding = 1 - (num_real - num_shared) / max(self._totals["slots"], 1)
+        if "positions" in self._totals:
+            padding = 1 - (num_real - num_shared) / max(self._totals["positions"], 1)
             figures["padding_fraction"] = padding
         if "shared_tokens" in self._totals:
             figures["shared_fraction"] = num_shared / max(num_real, 1)

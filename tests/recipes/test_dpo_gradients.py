@@ -179,7 +179,7 @@ MUTANTS = {
         4,
         (
             MAKE_PAIRS,
-            f"(lambda pairs: setattr(pairs, 'stand_in', lambda sample: pairs.collate([sample])) or pairs)({MAKE_PAIRS})",
+            f"(lambda pairs: setattr(pairs, 'dummy', lambda sample: pairs.collate([sample])) or pairs)({MAKE_PAIRS})",
         ),
     ),
 }

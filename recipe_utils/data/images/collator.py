@@ -289,6 +289,6 @@ class ViewSamples:
         _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
         return groups, int(num_images[num_images > 1].sum())
 
-    def stand_in(self, sample: Sample) -> Microbatch:
+    def dummy(self, sample: Sample) -> Microbatch:
         """A microbatch of crops to run, of which no loss looks at anything."""
         return without_targets(self.collate([sample]))

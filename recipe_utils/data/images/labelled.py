@@ -113,6 +113,6 @@ class ImageSamples:
         counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
         return microbatch_of(inputs, targets, counts)
 
-    def stand_in(self, sample: Sample) -> Microbatch:
+    def dummy(self, sample: Sample) -> Microbatch:
         """A microbatch of a crop to run, of which nothing is asked."""
         return without_targets(self.collate([sample]))

@@ -28,7 +28,7 @@ class RankCounts(NamedTuple):
     """Whether it was asked to stop, say by a signal."""
     clock_ms: int = 0
     """Its monotonic clock [ms]; differences mean something, the value itself does not."""
-    num_left_out: int = 0
+    num_skipped: int = 0
     """Samples that are in none of its microbatches."""
 
 
@@ -43,7 +43,7 @@ class StepCounts(NamedTuple):
     """Whether some rank was asked to stop; all do so after the same update step."""
     clock_seconds: float = 0.0
     """Rank 0's clock; what ranks decide by it, they decide alike."""
-    num_left_out: int = 0
+    num_skipped: int = 0
     """Samples over the data-parallel ranks."""
 
 
@@ -82,7 +82,7 @@ def count_over_ranks(
     """
     row: tuple[int, ...] = ()
     if local is not None:
-        counts = [local.num_left_out, *(local.counts[name] for name in names)]
+        counts = [local.num_skipped, *(local.counts[name] for name in names)]
         row = (1, local.num_microbatches, local.stop_requested, local.clock_ms)
         row += tuple(count if counts_its_data else 0 for count in counts)
     table = gather_rows(row, 5 + len(names), group, closed)

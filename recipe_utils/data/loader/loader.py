@@ -29,9 +29,9 @@ from recipe_utils.data.loader.sampler import (
 )
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
-    LeftOutError,
     Sample,
     SampleError,
+    SkippedSampleError,
     fingerprint,
     load_samples,
 )
@@ -209,7 +209,7 @@ class Collator(Protocol):
     def warnings(self) -> Iterator[str]:
         """What a user should know before training."""
 
-    def stand_in(self, sample: Sample) -> Microbatch:
+    def dummy(self, sample: Sample) -> Microbatch:
         """A microbatch that counts nothing, for a rank that has fewer than the others.
 
         Every rank must run the same forwards and backwards, or FSDP's collectives hang.
@@ -238,7 +238,7 @@ class UpdateStep:
     """Whether some rank was asked to stop; alike on all ranks."""
     clock_seconds: float = 0.0
     """Rank 0's clock when it was counted: as many update steps ago as were prefetched."""
-    num_left_out: int = 0
+    num_skipped: int = 0
     """Samples of it that are in no microbatch, over all DP ranks."""
 
     def scale(self, count: str) -> float:
@@ -315,7 +315,7 @@ class UpdateStepLoader:
                 counts = self._kind.collate([self.dataset[index]]).counts
                 if counts[self._kind.counts[0]] > 0:
                     return
-            except LeftOutError as error:
+            except SkippedSampleError as error:
                 problem = str(error)
             except Exception as error:
                 is_left_out = isinstance(error, SampleError) and self.dataset.skips_bad
@@ -442,14 +442,14 @@ class UpdateStepLoader:
         closed: threading.Event,
     ) -> Iterator[UpdateStep]:
         samples_per_step = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
-        stand_in = None
+        dummy = None
         for index, indices in enumerate(indices_per_step, start=first):
             try:
                 samples = next(samples_per_step)
-                if stand_in is None and self._may_need_stand_ins():
+                if dummy is None and self._may_need_dummies():
                     # Now, since nothing may fail any more once the ranks have agreed on the step.
                     sample = samples[0] if samples else self.dataset.any_sample()
-                    stand_in = self._kind.stand_in(sample)
+                    dummy = self._kind.dummy(sample)
             except Exception:
                 # The other ranks learn of it in the collective that they enter next.
                 if self._moves_samples:
@@ -462,8 +462,8 @@ class UpdateStepLoader:
                 if moved is None:
                     moved = group_samples(samples, self._kind.length, self._kind.plan)
                 microbatches = [self._kind.collate(part) for part in moved]
-                num_left_out = len(indices) - len(samples)
-                counts = self._counts_of(microbatches, num_left_out, stop.is_set())
+                num_skipped = len(indices) - len(samples)
+                counts = self._counts_of(microbatches, num_skipped, stop.is_set())
             except Exception:
                 self._count(None, closed)
                 raise
@@ -471,8 +471,8 @@ class UpdateStepLoader:
             num_microbatches = agreed.max_microbatches
             if self._num_microbatches_to_run is not None:
                 num_microbatches = self._num_microbatches_to_run(num_microbatches)
-            if stand_in is not None:
-                microbatches += [stand_in] * (num_microbatches - len(microbatches))
+            if dummy is not None:
+                microbatches += [dummy] * (num_microbatches - len(microbatches))
             if self._ranks.device.type == "cuda":
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(
@@ -484,10 +484,10 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 stop_requested=agreed.stop_requested,
                 clock_seconds=agreed.clock_seconds,
-                num_left_out=agreed.num_left_out,
+                num_skipped=agreed.num_skipped,
             )
 
-    def _may_need_stand_ins(self) -> bool:
+    def _may_need_dummies(self) -> bool:
         return self._ranks.dp_degree > 1 or self._num_microbatches_to_run is not None
 
     def _move(
@@ -509,7 +509,7 @@ class UpdateStepLoader:
         )
 
     def _counts_of(
-        self, microbatches: Sequence[Microbatch], num_left_out: int, stops: bool
+        self, microbatches: Sequence[Microbatch], num_skipped: int, stops: bool
     ) -> RankCounts:
         return RankCounts(
             {
@@ -519,5 +519,5 @@ class UpdateStepLoader:
             len(microbatches),
             stops,
             time.monotonic_ns() // 1_000_000,
-            num_left_out,
+            num_skipped,
         )

@@ -29,7 +29,7 @@ class SampleError(ValueError):
     """A sample that cannot be trained on; the message names it and says what is wrong."""
 
 
-class LeftOutError(SampleError):
+class SkippedSampleError(SampleError):
     """A sample with nothing wrong, from which nothing can be learned; it is left out, whatever bad ones are."""
 
 
@@ -123,18 +123,18 @@ class CheckedDataset(Dataset[Sample]):
                 samples.append(error)
         return samples
 
-    def leaves_out(self, error: SampleError) -> bool:
+    def skips(self, error: SampleError) -> bool:
         """Whether training goes on without this sample."""
-        return self.skips_bad or isinstance(error, LeftOutError)
+        return self.skips_bad or isinstance(error, SkippedSampleError)
 
-    def name_left_out(self, error: SampleError) -> None:
+    def warn_skipped(self, error: SampleError) -> None:
         """Logs a sample that is left out, each once however many epochs there are."""
         if str(error) in self._named or len(self._named) > _NUM_NAMED:
             return
         self._named.add(str(error))
         if len(self._named) > _NUM_NAMED:
             _log.warning(f"{self.name}: further samples that are left out are not named")
-        elif isinstance(error, LeftOutError):
+        elif isinstance(error, SkippedSampleError):
             _log.warning(f"{error} (left out)")
         else:
             _log.warning(f"{error} (left out, on_bad_sample=skip)")
@@ -149,7 +149,7 @@ class CheckedDataset(Dataset[Sample]):
             try:
                 return self[index]
             except SampleError as error:
-                if not self.leaves_out(error):
+                if not self.skips(error):
                     raise
         return self[len(self) - 1]
 
@@ -206,7 +206,7 @@ def load_samples(
     for samples in load_batches(dataset, indices_per_step, num_workers):
         for sample in samples:
             if isinstance(sample, SampleError):
-                if not dataset.leaves_out(sample):
+                if not dataset.skips(sample):
                     raise sample
-                dataset.name_left_out(sample)
+                dataset.warn_skipped(sample)
         yield [sample for sample in samples if not isinstance(sample, SampleError)]

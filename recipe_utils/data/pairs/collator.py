@@ -21,8 +21,8 @@ from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.loader.plan import make_plan
 from recipe_utils.data.loader.samples import (
-    LeftOutError,
     Sample,
+    SkippedSampleError,
     check_keys,
     load_dataset,
     whole_numbers,
@@ -104,7 +104,7 @@ class PairCollator:
     """
 
     counts = (
-        "pairs", "unknown_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "slots",
+        "pairs", "unknown_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
     """What a microbatch counts: pairs; of them, those whose reference must be computed; targets of the
     chosen answers; targets, and tokens, of both; of these, those that are computed once instead of twice;
@@ -171,7 +171,7 @@ class PairCollator:
 
         Raises:
             SampleError: a key is missing, or see :func:`recipe_utils.data.text.collator.check_sample`.
-            LeftOutError: a side without a target, or sides that are equal: its gradient says nothing of
+            SkippedSampleError: a side without a target, or sides that are equal: its gradient says nothing of
                 which answer is better.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
@@ -188,11 +188,11 @@ class PairCollator:
             )
             # The first token has none before it that it could be predicted from.
             if (labels[1:] == IGNORE_INDEX).all():
-                raise LeftOutError(f"{name}: its {side} side has no target")
+                raise SkippedSampleError(f"{name}: its {side} side has no target")
             pair |= dict(zip(keys, (tokens, labels), strict=True))
         num_shared = num_shared_tokens(pair)
         if num_shared is None:
-            raise LeftOutError(f"{name}: its sides are equal")
+            raise SkippedSampleError(f"{name}: its sides are equal")
         pair["num_shared"] = num_shared if self._shares_prefixes else 0
         return pair
 
@@ -222,7 +222,7 @@ class PairCollator:
             microbatch, targets=targets, counts={**microbatch.counts, "unknown_pairs": len(unknown)}
         )
 
-    def stand_in(self, sample: Sample) -> Microbatch:
+    def dummy(self, sample: Sample) -> Microbatch:
         """A microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
         token = torch.tensor([[sample["chosen_input_ids"][0]], [IGNORE_INDEX], [0]])
         if self._is_packed:
@@ -360,7 +360,7 @@ def _microbatch(
         "target_tokens": 2 * shared + chosen + rejected,
         "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in _SIDES),
         "shared_tokens": sum(sample["num_shared"] for sample in samples),
-        "slots": inputs["tokens"].numel(),
+        "positions": inputs["tokens"].numel(),
     }
     pairs = Pairs(
         of_pairs.flatten(),

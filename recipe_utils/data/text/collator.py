@@ -97,7 +97,7 @@ class TextCollator:
         recipe_utils.settings.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
     """
 
-    counts = ("target_tokens", "real_tokens", "slots")
+    counts = ("target_tokens", "real_tokens", "positions")
     """What a microbatch counts: targets, tokens that are no padding, positions that are computed."""
     fingerprint_keys = ("tokens", "labels")
 
@@ -203,7 +203,7 @@ class TextCollator:
                 logging.WARNING,
             )
 
-    def stand_in(self, sample: Sample) -> Microbatch:
+    def dummy(self, sample: Sample) -> Microbatch:
         """See :func:`collate_empty_microbatch`."""
         if self._is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
@@ -428,7 +428,7 @@ def _microbatch(
     counts = {
         "target_tokens": len(positions),
         "real_tokens": num_real,
-        "slots": inputs["tokens"].numel(),
+        "positions": inputs["tokens"].numel(),
     }
     return Microbatch(inputs, Targets(labels, positions), counts)
 

@@ -65,7 +65,7 @@ class Documents(Sequence[Sequence[Document]]):
         """Tokens of the longest document, both ends included."""
         return max(sum(parts_of([document])) for row in self.lengths for document in row)
 
-    def of_slots(self) -> tuple[Tensor, Tensor | None]:
+    def of_positions(self) -> tuple[Tensor, Tensor | None]:
         """The document of each slot and its end, both [b, s] and int32, on the tensors' device.
 
         Documents are numbered over all rows. The ends are None where no document has two. Nobody waits for

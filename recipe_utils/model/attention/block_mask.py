@@ -20,7 +20,7 @@ def sees(documents: Documents) -> Callable[..., Tensor]:
 
     It does if the key is not after it, in its own document, and shared or of its own end.
     """
-    document_of, end_of = documents.of_slots()
+    document_of, end_of = documents.of_positions()
     if end_of is None:
 
         def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def block_mask(documents: Documents) -> BlockMask:
     numbers, and nobody waits for the device.
     """
     _, row_length = documents.shape
-    document_of, end_of = documents.of_slots()
+    document_of, end_of = documents.of_positions()
     first, last = _at_blocks(document_of)
     num_blocks = first.size(1)
     index = torch.arange(num_blocks, device=first.device)

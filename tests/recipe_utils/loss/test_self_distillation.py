@@ -209,7 +209,7 @@ def test_a_microbatch_without_masked_patches_has_no_ibot_loss_and_still_a_graph(
 
 
 @pytest.mark.parametrize("two_passes", [False, True])
-def test_a_stand_in_is_zero_with_a_graph_for_every_weight(two_passes):
+def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
     loss, student, states, targets = case(targets_of(num_images=0, masked=()))
     if two_passes:
         koleo = torch.zeros(0, 2, DIM), torch.tensor(0.3)

@@ -12,7 +12,7 @@ STEPS = [((100, 300, 400), 0.5), ((40, 60, 80), 0.25)]
 
 
 def update_step(target_tokens, real_tokens, slots):
-    totals = {"target_tokens": target_tokens, "real_tokens": real_tokens, "slots": slots}
+    totals = {"target_tokens": target_tokens, "real_tokens": real_tokens, "positions": slots}
     return UpdateStep(0, (), totals, dp_degree=2)
 
 
@@ -90,7 +90,9 @@ def test_figures_are_those_of_what_is_counted_and_finite():
     assert read_and_restart(throughput) == {"data_wait_seconds": 0}
     throughput.add(UpdateStep(0, (), {"pairs": 3}, dp_degree=1), 0.5)
     assert read_and_restart(throughput) == {"data_wait_seconds": 0.5}
-    throughput.add(UpdateStep(0, (), {"target_tokens": 0, "real_tokens": 0, "slots": 0}, 1), 0.5)
+    throughput.add(
+        UpdateStep(0, (), {"target_tokens": 0, "real_tokens": 0, "positions": 0}, 1), 0.5
+    )
     figures = read_and_restart(throughput)
     assert figures["tokens_per_second_per_gpu"] == 0
     assert figures["padding_fraction"] == 1

@@ -328,12 +328,12 @@ def test_global_crops_are_what_a_row_begins_with():
     assert seen.targets[1:] == microbatch.targets[1:]
 
 
-def test_a_stand_in_has_crops_to_run_and_asks_nothing():
+def test_a_dummy_has_crops_to_run_and_asks_nothing():
     kind = ViewSamples(DataSettings(), settings_of(), LAYOUT)
-    stand_in = kind.stand_in(kind.prepare(views_of()[0], "sample 0 of dataset"))
-    assert stand_in.inputs["crop_groups"] == ((2, G), (3, L))
-    assert stand_in.counts == {}
-    targets = stand_in.targets
+    dummy = kind.dummy(kind.prepare(views_of()[0], "sample 0 of dataset"))
+    assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
+    assert dummy.counts == {}
+    targets = dummy.targets
     assert (targets.num_images, targets.num_local_crops, targets.names) == (0, 3, ())
     for name in (
         "cls_positions",

@@ -15,10 +15,10 @@ from recipe_utils.data.loader.count import (
 )
 from recipe_utils.parallel.process_group import new_cpu_group
 
-NAMES = ("target_tokens", "real_tokens", "slots")
+NAMES = ("target_tokens", "real_tokens", "positions")
 OF_RANK = [
-    RankCounts(dict(zip(NAMES, (5, 70, 800), strict=True)), 3, clock_ms=90_500, num_left_out=4),
-    RankCounts(dict(zip(NAMES, (40, 600, 7000), strict=True)), 2, clock_ms=77_000, num_left_out=5),
+    RankCounts(dict(zip(NAMES, (5, 70, 800), strict=True)), 3, clock_ms=90_500, num_skipped=4),
+    RankCounts(dict(zip(NAMES, (40, 600, 7000), strict=True)), 2, clock_ms=77_000, num_skipped=5),
 ]
 CLOCK_OF_RANK_0 = 90.5
 
@@ -53,7 +53,7 @@ def test_every_rank_learns_the_sums_the_most_microbatches_and_the_time_of_rank_0
     sums = {name: sum(of_rank.counts[name] for of_rank in OF_RANK) for name in NAMES}
     for both, *_ in counts_of_two_ranks:
         assert both == StepCounts(
-            sums, max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0, num_left_out=4 + 5
+            sums, max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0, num_skipped=4 + 5
         )
 
 
@@ -62,7 +62,7 @@ def test_a_rank_whose_data_another_one_counts_adds_nothing_but_its_microbatches(
 ):
     for _, only_rank_1, *_ in counts_of_two_ranks:
         assert only_rank_1 == StepCounts(
-            OF_RANK[1].counts, max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0, num_left_out=5
+            OF_RANK[1].counts, max_microbatches=3, clock_seconds=CLOCK_OF_RANK_0, num_skipped=5
         )
 
 

@@ -108,7 +108,7 @@ def test_more_microbatches_than_there_are_data_for_have_no_targets_and_are_not_c
             samples = [SAMPLES[i] for i in of_step]
             assert step.totals["target_tokens"] == num_targets(samples)
             assert step.totals["real_tokens"] == sum(len(s["tokens"]) for s in samples)
-            assert step.totals["slots"] == sum(
+            assert step.totals["positions"] == sum(
                 m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
             )
 
@@ -200,7 +200,7 @@ def test_a_bad_sample_stops_every_rank_before_the_same_update_step(stopped, case
     assert "sample 9 of dataset" in bad[2]
 
 
-def test_a_stand_in_that_cannot_be_collated_stops_every_rank_before_the_first_update_step(stopped):
+def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_update_step(stopped):
     ends = [rank[2] for rank in stopped]
     assert [(seen, error) for seen, error, _ in ends] == [(0, SampleError), (0, SampleError)]
 
@@ -365,7 +365,7 @@ class Pairs:
             {"tokens": pairs}, targets, {"pairs": len(pairs), "numbers": pairs.numel()}
         )
 
-    def stand_in(self, sample):
+    def dummy(self, sample):
         return dataclasses.replace(self.collate([sample]), counts={})
 
     def warnings(self):

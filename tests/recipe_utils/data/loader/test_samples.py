@@ -7,8 +7,8 @@ import tiny
 
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
-    LeftOutError,
     SampleError,
+    SkippedSampleError,
     fingerprint,
     load_samples,
 )
@@ -81,7 +81,7 @@ def test_bad_samples_are_left_out_where_asked_for():
 
 def teaches_nothing(sample, name):
     if sample["tokens"] == [0]:
-        raise LeftOutError(f"{name}: it teaches nothing")
+        raise SkippedSampleError(f"{name}: it teaches nothing")
     return prepare(sample, name)
 
 

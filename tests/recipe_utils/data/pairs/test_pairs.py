@@ -12,7 +12,7 @@ from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.plan import MicrobatchCost
-from recipe_utils.data.loader.samples import LeftOutError, SampleError
+from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
@@ -121,7 +121,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(kin
         kind = kind_of(*layout)
         counts = dict(kind.collate(prepared(kind, pairs)).counts)
         assert tuple(counts) == kind.counts
-        num_shared, slots = counts.pop("shared_tokens"), counts.pop("slots")
+        num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
             assert slots == counts["real_tokens"] - num_shared
         assert (num_shared > 0) == (layout[1] is True and kind_of_pairs != "nothing_common")
@@ -146,14 +146,14 @@ def test_padded_rows_are_those_of_torchtune_in_another_order():
 
 
 @pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
-def test_a_stand_in_is_no_pair(microbatching, sharing):
+def test_a_dummy_is_no_pair(microbatching, sharing):
     kind = kind_of(microbatching, sharing)
-    stand_in = kind.stand_in(prepared(kind, tiny.make_pairs(1))[0])
-    assert stand_in.counts == {}
-    assert len(stand_in.targets.positions) == 0
-    assert stand_in.targets.pairs.segment_lengths.shape == (0,)
-    assert stand_in.targets.teacher.shape == (2, 0)
-    assert stand_in.inputs["tokens"].shape == (1, 1)
+    dummy = kind.dummy(prepared(kind, tiny.make_pairs(1))[0])
+    assert dummy.counts == {}
+    assert len(dummy.targets.positions) == 0
+    assert dummy.targets.pairs.segment_lengths.shape == (0,)
+    assert dummy.targets.teacher.shape == (2, 0)
+    assert dummy.inputs["tokens"].shape == (1, 1)
 
 
 def test_lengths_are_what_a_pair_takes_in_a_row():
@@ -289,7 +289,7 @@ def test_a_bad_pair_is_named(case):
     sample, text = BAD[case]
     with pytest.raises(SampleError, match=f"^{text}") as error:
         kind_of().prepare(sample, "sample 3")
-    assert not isinstance(error.value, LeftOutError)
+    assert not isinstance(error.value, SkippedSampleError)
 
 
 LEFT_OUT = {
@@ -305,7 +305,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_a_pair_that_teaches_nothing_is_left_out(case):
     sample, text = LEFT_OUT[case]
-    with pytest.raises(LeftOutError, match=f"^sample 3: {text}"):
+    with pytest.raises(SkippedSampleError, match=f"^sample 3: {text}"):
         kind_of().prepare(sample, "sample 3")
 
 

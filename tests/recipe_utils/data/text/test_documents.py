@@ -30,7 +30,7 @@ def slots_one_by_one(lengths):
 def test_tensors_say_what_the_numbers_say(lengths):
     documents = Documents(lengths)
     expected_documents, expected_ends = slots_one_by_one(lengths)
-    document_of, end_of = documents.of_slots()
+    document_of, end_of = documents.of_positions()
     assert document_of.flatten().tolist() == expected_documents
     assert ([0] * len(expected_ends) if end_of is None else end_of.flatten().tolist()) == (
         expected_ends
@@ -45,7 +45,7 @@ def test_tensors_say_what_the_numbers_say(lengths):
 def test_no_part_is_empty():
     documents = Documents([[3, 0, 2, (0, 2, 1), (4, 0, 1), (1, 2, 0)]])
     assert documents.boundaries.tolist() == [0, 3, 5, 7, 8, 13, 16]
-    document_of, end_of = documents.of_slots()
+    document_of, end_of = documents.of_positions()
     assert end_of is None
     assert document_of[0].bincount().tolist() == [3, 2, 2, 1, 5, 3]
 

@@ -72,7 +72,7 @@ def test_slots_are_all_positions_and_real_tokens_those_of_samples():
     microbatch = collate(samples)
     assert microbatch.counts["real_tokens"] == sum(lengths)
     assert (
-        microbatch.counts["slots"]
+        microbatch.counts["positions"]
         == max(lengths) * len(lengths)
         == microbatch.inputs["tokens"].numel()
     )
@@ -131,7 +131,7 @@ def test_packing_changes_neither_targets_nor_real_tokens():
     microbatch = collate(packed_rows(samples))
     assert microbatch.counts["target_tokens"] == sum(num_targets(sample) for sample in samples)
     assert microbatch.counts["real_tokens"] == sum(len(sample["tokens"]) for sample in samples)
-    assert microbatch.counts["slots"] > microbatch.counts["real_tokens"]
+    assert microbatch.counts["positions"] > microbatch.counts["real_tokens"]
 
 
 def test_a_full_packed_row_has_no_padding_to_discount():
@@ -167,7 +167,7 @@ def test_a_packed_microbatch_is_its_samples_one_after_the_other():
     ]
     positions = [i for sample in samples for i in range(len(sample["tokens"]))]
     assert microbatch.inputs["input_pos"].tolist() == [positions]
-    assert microbatch.counts["slots"] == microbatch.counts["real_tokens"] == len(positions)
+    assert microbatch.counts["positions"] == microbatch.counts["real_tokens"] == len(positions)
     assert microbatch.counts["target_tokens"] == sum(num_targets(sample) for sample in samples)
 
 
@@ -184,7 +184,10 @@ def test_a_row_is_padded_to_a_multiple_by_a_document_of_its_own():
             *documents_of(unpadded),
             ([5] * rest, [tiny.IGNORE] * rest),
         ]
-        assert (padded.counts["real_tokens"], padded.counts["slots"]) == (num_real, num_real + rest)
+        assert (padded.counts["real_tokens"], padded.counts["positions"]) == (
+            num_real,
+            num_real + rest,
+        )
     full = collate_packed_microbatch(samples, tiny.IGNORE, row_multiple=num_real)
     assert documents_of(full) == documents_of(unpadded)
 
@@ -194,7 +197,9 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
     rows = packed_rows(tiny.make_samples(20, mask_prompts=False), split_across_pack)
     stacked = collate(rows)
     merged = collate_microbatch(rows, COLLATE, tiny.IGNORE, merge_packed_rows=True)
-    assert merged.counts["slots"] == merged.counts["real_tokens"] == stacked.counts["real_tokens"]
+    assert (
+        merged.counts["positions"] == merged.counts["real_tokens"] == stacked.counts["real_tokens"]
+    )
     expected = {"tokens": [], "input_pos": [], "labels": []}
     for i, row in enumerate(rows):
         num_real = num_real_tokens(row, tiny.IGNORE)
@@ -204,7 +209,7 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
     assert merged.inputs["tokens"].tolist() == [expected["tokens"]]
     assert merged.inputs["input_pos"].tolist() == [expected["input_pos"]]
     assert merged.targets.labels.tolist() == [expected["labels"]]
-    assert sum(merged.inputs["document_lengths"][0]) == merged.counts["slots"]
+    assert sum(merged.inputs["document_lengths"][0]) == merged.counts["positions"]
 
 
 def test_samples_with_images_are_not_packed():
@@ -279,22 +284,22 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
     made = microbatches(name)
     expected = sum(num_targets(sample) for sample in tiny.make_samples(9))
     assert sum(m.counts["target_tokens"] for m in made) == expected
-    assert all(m.counts["slots"] <= 80 for m in made)
-    padding = sum(m.counts["slots"] - m.counts["real_tokens"] for m in made)
+    assert all(m.counts["positions"] <= 80 for m in made)
+    padding = sum(m.counts["positions"] - m.counts["real_tokens"] for m in made)
     assert (padding == 0) == (name == "packed")
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_microbatches_count_what_their_kind_says_and_stand_ins_nothing(name):
+def test_microbatches_count_what_their_kind_says_and_dummies_nothing(name):
     text, samples = text_samples(name), tiny.make_samples(2)
     assert set(text.collate(samples).counts) == set(text.counts)
-    assert text.stand_in(samples[0]).counts == {}
+    assert text.dummy(samples[0]).counts == {}
 
 
 @pytest.mark.parametrize(("num_row_lengths", "lengths"), [(1, {80}), (4, {20, 40, 60, 80})])
 def test_packed_rows_have_as_many_lengths_as_asked_for(num_row_lengths, lengths):
     made = microbatches("packed", num_row_lengths=num_row_lengths)
-    assert {m.counts["slots"] for m in made} <= lengths
+    assert {m.counts["positions"] for m in made} <= lengths
 
 
 @pytest.mark.parametrize(
@@ -303,18 +308,18 @@ def test_packed_rows_have_as_many_lengths_as_asked_for(num_row_lengths, lengths)
 def test_packed_rows_are_whole_multiples_where_that_is_asked_for(num_row_lengths, lengths):
     limits = {"num_row_lengths": num_row_lengths, "row_multiple": 16}
     made = microbatches("packed", **limits)
-    slots = {m.counts["slots"] for m in made}
+    slots = {m.counts["positions"] for m in made}
     assert slots <= set(lengths)
     assert max(slots) <= text_samples("packed", **limits).longest_row
-    assert all(sum(m.inputs["document_lengths"][0]) == m.counts["slots"] for m in made)
+    assert all(sum(m.inputs["document_lengths"][0]) == m.counts["positions"] for m in made)
 
 
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 def test_a_microbatch_holds_the_batch_size_times_the_longest_sample_unless_told(name):
     made = microbatches(name, max_tokens=None, tokenizer=tiny.tiny_tokenizer(max_seq_len=40))
-    assert max(m.counts["slots"] for m in made) <= 80
-    assert all(m.counts["slots"] <= 160 for m in microbatches(name, max_tokens=160))
-    assert max(m.counts["slots"] for m in microbatches(name, max_tokens=160)) > 80
+    assert max(m.counts["positions"] for m in made) <= 80
+    assert all(m.counts["positions"] <= 160 for m in microbatches(name, max_tokens=160))
+    assert max(m.counts["positions"] for m in microbatches(name, max_tokens=160)) > 80
 
 
 @pytest.mark.parametrize("limits", [{}, {"other_attention": "Gemma2Attention"}])
