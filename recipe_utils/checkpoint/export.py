@@ -11,6 +11,13 @@ from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, replace_folder
 from recipe_utils.checkpoint.peft import write_peft
 from recipe_utils.files import fsync_tree
 
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapters in an exported folder.
+
+With PEFT installed, transformers applies an ``adapter_config.json`` to the model beside it, into which the
+adapters are merged already.
+"""
+
 
 class ExportError(RuntimeError):
     """A model that could not be exported."""
@@ -54,6 +61,7 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
                 contents[training.ADAPTER_KEY],
                 contents[training.ADAPTER_CONFIG],
             )
+        _separate_adapters(temporary / "epoch_0", keep=training.ADAPTER_KEY in contents)
         _allow_what_the_umask_does(temporary)
         fsync_tree(temporary)
         replace_folder(temporary / "epoch_0", output_dir / name)
@@ -62,6 +70,22 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return output_dir / name
+
+
+def _separate_adapters(folder: Path, keep: bool) -> None:
+    """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`, or removes them.
+
+    Checkpointers also copy files of the folder that the training started from, such as the
+    ``adapter_config.json`` of an earlier export.
+    """
+    adapter = folder / ADAPTER_FOLDER
+    shutil.rmtree(adapter, ignore_errors=True)
+    for path in list(folder.glob("adapter_*")):
+        if keep:
+            adapter.mkdir(exist_ok=True)
+            path.rename(adapter / path.name)
+        else:
+            path.unlink()
 
 
 def _allow_what_the_umask_does(folder: Path) -> None:

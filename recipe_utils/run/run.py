@@ -500,7 +500,7 @@ class Run:
                 if lost > 0.01:
                     self.warn(
                         f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
-                        "weights; export_dtype=fp32 keeps it, and so do the adapters beside them"
+                        f"weights; export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
                     )
             except Exception as failure:  # of any kind: the other ranks wait for it
                 error = str(failure)

@@ -267,7 +267,7 @@ def test_the_base_stays_as_it_is_and_gets_no_gradient(tiny_config):
 
 
 def exported_adapters(config):
-    return torch.load(f"{config['output_dir']}/epoch_0/adapter_model.pt", weights_only=True)
+    return torch.load(f"{config['output_dir']}/epoch_0/adapter/adapter_model.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("kind", ["dora", "qdora"])

@@ -98,7 +98,7 @@ def test_adapters_of_a_fusion_model_are_found_under_its_own_names(tiny_config, f
     for _ in range(2):  # the second time it goes on, with nothing left to do but to export
         run_distributed(run_recipe, 2, config)
         exported = Path(config["output_dir"], "epoch_0")
-        adapters = torch.load(exported / "adapter_model.pt", weights_only=True)
+        adapters = torch.load(exported / "adapter" / "adapter_model.pt", weights_only=True)
         name = "decoder.layers.1.attn.q_proj"
         assert adapters.keys() == {f"{name}.lora_a.weight", f"{name}.lora_b.weight"}
         (merged,) = exported.glob("*.bin")

@@ -369,7 +369,7 @@ def test_adapters_are_exported_as_they_were_trained(tiny_config):
     config = tiny_config(model=WIDE_ADAPTED, **MIXED, max_steps_per_epoch=1)
     run_recipe(config)
     folder = Path(config["output_dir"], "epoch_0")
-    adapters = torch.load(folder / "adapter_model.pt", weights_only=True)
+    adapters = torch.load(folder / "adapter" / "adapter_model.pt", weights_only=True)
     (path,) = [path for path in folder.glob("*.bin") if "adapter" not in path.name]
     assert {weight.dtype for weight in adapters.values()} == {torch.float32}
     assert {w.dtype for w in torch.load(path, weights_only=True).values()} == {torch.bfloat16}

@@ -7,8 +7,10 @@ import pytest
 import tiny
 import torch
 from omegaconf import OmegaConf
+from recipe_runs import DPO, KD, SFT, run_recipe
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.gemma2._convert_weights import gemma2_tune_to_hf
@@ -18,6 +20,7 @@ from torchtune.training import FullModelHFCheckpointer, ModelType
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.checkpoint.peft import from_peft, write_peft
+from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.merge import contents_of_export
@@ -63,11 +66,23 @@ def hugging_face_config(sizes, kind):
     }
 
 
+def write_base(folder, weights, sizes, kind="llama"):
+    """A model of torchtune's as a folder of Hugging Face's."""
+    hf_config = hugging_face_config(sizes, kind)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    heads = {"num_heads": sizes["num_heads"], "num_kv_heads": sizes["num_kv_heads"]}
+    of_head = {} if kind == "qwen2" else {"head_dim": hf_config["head_dim"]}
+    converted = MODELS[kind][1](weights, dim=sizes["embed_dim"], **heads, **of_head)
+    converted = {name: weight.contiguous() for name, weight in converted.items()}
+    save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture(params=[(kind, dora) for kind in MODELS for dora in (False, True)], ids=str)
 def exported(request, tmp_path):
     """An adapted model of torchtune's, its base in Hugging Face's format and its export."""
     kind, use_dora = request.param
-    sizes, convert, model_type, _ = MODELS[kind]
+    sizes, _, model_type, _ = MODELS[kind]
     base = config.instantiate(OmegaConf.create(sizes))
     model = config.instantiate(OmegaConf.create(tiny.adapted(sizes, use_dora=use_dora)))
     generator = torch.Generator().manual_seed(0)
@@ -78,15 +93,7 @@ def exported(request, tmp_path):
         middle = 1.0 if "magnitude" in name else 0.0
         nn.init.normal_(parameter, middle, 0.2, generator=generator)
 
-    hf_config = hugging_face_config(sizes, kind)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(hf_config))
-    heads = {"num_heads": sizes["num_heads"], "num_kv_heads": sizes["num_kv_heads"]}
-    of_head = {} if kind == "qwen2" else {"head_dim": hf_config["head_dim"]}
-    weights = convert(base.state_dict(), dim=sizes["embed_dim"], **heads, **of_head)
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
-    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-
+    write_base(tmp_path / "base", base.state_dict(), sizes, kind)
     checkpointer = FullModelHFCheckpointer(
         str(tmp_path / "base"), ["model.safetensors"], model_type, str(tmp_path / "out")
     )
@@ -106,8 +113,8 @@ def test_the_base_with_the_files_for_peft_is_the_merged_model(exported):
     _, base_folder, folder = exported
     base = load_file(base_folder / "model.safetensors")
     merged = load_file(folder / "model-00001-of-00001.safetensors")
-    adapters = load_file(folder / "adapter_model.safetensors")
-    peft = json.loads((folder / "adapter_config.json").read_text())
+    adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
+    peft = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert peft["base_model_name_or_path"] == str(base_folder)
     assert (peft["r"], peft["lora_alpha"], peft["bias"]) == (4, 6, "none")
     names = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
@@ -127,29 +134,89 @@ def test_the_base_with_the_files_for_peft_is_the_merged_model(exported):
         torch.testing.assert_close(merged[name], expected, rtol=0, atol=1e-6)
 
 
-def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, monkeypatch):
+@pytest.fixture
+def load(monkeypatch):
+    """transformers' loader, with PEFT installed."""
     pytest.importorskip("peft")
-    import peft.import_utils
-    import peft.tuners.lora.torchao
     import transformers
 
     # It refuses torchao below 0.16, which torchtune needs, even where nothing uses it.
     for module in [m for m in sys.modules.values() if hasattr(m, "is_torchao_available")]:
         monkeypatch.setattr(module, "is_torchao_available", lambda *_: False)
+    return transformers.AutoModelForCausalLM.from_pretrained
+
+
+def logits_of_export(load, base_folder, folder, tokens):
+    """Of the merged model, and of its base with the adapters. Nothing in the folders is changed."""
+    import peft
+
+    plain = load(folder)
+    with_peft = peft.PeftModel.from_pretrained(load(base_folder), folder / "adapter")
+    return plain(tokens).logits, with_peft(tokens).logits
+
+
+@torch.no_grad()
+def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, load):
     model, base_folder, folder = exported
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    with torch.no_grad():
-        ours = model(tokens)
-        with_peft = peft.PeftModel.from_pretrained(load(base_folder), folder)(tokens).logits
-        # Without the adapters beside it, which transformers would take for a reason to load their base.
-        for path in folder.glob("adapter_*"):
-            path.unlink()
-        plain = load(folder)(tokens).logits
+    plain, with_peft = logits_of_export(load, base_folder, folder, tokens)
     assert (with_peft - plain).abs().max() < 1e-5
     if '"gemma2"' not in (base_folder / "config.json").read_text():
         # There torchtune's converter swaps two norms of each layer, adapters or not.
-        assert (with_peft - ours).abs().max() < 1e-5
+        assert (with_peft - model(tokens)).abs().max() < 1e-5
+
+
+TRAININGS = {
+    "lora": (SFT, tiny.adapted(tiny.MODEL)),
+    "dora": (SFT, tiny.adapted(tiny.MODEL, use_dora=True)),
+    "qlora": (SFT, tiny.adapted(tiny.WIDE_MODEL, quantize_base=True)),
+    "dpo": (DPO, tiny.adapted(tiny.MODEL)),
+    "kd": (KD, tiny.adapted(tiny.MODEL)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_an_exported_folder_is_opened_as_it_is(
+    kind, load, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
+):
+    """transformers applies an ``adapter_config.json`` beside a model to it: adapters counted twice."""
+    recipe, sizes = TRAININGS[kind]
+    base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
+    write_base(tmp_path / "base", base, sizes)
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(tmp_path / "base"),
+        "checkpoint_files": ["model.safetensors"],
+        "model_type": "LLAMA3_2",
+    }
+    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
+    with torch.enable_grad():
+        run_recipe(make(model=sizes, checkpointer=checkpointer, max_steps_per_epoch=4), recipe)
+    folder = tmp_path / "out" / "epoch_0"
+    assert not list(folder.glob("adapter_*"))
+
+    given = {
+        "output_dir": tmp_path / "out",
+        "adapter_checkpoint": "epoch_0/adapter/adapter_model.pt",
+    }
+    stock = config.instantiate(OmegaConf.create(checkpointer), output_dir=str(tmp_path / "out"))
+    trained = load_checkpoint(stock, given)["adapter"]
+    model = config.instantiate(OmegaConf.create(sizes))
+    model.load_state_dict({**base, **trained})
+    tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
+    quantized = {
+        name: p.get_original_weight()
+        for name, p in model.named_parameters()
+        if isinstance(p, NF4Tensor)
+    }
+    write_base(tmp_path / "as_multiplied", {**base, **quantized}, sizes)
+    plain, with_peft = logits_of_export(load, tmp_path / "as_multiplied", folder, tokens)
+    without = load(tmp_path / "as_multiplied")(tokens).logits
+    assert (plain - without).abs().max() > 1e-2
+    own = model(tokens)
+    assert (plain - own).abs().max() < 1e-5 * own.abs().max()
+    assert (with_peft - own).abs().max() < 1e-5 * own.abs().max()
 
 
 def test_adapters_come_back_from_peft_s_file_as_they_were(tmp_path):
