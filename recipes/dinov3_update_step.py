@@ -30,8 +30,9 @@ from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
 from recipe_utils.data.images.crop_rows import layout_of
 from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.labelled import ImageSamples, WholeImages
-from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss

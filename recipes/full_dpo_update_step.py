@@ -28,8 +28,9 @@ from tqdm import tqdm
 
 import recipe_utils
 from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate

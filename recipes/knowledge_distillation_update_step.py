@@ -29,9 +29,10 @@ from torchtune import config, training
 
 import recipe_utils
 from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.samples import load_dataset
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate

@@ -20,7 +20,7 @@ from recipe_utils.benchmark.peers import (
     TEXT,
 )
 from recipe_utils.benchmark.start_adapters import adapters_in
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.settings import all_keys_of, read_settings, settings_of
 from recipe_utils.tune.registry import config_path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.pairs.collator import num_shared_tokens
-from recipe_utils.data.text.collator import num_real_tokens
+from recipe_utils.data.text.collate import num_real_tokens
 
 
 class StepContents(NamedTuple):

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from recipe_utils.data.images.crop_rows import ViewTargets
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.settings import ROOM, Count, Positive

@@ -12,7 +12,7 @@ from torchtune import config
 from yaml import YAMLError
 
 from recipe_utils.checkpoint.export import ExportError
-from recipe_utils.data.loader.count import OtherRankFailedError
+from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError

@@ -15,7 +15,7 @@ from torchtune import config, training
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.text.collator import collate_packed_microbatch
+from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 
 IGNORE_INDEX = -100
@@ -96,7 +96,7 @@ def packed_row(lengths: list[int], vocab_size: int, seed: int, **options: Any) -
         lengths: of the documents [tokens].
         vocab_size: of the model.
         seed: of the tokens.
-        options: of :func:`recipe_utils.data.text.collator.collate_packed_microbatch`.
+        options: of :func:`recipe_utils.data.text.collate.collate_packed_microbatch`.
     """
     samples = [sample_of(n, vocab_size, seed + i) for i, n in enumerate(lengths)]
     return collate_packed_microbatch(samples, IGNORE_INDEX, **options)

@@ -31,11 +31,11 @@ from recipe_utils.data.images.view_draws import (
     mask_ratios,
     position_factor,
 )
-from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.plan import Microbatches
 from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, check_keys
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.settings import ROOM
 

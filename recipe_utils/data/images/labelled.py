@@ -19,10 +19,10 @@ from recipe_utils.data.images.crop_rows import (
 )
 from recipe_utils.data.images.folders import checked_image, digest_of, with_image_name
 from recipe_utils.data.images.multi_crop import MultiCrop, check_fits
-from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.plan import plan_in_order
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys
+from recipe_utils.data.loader.settings import DataSettings
 
 
 class WholeImages(Dataset[dict[str, Any]]):

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.loader.plan import make_plan
 from recipe_utils.data.loader.samples import (
@@ -27,8 +26,10 @@ from recipe_utils.data.loader.samples import (
     load_dataset,
     whole_numbers,
 )
-from recipe_utils.data.text.collator import ModelLimits, check_sample, row_multiple_of_packed
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.settings import ROOM
 
 IGNORE_INDEX = -100

@@ -4,76 +4,29 @@ Shapes: b samples, s slots (positions) per sample, n target tokens.
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader.loader import DataSettings
-from recipe_utils.data.loader.microbatch import Microbatch, Targets
-from recipe_utils.data.loader.plan import MicrobatchCost, make_plan
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.plan import make_plan
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, whole_numbers
-from recipe_utils.data.text.documents import DocumentLengths, Documents
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.text.collate import (
+    Collate,
+    collate_empty_microbatch,
+    collate_microbatch,
+    collate_packed_microbatch,
+    num_targets_of,
+)
+from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.components import component_at
-from recipe_utils.settings.settings import ConfigError
-
-CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
-"""As torchtune's ``collate_fn``: samples -> tensors of a batch."""
-
-Collate = Callable[[Sequence[Sample]], Microbatch]
-"""Samples -> what one forward and backward consumes: one of the two functions below."""
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
 
 _log = get_logger("INFO")
-
-
-class ModelLimits(NamedTuple):
-    """What samples, rows and their costs depend on in a model."""
-
-    vocab_size: int
-    """Number of token embeddings."""
-    max_seq_len: int
-    """Longest sequence that the model takes [tokens]."""
-    cost: MicrobatchCost
-    other_attention: str | None = None
-    """The kind of attention that cannot keep the documents of a row apart; None if it can."""
-    num_row_lengths: int | None = None
-    """How many lengths packed rows may have, where code is compiled for each; None for any."""
-    num_row_lengths_with_shared_prefixes: int | None = None
-    """The same for rows with prefix-shared pairs; None for as many."""
-    row_multiple: int | None = None
-    """What packed rows are padded to a multiple of in any case [slots]; None for no padding."""
-    packing_problem: str | None = None
-    """Why packed rows cannot be computed here, and what to set instead; None if they can."""
-    packing_problem_with_shared_prefixes: str | None = None
-    """The same for rows with prefix-shared pairs; None for no problem of their own."""
-    limits_length: str = "the model's"
-    """Whose ``max_seq_len`` it is, for errors."""
-    costs_are_estimated: bool = False
-    """Whether ``cost`` was never measured on such a device."""
-
-    def with_shared_prefixes(self) -> "ModelLimits":
-        """Returns the limits of rows with prefix-shared pairs."""
-        return self._replace(
-            num_row_lengths=self.num_row_lengths_with_shared_prefixes or self.num_row_lengths,
-            packing_problem=self.packing_problem_with_shared_prefixes or self.packing_problem,
-        )
-
-    def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
-        """Bound on a row, padding included [slots].
-
-        Args:
-            max_tokens: that a row is filled up to.
-            most_samples: of a row that no such bound is set for.
-        """
-        return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
 
 class KnownOfSamples(Protocol):
@@ -210,37 +163,6 @@ class TextCollator:
         return collate_empty_microbatch(sample, self._collate, self.ignore_index)
 
 
-def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int | None:
-    """What the lengths of packed rows are to be multiples of [tokens]; None if they may have any.
-
-    Args:
-        limits: of the model.
-        row_length: the longest row, unless a single sample is longer [tokens]; None if there is no bound.
-
-    Raises:
-        recipe_utils.settings.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
-    """
-    problems = []
-    if limits.other_attention is not None:
-        problems.append(
-            f"microbatching=packed: the model's {limits.other_attention} cannot keep documents of a row "
-            "apart; set microbatching=least_padding"
-        )
-    elif limits.packing_problem is not None:
-        problems.append(limits.packing_problem)
-    if limits.num_row_lengths is not None and row_length is None:
-        problems.append(
-            "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
-            "have no fixed length, which compile=True and flex attention need; set one of the two"
-        )
-    if problems:
-        raise ConfigError(*problems)
-    if limits.num_row_lengths is None or row_length is None:
-        return limits.row_multiple
-    multiple = limits.row_multiple or 1
-    return math.ceil(row_length / limits.num_row_lengths / multiple) * multiple
-
-
 def check_sample(
     sample: Sample,
     name: str,
@@ -283,164 +205,3 @@ def check_sample(
                 f"{name}: {what} {outside[0]} is outside the model's vocabulary of "
                 f"{vocab_size}; use the tokenizer that belongs to the model"
             )
-
-
-def collate_microbatch(
-    samples: Sequence[Sample],
-    collate_fn: CollateFn,
-    ignore_index: int,
-    merge_packed_rows: bool = False,
-) -> Microbatch:
-    """Makes one microbatch; labels become targets, shifted by one position.
-
-    Args:
-        samples: at least one, of one kind: all packed or none.
-        collate_fn: returns a dict with ``tokens`` and ``labels``, both [b, s], and further arguments
-            of the model's forward. Not called for packed samples, which need no padding.
-        ignore_index: the label of positions that are no targets.
-        merge_packed_rows: packed samples become one row without their padding, see
-            :func:`collate_packed_microbatch`.
-
-    Raises:
-        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
-    """
-    document_lengths = None
-    if "seq_lens" in samples[0] and merge_packed_rows:
-        return collate_packed_microbatch(samples, ignore_index)
-    if "seq_lens" in samples[0]:
-        document_lengths = [document_lengths_of(sample) for sample in samples]
-        inputs: dict[str, Any] = {
-            key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
-            for key in ("tokens", "labels", "input_pos")
-        }
-        inputs["document_lengths"] = Documents(document_lengths)
-    else:
-        inputs = dict(collate_fn(samples))
-    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
-        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
-        raise ValueError(f"collate_fn: it must return labels shaped as its tokens, returned {got}")
-
-    labels = _labels_of_next_position(inputs.pop("labels"), document_lengths, ignore_index)
-    num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-    return _microbatch(inputs, labels, num_real, ignore_index)
-
-
-def collate_packed_microbatch(
-    samples: Sequence[Sample],
-    ignore_index: int,
-    padding_idx: int = 0,
-    row_multiple: int | None = None,
-) -> Microbatch:
-    """Makes one microbatch of one row, in which sample follows sample.
-
-    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of a
-    packed dataset are taken apart into their documents, and their padding is dropped.
-
-    Args:
-        samples: at least one, of text.
-        ignore_index: the label of positions that are no targets.
-        padding_idx: the token to pad with.
-        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
-            padding.
-
-    Raises:
-        ValueError: a sample holds images; what else there is besides text is ignored.
-    """
-    tokens, labels, positions = [], [], []
-    lengths: list[int] = []
-    for sample in samples:
-        if "encoder_input" in sample:
-            raise ValueError(
-                "microbatching=packed: rows hold text only, a sample has encoder_input, too; set "
-                "microbatching=least_padding, and collate_fn for images"
-            )
-        num_real = num_real_tokens(sample, ignore_index)
-        padded = num_real < len(sample["tokens"])
-        lengths += document_lengths_of(sample)[: -1 if padded else None]
-        tokens.append(torch.as_tensor(sample["tokens"])[:num_real])
-        labels.append(torch.as_tensor(sample["labels"])[:num_real])
-        # A document that the dataset cut in two goes on counting positions in its second part.
-        own_positions = sample.get("input_pos", torch.arange(num_real))
-        positions.append(torch.as_tensor(own_positions)[:num_real])
-    num_real = sum(lengths)
-    if row_multiple is not None and num_real % row_multiple:
-        lengths.append(-num_real % row_multiple)
-        tokens.append(torch.full((lengths[-1],), padding_idx))
-        labels.append(torch.full((lengths[-1],), ignore_index))
-        positions.append(torch.zeros(lengths[-1], dtype=torch.long))
-    inputs = {
-        "tokens": torch.cat(tokens).unsqueeze(0),
-        "input_pos": torch.cat(positions).unsqueeze(0),
-        "document_lengths": Documents([lengths]),
-    }
-    shifted = _labels_of_next_position(torch.cat(labels).unsqueeze(0), [lengths], ignore_index)
-    return _microbatch(inputs, shifted, num_real, ignore_index)
-
-
-def collate_empty_microbatch(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
-    """A microbatch without real tokens, for a rank that has fewer microbatches than the others.
-
-    Every rank must run the same forwards and backwards, or FSDP's collectives hang. So the rank runs
-    a sample whose targets are all ignored: a zero loss with a graph through every parameter. Plain
-    text is cut to one token, anything else (images, packed rows) keeps its shape.
-    """
-    if set(sample) <= {"tokens", "labels", "mask"}:
-        sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
-    else:
-        ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)
-        sample = {**sample, "labels": ignored if "seq_lens" in sample else ignored.tolist()}
-    return replace(collate([sample]), counts={})
-
-
-def document_lengths_of(sample: Sample) -> list[int]:
-    """Tokens of each document of a sample, one unless it is packed; padding is the last of them."""
-    if "seq_lens" not in sample:
-        return [len(sample["tokens"])]
-    return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
-
-
-def num_targets_of(sample: Sample, ignore_index: int) -> int:
-    """Tokens of a sample that are predicted: with a label, and not the first of their document."""
-    is_target = torch.as_tensor(sample["labels"]) != ignore_index
-    lengths = document_lengths_of(sample)
-    is_target[list(accumulate(lengths[:-1], initial=0))] = False
-    return int(is_target.sum())
-
-
-def num_real_tokens(sample: Sample, ignore_index: int) -> int:
-    """Tokens of a sample that are no padding.
-
-    Only packed samples hold padding: torchtune appends it to a row as one more "document" of a
-    single repeated token without targets.
-    """
-    if "seq_lens" not in sample:
-        return len(sample["tokens"])
-    last = document_lengths_of(sample)[-1]
-    tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
-    is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
-    return len(sample["tokens"]) - (last if is_padding else 0)
-
-
-def _microbatch(
-    inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int
-) -> Microbatch:
-    positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
-    counts = {
-        "target_tokens": len(positions),
-        "real_tokens": num_real,
-        "positions": inputs["tokens"].numel(),
-    }
-    return Microbatch(inputs, Targets(labels, positions), counts)
-
-
-def _labels_of_next_position(
-    labels: Tensor, document_lengths: DocumentLengths | None, ignore_index: int
-) -> Tensor:
-    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
-    shifted = labels.roll(-1, dims=1)
-    shifted[:, -1] = ignore_index
-    for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
-        # Without this the last token of a document is trained to predict the first token of an
-        # unrelated one, whenever that one's prompt is not masked.
-        row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
-    return shifted

@@ -9,7 +9,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
-from recipe_utils.data.text.collator import ModelLimits
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import Way, choose, other_attention
 from recipe_utils.parallel.ranks import Ranks
 

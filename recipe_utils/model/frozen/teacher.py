@@ -21,7 +21,8 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.loader.to_host import Late
-from recipe_utils.data.text.collator import ModelLimits, TextCollator
+from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.files import problems_with_folder
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.model.adapters.adapters import find_adapters

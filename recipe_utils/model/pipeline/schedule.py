@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.torch_version import TorchVersion
 from torchtune.utils import get_logger
 
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.settings.settings import ROOM
 

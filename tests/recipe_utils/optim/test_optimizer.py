@@ -8,7 +8,7 @@ import tiny
 import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup, get_lr
 
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.optim.optimizer import (
     OptimizerInBackward,
     OptimizerSettings,

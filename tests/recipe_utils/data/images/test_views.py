@@ -24,9 +24,10 @@ from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.labelled import ImageSamples, WholeImages
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
-from recipe_utils.data.loader.loader import DataSettings, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, update_step_indices
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.settings import ConfigError, read_settings
 

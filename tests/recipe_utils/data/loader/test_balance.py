@@ -6,8 +6,11 @@ from functools import partial
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.data.loader.balance import exchange_samples, group_samples
-from recipe_utils.data.loader.count import OtherRankFailedError
+from recipe_utils.data.loader.collectives import (
+    OtherRankFailedError,
+    exchange_samples,
+    group_samples,
+)
 from recipe_utils.data.loader.plan import plan_packed
 
 

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 from torchtune.data import padded_collate_sft
 
-from recipe_utils.data.loader.count import OtherRankFailedError
-from recipe_utils.data.loader.loader import DataSettings, UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.collectives import OtherRankFailedError
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, Targets, mark_last
 from recipe_utils.data.loader.plan import MicrobatchCost, plan_in_order
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.text.collator import ModelLimits, TextCollator
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.settings import ConfigError
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from recipe_utils.data.loader.microbatch import Microbatch, Targets, mark_last
-from recipe_utils.data.text.collator import collate_packed_microbatch
+from recipe_utils.data.text.collate import collate_packed_microbatch
 
 
 def make_microbatch():

@@ -9,7 +9,7 @@ import torch
 
 from recipe_utils.data.loader.microbatch import mark_last
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.text.collator import collate_packed_microbatch
+from recipe_utils.data.text.collate import collate_packed_microbatch
 
 DEVICES = [
     "cpu",

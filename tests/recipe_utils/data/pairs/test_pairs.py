@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
-from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
@@ -21,7 +21,7 @@ from recipe_utils.data.pairs.collator import (
     load_pairs,
     num_shared_tokens,
 )
-from recipe_utils.data.text.collator import ModelLimits
+from recipe_utils.data.text.limits import ModelLimits
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SIDES = ("chosen", "rejected")

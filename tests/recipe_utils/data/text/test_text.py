@@ -8,18 +8,17 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.data.loader.loader import DataSettings
 from recipe_utils.data.loader.plan import PLANS, MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.text.collator import (
-    ModelLimits,
-    TextCollator,
-    check_sample,
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.text.collate import (
     collate_empty_microbatch,
     collate_microbatch,
     collate_packed_microbatch,
     num_real_tokens,
 )
+from recipe_utils.data.text.collator import TextCollator, check_sample
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.settings import ConfigError
 
 COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=tiny.IGNORE)

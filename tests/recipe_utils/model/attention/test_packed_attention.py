@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtune import config
 from torchtune.modules import RMSNorm
 
-from recipe_utils.data.text.collator import row_multiple_of_packed
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import row_multiple_of_packed
 from recipe_utils.model.attention.block_mask import block_mask
 from recipe_utils.model.attention.document_mask import (
     DocumentMask,

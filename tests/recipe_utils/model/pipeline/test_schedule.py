@@ -5,7 +5,7 @@ import torch
 from distributed_runs import run_distributed
 from torch.torch_version import TorchVersion
 
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.model.pipeline.schedule import SCHEDULES, PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.data.loader.count import (
+from recipe_utils.data.loader.collectives import (
     AbandonedError,
     OtherRankFailedError,
     RankCounts,
