@@ -17,16 +17,15 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from torchtune.utils import get_logger
 
-from recipe_utils.settings.components import Component
 from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
-from recipe_utils.model.build.kernels import speed_up_layers
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_widening_hooks, without_quantising
+from recipe_utils.model.adapters.qat import simulate_quantisation
 from recipe_utils.model.attention.packed_attention import (
     ask_for,
     missing_for_triton,
     raise_recompile_limit,
 )
-from recipe_utils.model.adapters.qat import simulate_quantisation
+from recipe_utils.model.build.kernels import speed_up_layers
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
     Stages,
@@ -37,6 +36,7 @@ from recipe_utils.model.pipeline.stages import (
 )
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
+from recipe_utils.settings.components import Component
 from recipe_utils.settings.settings import ROOM, Count
 
 _log = get_logger("INFO")

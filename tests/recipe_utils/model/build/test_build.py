@@ -8,10 +8,15 @@ from omegaconf import OmegaConf
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
 
-from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta, parallelize_model
+from recipe_utils.model.build.build import (
+    ModelSettings,
+    build_model,
+    build_on_meta,
+    parallelize_model,
+)
+from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import NotOnThisStage, Stages
-from recipe_utils.model.build.weights import load_weights
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU = torch.device("cpu")

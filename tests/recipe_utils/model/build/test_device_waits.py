@@ -17,19 +17,19 @@ from torch.utils._pytree import tree_leaves
 from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
 
-from recipe_utils.data.text.documents import Documents
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.microbatch import mark_last
-from recipe_utils.data.pairs.collator import PairCollator, PairSettings
 from recipe_utils.data.loader.plan import MicrobatchCost
-from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings
+from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
+from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.loss.log_probs import LinearLogProbs
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.kernels import speed_up_layers
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
@@ -163,7 +163,9 @@ def test_the_host_does_not_wait_in_the_copy_the_forward_or_the_backward(
     make_model, loss_fn, microbatch, settings, monkeypatch
 ):
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # not on this device
-    monkeypatch.setattr("recipe_utils.model.attention.packed_attention.missing_for_triton", lambda: None)
+    monkeypatch.setattr(
+        "recipe_utils.model.attention.packed_attention.missing_for_triton", lambda: None
+    )
     model = without_weights(make_model, loss_fn, **settings)
     steps = mark_last([microbatch(), microbatch()])
     with torch.compiler.set_stance("force_eager"), no_waits():

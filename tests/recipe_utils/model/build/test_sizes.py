@@ -10,7 +10,11 @@ from torchtune.modules.model_fusion import FusionEmbedding
 
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import equal_attention_length, limits_of, vocab_size_and_max_seq_len
+from recipe_utils.model.build.sizes import (
+    equal_attention_length,
+    limits_of,
+    vocab_size_and_max_seq_len,
+)
 
 CPU = torch.device("cpu")
 

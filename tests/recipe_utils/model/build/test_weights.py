@@ -12,8 +12,8 @@ from torch import nn
 from torchtune import config
 
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.build.weights import gather_weights, load_weights
+from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU = torch.device("cpu")
