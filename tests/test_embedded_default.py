@@ -1,7 +1,6 @@
 """The README's first commands: the embedded default trains on real text, saves, loads and answers."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from warm_tune import tune
 
+from recipe_utils.run.log import read_metrics
 from recipe_utils.tune.registry import config_path
 
 
@@ -16,6 +16,12 @@ def tune_run(*arguments):
     done = tune("run", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def logged(folder, name):
+    """Values of a metric, in the order of update steps."""
+    lines = read_metrics(folder / "logs" / "metrics.jsonl")
+    return [line[name] for line in lines if name in line]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +71,12 @@ def short_losses(trained, num_stages):
         "max_steps_per_epoch=10",
         "run_val_every_n_steps=null",
     )
-    (log,) = output_dir.glob("logs/*.txt")
-    return [float(loss) for loss in re.findall(r"\| loss:([\d.]+)", log.read_text())]
+    return logged(output_dir, "loss")
 
 
 def test_train_and_validation_loss_fall(trained):
-    (log,) = trained.glob("logs/*.txt")
-    losses = [float(x) for x in re.findall(r"\| loss:([\d.]+)", log.read_text())]
-    val_losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log.read_text())]
+    losses = logged(trained, "loss")
+    val_losses = logged(trained, "val_loss")
     assert len(losses) == 10
     assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096): fresh weights know nothing
     assert losses[-1] < 7.5
@@ -111,8 +115,7 @@ def adapted(trained, tmp_path_factory):
 
 
 def test_adapters_lower_the_validation_loss_of_text_of_another_kind(adapted):
-    (log,) = adapted.glob("logs/*.txt")
-    val_losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log.read_text())]
+    val_losses = logged(adapted, "val_loss")
     assert len(val_losses) == 3
     assert val_losses[-1] < val_losses[0] - 0.2
 
@@ -146,17 +149,15 @@ def preferring(tmp_path_factory):
 
 
 def test_preference_tuning_starts_where_model_and_reference_are_one_and_exports(preferring):
-    (log,) = preferring.glob("logs/*.txt")
-    losses = [float(x) for x in re.findall(r"\| loss:([\d.]+)", log.read_text())]
+    losses = logged(preferring, "loss")
     assert len(losses) == 25
     assert losses[0] == pytest.approx(math.log(2))
     assert (preferring / "epoch_0" / "model-00001-of-00001.safetensors").exists()
 
 
 def test_answers_in_their_right_order_are_preferred_on_held_out_pairs(preferring):
-    (log,) = preferring.glob("logs/*.txt")
-    (loss,) = re.findall(r"val_loss:([\d.]+)", log.read_text())
-    (accuracy,) = re.findall(r"val_rewards/accuracies:([\d.]+)", log.read_text())
+    (loss,) = logged(preferring, "val_loss")
+    (accuracy,) = logged(preferring, "val_rewards/accuracies")
     assert float(loss) < math.log(2) - 0.02
     assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
 
@@ -178,8 +179,7 @@ def distilled(trained, tmp_path_factory):
 
 
 def test_the_student_comes_nearer_to_its_teacher_on_held_out_text(distilled):
-    (log,) = distilled.glob("logs/*.txt")
-    divergences = [float(x) for x in re.findall(r"val_kd_loss:([\d.]+)", log.read_text())]
+    divergences = logged(distilled, "val_kd_loss")
     assert len(divergences) == 2
     assert divergences[1] < divergences[0] / 2
 
@@ -187,14 +187,12 @@ def test_the_student_comes_nearer_to_its_teacher_on_held_out_text(distilled):
 def test_the_student_s_export_has_its_teacher_s_tokenizer_and_samples(distilled, trained):
     tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (distilled, trained)]
     assert tokenizers[0].read_text() == tokenizers[1].read_text()
-    text = config_path("llama3_2/5M_to_1M_KD_update_step").read_text()
-    (command,) = re.findall(r"^#   tune run (generate .*) \\\n#     (.*)$", text, re.M)
-    overrides = [each for part in command for each in part.split() if "=" in each]
     printed = tune_run(
         "generate",
         "--config",
         "llama3_2/5M_generation",
-        *overrides,
+        *("model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2"),
+        *("model.embed_dim=128", "model.intermediate_dim=384"),
         f"output_dir={distilled}",
         "max_new_tokens=5",
     )
