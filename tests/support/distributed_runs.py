@@ -1,25 +1,39 @@
-"""Runs a function on several processes with gloo, as an ordinary test.
+"""Runs functions on ranks with gloo, as ordinary tests.
 
-A fork server imports torch, torchtune and the recipe once; each process forks from it in
-milliseconds.
+The ranks are forks of a server that has imported PyTorch, torchtune and the recipes. They stay alive from
+test to test, like those of PyTorch's ``MultiProcContinuousTest``: each call gets a process group of its own,
+and a call that fails ends the ranks, so that the next one starts new ones.
 """
 
+import atexit
 import contextlib
+import functools
+import gc
+import itertools
+import logging
 import multiprocessing
 import os
 import pickle
+import random
+import re
+import resource
 import signal
 import socket
+import sys
+import threading
 import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["warm"])
+PATCHED = re.compile(
+    r"(recipe_utils|tiny|recipe_runs)(\..*)?|torch|torch\.distributed|torchtune\.training"
+)
 
 
 def start_fork_server() -> None:
@@ -28,7 +42,10 @@ def start_fork_server() -> None:
 
 
 class CrashedError(AssertionError):
-    """A rank did not get as far as Python's errors."""
+    """A rank died in native code."""
+
+
+_ranks: list[tuple[BaseProcess, Connection]] = []
 
 
 def run_distributed(
@@ -43,40 +60,48 @@ def run_distributed(
     The launcher's variables (RANK, WORLD_SIZE, ...) are set as torchrun sets them. A rank that raises
     fails the test with its traceback; with ``expect_failures`` the result is the traceback instead.
 
-    A crash in native code is tried once more, with a warning: once in several runs of all tests a thread of
-    gloo's dies in malloc (torch 2.13; kernel: "pt_gloo_runloop: segfault at 0 ... in libc.so.6").
+    A crash in native code is tried once more, with a warning; tests/README.md has what is known of it.
     """
-    run = (function, world_size, args, timeout_seconds, expect_failures)
+    call = (function, args, world_size, timeout_seconds, expect_failures)
     try:
-        return _run_once(*run)
+        return _call_once(*call)
     except CrashedError as error:
-        warnings.warn(f"{error}; once more", stacklevel=2)
-        return _run_once(*run)
+        print(f"{error}; once more", file=sys.stderr)
+        return _call_once(*call)
 
 
-def _run_once(
+def _call_once(
     function: Callable[..., Any],
-    world_size: int,
     args: tuple[Any, ...],
+    world_size: int,
     timeout_seconds: float,
     expect_failures: bool,
 ) -> list[Any]:
-    with socket.socket() as free:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as free:  # for functions that make a process group themselves
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = fork_context.Pipe(duplex=False)
-        process = fork_context.Process(
-            target=_run_rank, args=(function, args, rank, world_size, port, timeout_seconds, theirs)
-        )
-        process.start()
-        theirs.close()
-        ranks.append(process)
-        pipes.append(ours)
-
+    while len(_ranks) < world_size:
+        _start_rank()
+    processes, pipes = zip(*_ranks[:world_size], strict=True)
+    is_reusable = False
     results: dict[int, tuple[bool, Any]] = {}
     try:
+        for rank, pipe in enumerate(pipes):
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            pipe.send_bytes(
+                pickle.dumps((function, args, environment, store.port, timeout_seconds))
+            )
+        is_reusable = True
         while len(results) < world_size:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, timeout=timeout_seconds)
@@ -84,62 +109,157 @@ def _run_once(
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    results[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    how = _how_it_died(ranks[rank])
+                    ok, value, was_restored = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    how = _how_it_died(processes[rank])
                     if how in ("SIGSEGV", "SIGBUS", "SIGABRT") and not expect_failures:
                         raise CrashedError(f"rank {rank} died of {how}") from None
-                    results[rank] = (False, f"rank {rank} died of {how}")
-                ok, value = results[rank]
+                    ok, value, was_restored = False, f"rank {rank} died of {how}", False
+                results[rank] = (ok, value)
+                is_reusable &= ok and was_restored
                 assert ok or expect_failures, f"rank {rank}:\n{value}"
-        for process in ranks:
-            process.join(timeout=timeout_seconds)
-            assert process.exitcode is not None, "a rank has answered but does not end"
+    except BaseException:
+        is_reusable = False
+        raise
     finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
+        if not is_reusable:
+            end_ranks()
     return [results[rank][1] for rank in range(world_size)]
 
 
-def _how_it_died(rank: multiprocessing.process.BaseProcess) -> str:
+def _start_rank() -> None:
+    ours, theirs = fork_context.Pipe()
+    process = fork_context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    _ranks.append((process, ours))
+
+
+@atexit.register
+def end_ranks() -> None:
+    """Ends all of them; the next call starts new ones."""
+    for process, pipe in _ranks:
+        process.kill()
+        process.join()
+        pipe.close()
+    _ranks.clear()
+
+
+def _how_it_died(rank: BaseProcess) -> str:
     rank.join(timeout=10)
     code = rank.exitcode
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-def _run_rank(
+# ---- In a rank -------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection) -> None:
+    """Answers calls until the pipe is closed or a call fails."""
+    # Back to how a user's rank starts its data-loading processes; the fork server has set itself.
+    multiprocessing.set_start_method(None, force=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            call = pipe.recv_bytes()
+            try:
+                with _restored_state() as was_restored:
+                    result = _answer(*pickle.loads(call))
+                # Plain pickles: tensors sent the usual way live in the sender's memory, which ends first.
+                answer = (True, result, was_restored())
+            except BaseException:
+                answer = (False, traceback.format_exc(), False)
+            pipe.send_bytes(pickle.dumps(answer))
+            if not answer[0]:
+                break
+
+
+def _answer(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    port: int,
+    environment: dict[str, Any],
+    store_port: int,
     timeout_seconds: float,
-    pipe: Connection,
-) -> None:
+) -> Any:
+    import numpy as np
     import torch
     import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    # Back to how a user's rank starts its data-loading processes; the fork server has set itself.
-    multiprocessing.set_start_method(None, force=True)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    timeout = timedelta(seconds=timeout_seconds)
+    rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
+    store = dist.TCPStore("127.0.0.1", store_port, timeout=timeout)
+    # Made here and not by the recipe, so that one call can run several configs.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    result = function(*args)
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.barrier()  # nobody leaves while others still read from it
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(timeout_seconds)
+            assert not thread.is_alive(), f"{thread.name} does not end"
+    return result
+
+
+@contextlib.contextmanager
+def _restored_state() -> Iterator[Callable[[], bool]]:
+    """Puts back what a call changes of its process; yields a function that says if all of it could be.
+
+    That is: environment, folder, signal handlers, soft limits, log handlers, PyTorch's global settings, and
+    functions that were patched in the modules of :data:`PATCHED` and their classes.
+    """
+    import torch
+    from torchtune.utils import get_logger
+
+    logger = get_logger()
+    environment, folder = dict(os.environ), os.getcwd()
+    handlers, level = list(logger.handlers), logger.level
+    signals = {
+        each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGXFSZ)
+    }
+    limits = {
+        each: resource.getrlimit(each) for each in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+    }
+    functions = list(_functions())
+    add_audit_hook, hooks = sys.addaudithook, []
+    sys.addaudithook = lambda hook: (hooks.append(hook), add_audit_hook(hook))
     try:
-        # Made here and not by the recipe, so that one launch can run several configs.
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
-        result = function(*args)
-        # Rank 0 holds the store by which the others find each other, so it leaves with them.
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
-        # Plain pickles: tensors sent the usual way live in the sender's memory, which ends first.
-        pipe.send_bytes(pickle.dumps((True, result)))
-    except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        raise SystemExit(1) from None
+        yield lambda: not hooks and all(resource.getrlimit(each) == limits[each] for each in limits)
+    finally:
+        sys.addaudithook = add_audit_hook
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
+        for each, handler in signals.items():
+            signal.signal(each, handler)
+        for each, (soft, hard) in limits.items():
+            with contextlib.suppress(ValueError):
+                resource.setrlimit(each, (soft, hard))
+        for owner, name, function in functions:
+            if vars(owner).get(name) is not function:
+                setattr(owner, name, function)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def _functions() -> Iterator[tuple[Any, str, Any]]:
+    """Functions of the modules that tests patch, and of their classes, with where they stand."""
+    kinds = (type(_functions), classmethod, staticmethod, property, functools._lru_cache_wrapper)
+    for module_name, module in list(sys.modules.items()):
+        if PATCHED.fullmatch(module_name):
+            own = [each for each in vars(module).values() if issubclass(type(each), type)]
+            classes = [each for each in own if each.__module__ == module_name]
+            for owner in itertools.chain([module], classes):
+                for name, value in list(vars(owner).items()):
+                    if type(value) in kinds:
+                        yield owner, name, value
