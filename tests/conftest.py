@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item, call):
     return _skipped_for_want_of_hardware_only((yield), getattr(item, "path", ""))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_make_collect_report(collector):
     """Its imports take as long as those of the tests, so both go on at once.
 

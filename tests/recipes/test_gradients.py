@@ -1,125 +1,172 @@
 """The gradient of every parameter is that of one big batch, in float64, whatever the layout."""
 
+import dataclasses
+
+import arrays
 import big_batch
 import pytest
 import tiny
-from big_batch import LAYOUTS, STEP_OF_16, TOLERANCE, TP_PLAN
+from big_batch import STEP_OF_16, TOLERANCE, error
 from distributed_runs import run_distributed
-from recipe_runs import run_recipe_recording_gradients
+from recipe_runs import recipe_class, run_recipe_recording_gradients
+
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.model.pipeline import pipeline
+
+MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def model_and_reference(request):
-    """A model and, per update step of 16 samples, its big-batch gradients in plain PyTorch."""
-    sizes = tiny.MODEL if request.param == "tied" else tiny.UNTIED_MODEL
-    return sizes, big_batch.reference_gradients(sizes)
+@pytest.fixture(scope="module")
+def references():
+    """By model and per update step of 16 samples, the big-batch gradients in plain PyTorch."""
+    return {name: big_batch.reference_gradients(sizes) for name, sizes in MODELS.items()}
 
 
-def error(gradients, reference):
-    """Largest deviation relative to the largest entry, over all parameters."""
-    assert gradients.keys() == reference.keys()
-    return big_batch.error(gradients, reference)
-
-
-SPLITS = [
-    (1, "each_microbatch", "in_order"),
-    (2, "last_microbatch", "in_order"),
-    (4, "last_microbatch", "least_padding"),
-    (4, "each_microbatch", "in_order"),
-    (2, "each_microbatch", "least_padding"),
-    (1, "last_microbatch", "packed"),
-    (4, "each_microbatch", "packed"),
-]
-
-
-def gradients_of_all_splits(configs):
+def gradients_of_all(configs):
     return [run_recipe_recording_gradients(config) for config in configs]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_reference):
-    sizes, reference = model_and_reference
-    world_size, dims = LAYOUTS[layout]
-    if "tp" in layout:
-        dims = {**dims, **TP_PLAN}
-        if sizes == tiny.MODEL:
-            pytest.skip("torchtune's plans split no tied output layer")
-    configs = [
-        tiny_config(
-            model=sizes,
-            batch_size=batch_size,
-            gradient_sync=gradient_sync,
-            microbatching=microbatching,
-            **STEP_OF_16,
-            **dims,
-        )
-        for batch_size, gradient_sync, microbatching in SPLITS[:: 3 if "tp" in layout else 1]
-    ]
-    for splits in run_distributed(gradients_of_all_splits, world_size, configs):
-        for gradients in splits:
-            assert len(gradients) == len(reference)
-            for step, expected in zip(gradients, reference, strict=True):
-                assert error(step, expected) < TOLERANCE
+def test_every_pair_of_factors_occurs():
+    assert not arrays.missing_pairs()
 
 
-MUTANTS = {
-    "mean of means": (
-        1,
-        (
-            "self.sums(microbatch) * scale",
-            "self.sums(microbatch) / max(microbatch.counts['target_tokens'], 1) / 8",
-        ),
-    ),
-    "a microbatch left out": (
-        1,
-        (
-            "                with gradient_sync(",
-            "                if is_last: continue\n                with gradient_sync(",
-        ),
-    ),
-    "scale of one rank": (
+@pytest.mark.parametrize(
+    ("rows", "world_size"),
+    [(arrays.FAST, 1), (arrays.FAST, 2)]
+    + [pytest.param(arrays.ROWS, ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)],
+    ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
+)
+def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, references):
+    """With samples of uneven numbers of targets, and microbatches that have none at all."""
+    rows = [row for row in rows if row.world_size == world_size]
+    configs = [tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes) for row in rows]
+    ranks = run_distributed(gradients_of_all, world_size, configs, timeout_seconds=300)
+    for row, *of_ranks in zip(rows, *ranks, strict=True):
+        for step, expected in enumerate(references[row.model]):
+            assert set().union(*(found[step] for found in of_ranks)) == expected.keys(), row
+            assert max(error(found[step], expected) for found in of_ranks) < TOLERANCE, row
+
+
+def replace(name, make):
+    """A mutant that puts another function in the place of one that the recipe imports."""
+
+    def patch(patches):
+        names = recipe_class().update.__globals__
+        patches.setitem(names, name, make(names[name]))
+
+    return patch
+
+
+def a_mean_of_means(patches):
+    recipe = recipe_class()
+    sums = recipe.sums
+    patches.setattr(UpdateStep, "scale", lambda *_: 1 / 8)
+    patches.setattr(
+        recipe, "sums", lambda self, m: sums(self, m) / max(m.counts["target_tokens"], 1)
+    )
+
+
+def scale_of_one_rank(patches):
+    patches.setattr(UpdateStep, "scale", lambda step, count: 1 / step.totals[count])
+
+
+def a_microbatch_left_out(patches):
+    run = pipeline.Pipeline.forward_backward
+    patches.setattr(
+        pipeline.Pipeline,
+        "forward_backward",
+        lambda self, microbatches, *rest: run(self, microbatches[1:], *rest),
+    )
+
+
+def gradients_of_tied_copies_not_summed(patches):
+    run = pipeline.Pipeline.forward_backward
+
+    def forward_backward(self, *arguments):
+        self._copies_of_tied = []
+        return run(self, *arguments)
+
+    patches.setattr(pipeline.Pipeline, "forward_backward", forward_backward)
+
+
+PP_2, TP_2 = arrays.LAYOUTS["pp-2"][1], arrays.LAYOUTS["tp-2"][1]
+PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
+MUTANTS = {  # ranks, the patch, keys of the config, model
+    "mean of means": (1, a_mean_of_means, {}, "untied"),
+    "scale of one rank": (2, scale_of_one_rank, {}, "untied"),
+    "no sync at the last microbatch": (
         2,
-        (
-            "self.sums(microbatch) * scale",
-            "self.sums(microbatch) / step.totals['target_tokens']",
-        ),
+        replace("gradient_sync", lambda sync: lambda model, _, mode: sync(model, False, "last_microbatch")),
+        {},
+        "untied",
     ),
     "tensor-parallel ranks counted twice": (
         2,
-        (
-            "join_ranks(self.settings.ranks)",
-            "__import__('dataclasses').replace(join_ranks(self.settings.ranks), is_dp_leader=True)",
-        ),
+        replace("join_ranks", lambda join: lambda *args: dataclasses.replace(join(*args), is_dp_leader=True)),
+        TP_2,
+        "untied",
     ),
     "documents of a row seen by each other": (
         1,
-        (
-            "            attend_within_documents(",
-            "            (lambda model, *_, **__: model.register_forward_pre_hook(lambda _, args, kwargs: "
-            "(args, {k: kwargs[k] for k in kwargs if k != 'document_lengths'}), with_kwargs=True))(",
+        replace(
+            "attend_within_documents",
+            lambda _: lambda model, *_, **__: model.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, {k: kwargs[k] for k in kwargs if k != "document_lengths"}),
+                with_kwargs=True,
+            ),
         ),
+        PACKED,
+        "untied",
     ),
-    "no sync at the last microbatch": (
-        2,
-        ("is_last, self.settings.ranks.gradient_sync)", "False, 'last_microbatch')"),
-    ),
-}
+    "stages: a microbatch left out": (2, a_microbatch_left_out, PP_2, "tied"),
+    "stages: gradients of tied weights not summed": (2, gradients_of_tied_copies_not_summed, PP_2, "tied"),
+}  # fmt: skip
+IN_FAST_TIER = ("mean of means", "scale of one rank", "documents of a row seen by each other")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_reference):
-    sizes, reference = model_and_reference
-    if sizes != tiny.UNTIED_MODEL:
-        pytest.skip("one model is enough")
-    world_size, mutation = MUTANTS[mutant]
-    dims = {"tensor_parallel_dim": 2, **TP_PLAN} if "tensor-parallel" in mutant else {}
-    if "documents" in mutant:
-        dims = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
-    config = tiny_config(model=sizes, batch_size=2, **STEP_OF_16, **dims)
-    (gradients, *_) = run_distributed(
-        run_recipe_recording_gradients, world_size, config, mutation, expect_failures=True
-    )
-    if isinstance(gradients, str):  # without its sync a rank's gradient is missing altogether
-        assert "grad" in gradients
-        return
-    assert error(gradients[0], reference[0]) > 1e-2
+def gradients_of_a_mutant(name, config):
+    with pytest.MonkeyPatch.context() as patches:
+        MUTANTS[name][1](patches)
+        return run_recipe_recording_gradients(config)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(name, marks=[] if name in IN_FAST_TIER else pytest.mark.slow)
+        for name in MUTANTS
+    ],
+)
+def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, references):
+    world_size, _, changes, model = MUTANTS[mutant]
+    changes = {"batch_size": 2, "max_steps_per_epoch": 1, **STEP_OF_16, **changes}
+    config = tiny_config(model=MODELS[model], **changes)
+    found = run_distributed(gradients_of_a_mutant, world_size, mutant, config, expect_failures=True)
+    if mutant == "no sync at the last microbatch":  # a rank's gradient is missing altogether
+        assert all("grad" in each for each in found)
+    else:
+        assert max(error(each[0], references[model][0]) for each in found) > 1e-2
+
+
+class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
+    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
+
+    def __init__(self, *args, scale_grads, **kwargs):
+        super().__init__(*args, scale_grads=True, **kwargs)
+
+
+def gradients_scaled_by_the_schedule(config):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setitem(pipeline.SCHEDULES, "1F1B", ScalingSchedule)
+        return run_recipe_recording_gradients(config)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_scales_gradients_misses_by_the_number_of_microbatches(
+    tiny_config, references
+):
+    config = tiny_config(model=tiny.DEEP_MODEL, batch_size=4, **STEP_OF_16, **PP_2)
+    for gradients in run_distributed(gradients_scaled_by_the_schedule, 2, config):
+        assert "tok_embeddings.weight" in gradients[0]  # a sum of two copies, scaled alike
+        expected = {name: grad / 4 for name, grad in references["tied"][0].items()}
+        assert error(gradients[0], expected) < TOLERANCE

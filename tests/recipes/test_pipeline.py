@@ -1,4 +1,4 @@
-"""Pipeline stages change neither gradients nor losses nor files, only where the layers are."""
+"""Pipeline stages change neither losses nor files; test_gradients.py has their gradients."""
 
 import shutil
 import zipfile
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-from big_batch import STEP_OF_16, TOLERANCE, error, reference_gradients
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
@@ -14,107 +13,11 @@ from recipe_runs import (
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
-    run_recipe_recording_gradients,
 )
 
 from recipe_utils.model.pipeline import pipeline
 
-MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model_and_reference(request):
-    """A model of 4 layers and, per update step, its big-batch gradients in plain PyTorch."""
-    sizes = MODELS[request.param]
-    return sizes, reference_gradients(sizes)
-
-
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
-LAYOUTS = {  # world size, dimensions, schedules, microbatches per update step of 16 samples
-    "pp-2": (2, PP_2, ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"], [2, 4, 8, 16]),
-    "pp-4": (4, PP_4, ["1F1B", "GPipe"], [4, 8]),
-    "pp-2-fsdp-2": (4, PP_2, ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], [2, 4, 8]),
-    "pp-2-replicate-2": (4, {**PP_2, "data_parallel_replicate_dim": 2}, ["1F1B", "GPipe"], [2, 8]),
-}
-
-
-def gradients_of_all(configs):
-    return [run_recipe_recording_gradients(config) for config in configs]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_is_that_of_one_big_batch(layout, tiny_config, model_and_reference):
-    """With samples of uneven numbers of targets, and microbatches that have none at all."""
-    sizes, reference = model_and_reference
-    world_size, dims, schedules, nums_microbatches = LAYOUTS[layout]
-    dp_degree = world_size // dims["pipeline_parallel_dim"]
-    configs = [
-        tiny_config(
-            model=sizes,
-            batch_size=16 // dp_degree // num_microbatches,
-            pipeline_parallel_schedule=schedule,
-            enable_activation_checkpointing=num_microbatches == 4,
-            **STEP_OF_16,
-            **dims,
-        )
-        for schedule in schedules
-        for num_microbatches in nums_microbatches
-    ] + [
-        tiny_config(
-            model=sizes, microbatching=plan, max_tokens_per_microbatch=64, **STEP_OF_16, **dims
-        )
-        for plan in ("least_padding", "packed")
-    ]
-    ranks = run_distributed(gradients_of_all, world_size, configs)
-    for of_ranks in zip(*ranks, strict=True):
-        for step, expected in enumerate(reference):
-            assert set().union(*(gradients[step] for gradients in of_ranks)) == expected.keys()
-            for gradients in of_ranks:
-                assert error(gradients[step], expected) < TOLERANCE
-
-
-class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
-    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
-
-    def __init__(self, *args, scale_grads, **kwargs):
-        super().__init__(*args, scale_grads=True, **kwargs)
-
-
-def gradients_scaled_by_the_schedule(config):
-    pipeline.SCHEDULES["1F1B"] = ScalingSchedule
-    return run_recipe_recording_gradients(config)
-
-
-def test_a_schedule_that_scales_gradients_misses_by_exactly_the_number_of_microbatches(
-    tiny_config, model_and_reference
-):
-    sizes, reference = model_and_reference
-    config = tiny_config(model=sizes, batch_size=4, **STEP_OF_16, **PP_2)
-    for gradients in run_distributed(gradients_scaled_by_the_schedule, 2, config):
-        if sizes == tiny.DEEP_MODEL:  # a sum of two copies, scaled alike
-            assert "tok_embeddings.weight" in gradients[0]
-        expected = {name: grad / 4 for name, grad in reference[0].items()}
-        assert error(gradients[0], expected) < TOLERANCE
-        assert error(gradients[0], reference[0]) > 1e-2
-
-
-BUILT = "        self.offloading = training."
-MUTANTS = {
-    "the shared weight's gradients not summed": (BUILT, f"        self.pipeline._copies_of_tied = []\n{BUILT}"),
-    "every rank's data counted": ("join_ranks(self.settings.ranks)", "__import__('dataclasses').replace(join_ranks(self.settings.ranks), is_dp_leader=True)"),
-    "a microbatch left out": ("forward_backward(step.microbatches,", "forward_backward(step.microbatches[1:],"),
-    "no scale": ("lambda sums: sums[0] * scale", "lambda sums: sums[0]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, model_and_reference):
-    sizes, reference = model_and_reference
-    if sizes != tiny.DEEP_MODEL:
-        pytest.skip("one model is enough")
-    config = tiny_config(model=sizes, batch_size=4, max_steps_per_epoch=1, **STEP_OF_16, **PP_2)
-    ranks = run_distributed(run_recipe_recording_gradients, 2, config, MUTANTS[mutant])
-    assert max(error(gradients[0], reference[0]) for gradients in ranks) > 1e-2
 
 
 def curve_config(tiny_config, sizes, **changes):
@@ -150,13 +53,14 @@ def run_recipes(configs):
     return [run_recipe(config) for config in configs]
 
 
-CURVES = {
+MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
+CURVES = {  # model, ranks, and keys of configs whose curves are that of one process
+    "fast": ("tied", 2, [PP_2]),
     "pp-2": (
+        "untied",
         2,
         [
-            PP_2,
             {**PP_2, "microbatching": "packed"},
-            {**PP_2, "microbatching": "least_padding", "max_tokens_per_microbatch": 64},
             {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B", "prefetch_update_steps": 0},
             {**PP_2, "pipeline_parallel_schedule": "GPipe", "ac_mode": "selective", "ac_option": 2},
             {**PP_2, "pipeline_parallel_split_points": [1]},
@@ -164,11 +68,11 @@ CURVES = {
             {**PP_2, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
         ],
     ),
-    "pp-4": (4, [PP_4, {**PP_4, "microbatching": "packed"}]),
+    "pp-4": ("tied", 4, [PP_4, {**PP_4, "microbatching": "packed"}]),
     "pp-2-dp-2": (
+        "untied",
         4,
         [
-            PP_2,
             {**PP_2, "microbatching": "least_padding", "max_tokens_per_microbatch": 64},
             {**PP_2, "microbatching": "packed", "data_parallel_replicate_dim": 2},
             {**PP_2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
@@ -178,64 +82,63 @@ CURVES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def one_process(request, module_config):
-    """The sizes of a model, and what one process without stages logs in 6 update steps."""
-    sizes = MODELS[request.param]
-    (logged,) = run_distributed(run_recipe, 1, curve_config(module_config, sizes))
-    return sizes, figures(logged)
+@pytest.fixture(scope="module")
+def one_process(module_config):
+    """By model, what one process without stages logs in 6 update steps."""
+    configs = [curve_config(module_config, sizes) for sizes in MODELS.values()]
+    (curves,) = run_distributed(run_recipes, 1, configs)
+    return dict(zip(MODELS, map(figures, curves), strict=True))
 
 
-@pytest.mark.parametrize("layout", CURVES)
+@pytest.mark.parametrize(
+    "layout", ["fast"] + [pytest.param(each, marks=pytest.mark.slow) for each in list(CURVES)[1:]]
+)
 def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
     """Losses, validation losses, norms over all stages and counts, the last step short."""
-    sizes, expected = one_process
-    world_size, changes = CURVES[layout]
-    if sizes == tiny.DEEP_MODEL:  # its output cannot read embeddings that are sharded on their own
-        changes = [each for each in changes if "custom_sharded_layers" not in each]
-    configs = [curve_config(tiny_config, sizes, **each) for each in changes]
+    model, world_size, changes = CURVES[layout]
+    configs = [curve_config(tiny_config, MODELS[model], **each) for each in changes]
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
-        assert_same_curve(figures(logged), expected)
+        assert_same_curve(figures(logged), one_process[model])
 
 
-NORM_MUTANTS = {
-    "of one stage": ("clip_grad_norm, self.pipeline", "clip_grad_norm, None"),
-    "with the shared weight twice": (
-        BUILT,
-        f"        self.pipeline.tied_copies = frozenset()\n{BUILT}",
-    ),
-}
+def norm_of_one_stage(patches):
+    names = recipe_class().update.__globals__
+    norm = names["clip_grad_norm_"]
+    patches.setitem(names, "clip_grad_norm_", lambda model, most, _: norm(model, most, None))
 
 
-def first_norm(config, mutation):
-    cfg = OmegaConf.create({**config, "max_steps_per_epoch": 1})
-    recipe = recipe_class(*mutation)(cfg)
-    recipe.setup(cfg)
-    with recipe.loader.epoch(0) as steps:
-        return recipe.update(next(iter(steps)))[1].item()
+def norm_with_the_shared_weight_twice(patches):
+    run = pipeline.Pipeline.forward_backward
+
+    def forward_backward(self, *arguments):
+        self.tied_copies = frozenset()
+        return run(self, *arguments)
+
+    patches.setattr(pipeline.Pipeline, "forward_backward", forward_backward)
 
 
-@pytest.mark.parametrize("mutant", NORM_MUTANTS)
-def test_a_norm_that_is_not_of_all_stages_would_be_seen(mutant, tiny_config, one_process):
-    sizes, expected = one_process
-    if sizes != tiny.DEEP_MODEL:
-        pytest.skip("only a tied output is there twice")
-    norm = next(value for _, key, value in expected if key == "grad_norm")
-    config = curve_config(tiny_config, sizes, **PP_2)
-    config["optimizer"] = {"_component_": "torch.optim.AdamW", "lr": 0.01}
-    _, wrong = run_distributed(first_norm, 2, config, NORM_MUTANTS[mutant])
-    assert wrong != pytest.approx(norm, rel=1e-3)
+def run_mutant(patch, config):
+    with pytest.MonkeyPatch.context() as patches:
+        patch(patches)
+        return run_recipe(config)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [norm_of_one_stage, norm_with_the_shared_weight_twice])
+def test_a_norm_that_is_not_of_all_stages_would_be_seen(patch, tiny_config, one_process):
+    config = curve_config(tiny_config, tiny.DEEP_MODEL, max_steps_per_epoch=1, **PP_2)
+    wrong, _ = run_distributed(run_mutant, 2, patch, config)
+    norm = next(value for _, key, value in one_process["tied"] if key == "grad_norm")
+    assert wrong[0]["grad_norm"] != pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
-    sizes, expected = one_process
-    if sizes != tiny.DEEP_MODEL:
-        pytest.skip("one model is enough")
     config = curve_config(
-        tiny_config, sizes, microbatching="packed", max_tokens_per_microbatch=64, **PP_2
+        tiny_config, tiny.DEEP_MODEL, microbatching="packed", max_tokens_per_microbatch=64, **PP_2
     )
     logged, _ = run_distributed(run_compiled_recipe, 2, config)
-    assert_same_curve(figures(logged), expected)
+    assert_same_curve(figures(logged), one_process["tied"])
 
 
 @pytest.fixture(scope="module")
@@ -258,15 +161,14 @@ def saved_by_two_stages(module_config, tmp_path_factory):
 RESUMED = {
     "two stages": (2, {}),
     "four stages": (4, PP_4),
-    "two stages, fsdp-2": (4, {}),
-    "interleaved": (2, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "interleaved, fsdp-2": (4, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
     "one process": (1, {"pipeline_parallel_dim": 1}),
-    "fsdp-2": (2, {"pipeline_parallel_dim": 1}),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", RESUMED)
-def test_any_layout_goes_on_from_the_checkpoint_of_two_stages(
+def test_any_layout_resumes_from_the_checkpoint_of_two_stages(
     layout, saved_by_two_stages, tmp_path
 ):
     config, expected, kept = saved_by_two_stages
@@ -281,29 +183,28 @@ def test_any_layout_goes_on_from_the_checkpoint_of_two_stages(
     assert_same_curve(logged, expected)
 
 
-@pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
-def test_the_exported_model_is_the_same_file(sizes, tiny_config, tmp_path):
+@pytest.mark.slow
+def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
     """With a learning rate of 0, or the last digits would differ."""
-    exported = {}
+    exported = []
     for name, world_size, dims in (
         ("one", 1, {}),
         ("stages", 2, PP_2),
         ("interleaved", 4, {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     ):
-        config = curve_config(
-            tiny_config, sizes, optimizer={"_component_": "torch.optim.SGD", "lr": 0.0}, **dims
-        )
+        sgd = {"_component_": "torch.optim.SGD", "lr": 0.0}
+        config = curve_config(tiny_config, tiny.DEEP_MODEL, optimizer=sgd, **dims)
         config["output_dir"] = f"{tmp_path}/{name}"
         config["checkpointer"] = {**config["checkpointer"], "output_dir": f"{tmp_path}/{name}"}
         run_distributed(run_recipe, world_size, config)
         (file,) = Path(tmp_path, name, "epoch_0").glob("*.bin")
         with zipfile.ZipFile(file) as parts:  # whose padding between parts is random
-            exported[name] = [(part, parts.read(part)) for part in parts.namelist()]
-    assert exported["stages"] == exported["one"]
-    assert exported["interleaved"] == exported["one"]
+            exported.append([(part, parts.read(part)) for part in parts.namelist()])
+    assert exported[0] == exported[1] == exported[2]
 
 
-def test_too_few_microbatches_are_told_once(tiny_config):
+@pytest.mark.slow
+def test_too_few_microbatches_are_warned_of_once(tiny_config):
     """One row for two stages: a microbatch without targets fills up, which the curves above have too."""
     config = curve_config(
         tiny_config, tiny.DEEP_MODEL, microbatching="packed", batch_size=16, **PP_2
@@ -332,6 +233,7 @@ def fail_on_rank_1(config):
     recipe.train()
 
 
+@pytest.mark.slow
 def test_a_failing_stage_ends_the_job_on_all_ranks_and_is_named(tiny_config):
     config = curve_config(tiny_config, tiny.DEEP_MODEL, **PP_2)
     waiting, failing = run_distributed(
@@ -386,12 +288,11 @@ def refusals(configs):
     return [refused(config) for config in configs]
 
 
-def test_what_cannot_work_is_refused_with_both_numbers_and_the_mend(tiny_config):
+def test_impossible_pipelines_are_refused_with_what_to_set_instead(tiny_config):
     configs = [
         curve_config(tiny_config, **{"sizes": tiny.DEEP_MODEL, **PP_2, **changes})
         for changes, _ in BAD.values()
     ]
-    world_size = 2
-    for texts in run_distributed(refusals, world_size, configs):
+    for texts in run_distributed(refusals, 2, configs):
         for (_, expected), text in zip(BAD.values(), texts, strict=True):
             assert expected in text

@@ -80,9 +80,13 @@ class FailingLogger(ListLogger):
         raise OSError(28, "No space left on device")
 
 
-@cache
 def recipe_class(*mutation: str, recipe: str = SFT) -> Any:
     """The recipe as it is, or with one piece of its text replaced by another."""
+    return _load(recipe, *mutation)
+
+
+@cache
+def _load(recipe: str, *mutation: str) -> Any:
     path = ROOT / "recipes" / f"{recipe}.py"
     if not mutation:
         return runpy.run_path(str(path))[CLASSES[recipe]]
