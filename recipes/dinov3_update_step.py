@@ -29,12 +29,10 @@ import recipe_utils
 from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
 from recipe_utils.data.images.crop_rows import layout_of
 from recipe_utils.data.images.folders import load_images
-from recipe_utils.data.images.labelled import ImageSamples, WholeImages
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.loss.prototype_head import HeadArguments
 from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
@@ -45,32 +43,31 @@ from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.vision.average_teacher import AverageTeacher
 from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, layer_of, with_heads
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
-from recipe_utils.optim.moved import WeightsMoved
-from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
     build_lr_scheduler,
     trained_parameters,
-    try_out,
+    try_optimizer,
 )
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.build import build_neighbors
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component
-from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
-METRICS = (*SUMS, "prototypes_used")
+recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 PARTS = ("output.dino", "output.ibot")  # of gradients each is clipped by itself, and the backbone
 
 
 @dataclass(frozen=True, config=ROOM)
 class Settings:
-    """The config's keys. The YAML is flat; each room documents, defaults and checks its own."""
+    """Keys of the config, which is flat. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size, global_batch_size, num_workers, ...
     views: ViewSettings  # transform, mask_ratio, koleo_group_size, ...
@@ -100,7 +97,7 @@ class Settings:
     """Images with labels, for ``run_val_every_n_steps``: how many of them their neighbours name right."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong between keys of different rooms."""
+        """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.views.problems_with(self.data)
         yield from self.objective.problems_with(self.data, self.ranks)
@@ -125,54 +122,36 @@ class DINOv3Recipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything; the weights are read once all the rest has been checked."""
+        """Builds everything. Weights are read after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, objective, updates = settings.modules, settings.objective, settings.updates
-        make_model = with_heads(
-            partial(config.instantiate, cfg.model),
-            settings.dino_head or {},
-            settings.ibot_head or {},
-        )
-        make_optimizer = partial(config.instantiate, cfg.optimizer)
-        make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
-        whole, transform, self.checkpointer, *_ = make_all(
-            model=partial(build_on_meta, make_model, modules),
-            transform=partial(config.instantiate, cfg.transform),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
-            optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
-        )
-
-        # ---- Data: what a sample is, and how update steps are made of them
+        heads = settings.dino_head or {}, settings.ibot_head or {}
+        make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
         validates = run.validates_on(settings.dataset_val)
-        dataset, dataset_knn, dataset_val = make_all(
-            dataset=partial(load_images, cfg.dataset),
-            dataset_knn=partial(
-                load_images, (cfg.get("dataset_knn") or cfg.dataset) if validates else None, True
-            ),
-            dataset_val=partial(load_images, cfg.dataset_val if validates else None, True),
-        )
+
+        # ---- Components: their problems are raised together, each by its key
+        with collected_problems() as build:
+            whole = build("model", build_on_meta, make_model, modules)
+            transform = build("transform", config.instantiate, cfg.transform)
+            self.checkpointer = build(
+                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
+            )
+            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+            dataset = build("dataset", load_images, cfg.dataset)
+            if validates:
+                cfg_knn = cfg.get("dataset_knn") or cfg.dataset
+                bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
+                images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
+
+        # ---- Data: what a sample is, and how update steps are made of samples
         layout, fill = layout_of(whole), settings.pipeline.fill(ranks)
         with naming():
             views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
-        kind = ViewSamples(settings.data, settings.views, layout)
-        self.loader = UpdateStepLoader(views, kind, settings.data, ranks, "dataset", fill)
+        collator = ViewSamples(settings.data, settings.views, layout)
+        self.loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
         self.loader.log_epoch_size()
-        self.num_steps = settings.run.epochs * self.loader.steps_per_epoch
         if validates:
-            data = settings.data.of_validation()
-            bank, images = (
-                UpdateStepLoader(
-                    WholeImages(each, transform, layout),
-                    ImageSamples(data, layout),
-                    data,
-                    ranks,
-                    name,
-                    fill,
-                )
-                for name, each in (("dataset_knn", dataset_knn), ("dataset_val", dataset_val))
-            )
-            with naming():
-                self.neighbors = NearestNeighbors(bank, images, objective.knn_neighbors, ranks)
+            self.neighbors = build_neighbors(bank, images, transform, layout, settings, ranks, fill)
 
         # ---- Models: change modules in prepare(), before they are wrapped, sharded and filled
         def prepare(head: Any, backbone: nn.Module, has_output: bool) -> None:
@@ -203,17 +182,16 @@ class DINOv3Recipe:
             self.model, modules.enable_activation_offloading
         )
 
-        # ---- Optimizer, and back to where the training was
+        # ---- Optimizer, and resume
         depth_of = partial(layer_of, num_layers=len(whole.layers))
         groups = settings.schedules.groups(
             trained_parameters(self.model), updates.optimizer, depth_of, len(whole.layers) + 2
         )
-        self.optimizer = make_optimizer(groups)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
-        self.moved = WeightsMoved(self.optimizer, ranks.device)
+        self.optimizer = config.instantiate(cfg.optimizer, groups)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.models, self.optimizer, self.loader, {}, {})
         self.lr_scheduler = build_lr_scheduler(
-            make_lr_scheduler, self.optimizer, self.num_steps, last_epoch=run.global_step - 1
+            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
         )
 
     # ---- The mathematics ------------------------------------------------------------------------
@@ -227,7 +205,7 @@ class DINOv3Recipe:
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
-    def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
+    def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step along grad[(1 / N) sum_i w_d DINO_i + w_i iBOT_i + w_k KoLeo_i + w_g Gram_i].
 
         N images i of all microbatches on all ranks. Then the teacher follows the student.
@@ -237,13 +215,15 @@ class DINOv3Recipe:
             gradient norm before clipping, of all parts together.
         """
         schedules, run = self.settings.schedules, self.run
-        schedules.set_weight_decay(self.optimizer, run.global_step, self.num_steps)
+        schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
         temperature = schedules.temperature_at(run.global_step)
         self.loss_fn.teacher_temperature = temperature
         # dp_degree / images of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # image weighs the same and the accumulated gradient is final.
         scale = step.scale("images")
-        metrics = torch.zeros(len(SUMS), device=self.ranks.device)
+        metrics = torch.zeros(
+            len(SUMS), dtype=self.settings.modules.sums_dtype, device=self.ranks.device
+        )
         # The teacher goes first, over all microbatches: its targets depend on all images.
         with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
             if self.pipeline is not None:
@@ -263,12 +243,13 @@ class DINOv3Recipe:
             self.model, PARTS, self.settings.updates.clip_grad_norm, self.pipeline
         )
         # With a fused optimizer the host does not wait for the device here.
-        if self.nonfinite.admits(grad_norm):
+        if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
-        momentum = schedules.momentum_at(run.global_step, self.num_steps)
+        momentum = schedules.momentum_at(run.global_step, run.num_steps)
         self.teacher.follow(momentum, grad_norm, run.global_step + 1)  # where the student has moved
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.cat([metrics, num_used.to(metrics.dtype).view(1)]), grad_norm
+        named = dict(zip(SUMS, metrics, strict=True))
+        return {**named, "prototypes_used": num_used.to(metrics.dtype)}, grad_norm
 
     @property
     def max_images(self) -> int | None:
@@ -285,61 +266,37 @@ class DINOv3Recipe:
     # ---- The order of things --------------------------------------------------------------------
 
     def train(self) -> None:
-        """Runs all epochs, or until it is asked to stop; exports the teacher's backbone after each."""
+        """Trains until the last epoch, or until a stop is requested."""
         run = self.run
         self.model.train()
         for epoch in run.epochs():
-            with self.loader.epoch(epoch, run.samples_consumed, run.stop) as steps:
-                for step in run.progress(steps):
-                    if step.totals["images"] == 0:
-                        run.skip(step, "none of its images can be used")
-                        continue
-                    lr = self.optimizer.param_groups[-1]["lr"]
-                    metrics, grad_norm = self.update(step)
-                    if self.lr_scheduler is not None:
-                        self.lr_scheduler.step()
-                    run.advance(step)
-
-                    if run.should_log():
-                        # Read once the device has the next update step to do: nobody waits for it.
-                        run.log(
-                            **dict(zip(METRICS, mean_over_ranks(metrics), strict=True)),
-                            lr=lr,
-                            grad_norm=grad_norm,
-                            **self.settings.schedules.at(run.global_step, self.num_steps),
-                            effective_local_batch=self.loader.samples_per_rank,
-                            effective_global_batch=step.totals["images"],
-                            num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
-                            **self.moved.read(step),
-                            **run.throughput(),
-                        )
-                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
-                        run.save(self.models, self.optimizer)
-                        raise NonfiniteError(self.nonfinite.description)
-                    run.profiler.step()
-                    if run.should_validate():
-                        run.log_validation(**self.validate())
-                    if step.stop_requested:  # on all ranks alike
-                        run.save_and_stop(self.models, self.optimizer)
-                        return
-                    # Neither at an epoch's last step: it is done below. Exported first, so that a run
-                    # that is killed meanwhile does it again.
-                    if run.should_export(step):
-                        run.export(
-                            self.checkpointer, self.teacher.model, f"export_step_{run.global_step}"
-                        )
-                    if run.should_save(step):
-                        run.save(self.models, self.optimizer)
-            # Raises if it is the last and cannot be exported.
-            problem = run.export(self.checkpointer, self.teacher.model, f"epoch_{epoch}")
-            run.finish_epoch(self.models, self.optimizer, problem)
+            for step in run.steps(self.loader, epoch, counted="images"):
+                lr = self.optimizer.param_groups[-1]["lr"]
+                metrics, grad_norm = self.update(step)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
+                run.advance(step)
+                if run.should_log():
+                    more = {
+                        **self.settings.schedules.at(run.global_step, run.num_steps),
+                        "effective_local_batch": self.loader.samples_per_rank,
+                        "effective_global_batch": step.totals["images"],
+                    }
+                    run.log(metrics, self.nonfinite, lr, grad_norm, **more)
+                run.stop_if_nonfinite(self.nonfinite, step, self.models, self.optimizer)
+                if run.should_validate():
+                    run.log_validation(self.validate())
+                run.finish_step(
+                    step, self.models, self.optimizer, self.checkpointer, self.teacher.model
+                )
+            run.finish_epoch(self.models, self.optimizer, self.checkpointer, self.teacher.model)
 
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
     recipe = DINOv3Recipe(cfg)
-    with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
+    with recipe.run:  # closes files and process groups on every way out
         recipe.setup(cfg)
         recipe.train()
 

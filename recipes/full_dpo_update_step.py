@@ -15,6 +15,7 @@ calls back into it but ``prepare``. All keys: ``python -m recipe_utils.settings 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -27,8 +28,7 @@ from torchtune import config, training
 from tqdm import tqdm
 
 import recipe_utils
-from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
@@ -41,27 +41,28 @@ from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.build.sizes import limits_of
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.build.weights import load_model
 from recipe_utils.model.frozen.reference import Reference, ReferenceSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.moved import WeightsMoved
-from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
     build_lr_scheduler,
     build_optimizer,
-    try_out,
+    try_optimizer,
 )
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
+recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 METRICS = (
@@ -73,7 +74,7 @@ METRICS = (
 
 @dataclass(frozen=True, config=ROOM)
 class Settings:
-    """The config's keys. The YAML is flat; each room documents, defaults and checks its own."""
+    """Keys of the config, which is flat. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
     pairs: PairSettings  # prefix_sharing
@@ -100,7 +101,7 @@ class Settings:
     """For ``run_val_every_n_steps``; its metrics are exact over all ranks."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong between keys of different rooms."""
+        """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.pairs.problems_with(self.data)
         yield from self.ranks.problems_without_stages()
@@ -118,38 +119,35 @@ class FullDPORecipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything; the weights are read once all the rest has been checked."""
+        """Builds everything. Weights are read after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, updates, data = settings.modules, settings.updates, settings.data
+        modules, updates = settings.modules, settings.updates
         make_model = partial(config.instantiate, cfg.model)
-        make_optimizer = partial(config.instantiate, cfg.optimizer)
-        make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
-        make_ref_checkpointer = partial(config.instantiate, cfg.get("ref_checkpointer"))
-        self.tokenizer, self.loss_fn, self.checkpointer, whole, _ = make_all(
-            tokenizer=partial(config.instantiate, cfg.tokenizer),
-            loss=partial(make_preference_loss, partial(config.instantiate, cfg.loss)),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
-            model=partial(build_on_meta, make_model, modules),
-            optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
-        )
+        make_loss = partial(config.instantiate, cfg.loss)
+        make_ref = partial(config.instantiate, cfg.get("ref_checkpointer"))
 
-        # ---- Data: what a sample is, and how update steps are made of them
-        validates = run.validates_on(settings.dataset_val)
-        self.reference = Reference(settings.reference, self.loss_fn, settings.run.output_dir, ranks)
-        dataset, dataset_val, ref_checkpointer, _ = make_all(
-            dataset=partial(load_pairs, cfg.dataset, self.tokenizer),
-            dataset_val=partial(load_pairs, cfg.dataset_val if validates else None, self.tokenizer),
-            ref_checkpointer=partial(
-                self.reference.check, make_ref_checkpointer, whole, run.resumes_from_stock
-            ),
-            loraplus_lr_ratio=partial(updates.check_model, whole),
-        )
+        # ---- Components: their problems are raised together, each by its key
+        with collected_problems() as build:
+            self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+            self.loss_fn = loss_fn = build("loss", make_preference_loss, make_loss)
+            self.checkpointer = build(
+                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
+            )
+            whole = build("model", build_on_meta, make_model, modules)
+            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+            build("loraplus_lr_ratio", updates.check_model, whole)
+            self.reference = build(
+                "reference", Reference, settings.reference, loss_fn, settings.run.output_dir, ranks
+            )
+            check = self.reference.check
+            ref = build("ref_checkpointer", check, make_ref, whole, run.resumes_from_stock)
+
+        # ---- Data: what a sample is, and how update steps are made of samples
         limits = limits_of(whole, ranks.device, modules.compile)
-        pairs = PairCollator(data, self.tokenizer, limits, settings.pairs, self.reference)
-        self.loader = UpdateStepLoader(dataset, pairs, data, ranks, "dataset")
-        self.loader.log_epoch_size()
-        held_out = (dataset_val, pairs, data.of_validation(), ranks, "dataset_val")
-        self.val_loader = UpdateStepLoader(*held_out) if validates else None
+        of_pairs = (self.tokenizer, limits, settings.pairs, self.reference)
+        collator = PairCollator(settings.data, *of_pairs)
+        load = partial(load_pairs, tokenizer=self.tokenizer)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
         log_probs = LinearLogProbs(settings.preference.tokens_per_chunk)
@@ -157,41 +155,39 @@ class FullDPORecipe:
             compile_loss(log_probs, verbose=ranks.is_zero)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, pairs.longest_row)
+            attend_within_documents(decoder, ranks.device, collator.longest_row)
             attach_loss(decoder, log_probs)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks)
         run.open_log(cfg)
-        with naming("checkpointer"):
-            checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
-            frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
+        checkpoint, frozen = load_model(
+            self.model, self.checkpointer, settings.checkpointer, modules, ranks.device, run.seed
+        )
         self.offloading = training.get_act_offloading_ctx_manager(
             self.model, modules.enable_activation_offloading
         )
         frozen |= self.reference.set_up(
             self.model,
             make=partial(build_model, make_model, prepare),
-            load=(ref_checkpointer or self.checkpointer).load_checkpoint,
+            load=(ref or self.checkpointer).load_checkpoint,
             settings=modules,
-            depends_on={"model": settings.model, "layout": pairs.layout},
+            depends_on={"model": settings.model, "layout": collator.layout},
         )
 
-        # ---- Optimizer, and back to where the training was
-        self.optimizer = build_optimizer(make_optimizer, self.model, updates)
+        # ---- Optimizer, and resume
+        self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
-        self.moved = WeightsMoved(self.optimizer, ranks.device)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
-        num_steps = settings.run.epochs * self.loader.steps_per_epoch
         self.lr_scheduler = build_lr_scheduler(
-            make_lr_scheduler, self.optimizer, num_steps, last_epoch=run.global_step - 1
+            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
         )
         if settings.reference.precompute_reference:
-            all_pairs = UpdateStepLoader(dataset, pairs, data.of_one_pass(), ranks)
-            for each in filter(None, (all_pairs, self.val_loader)):
-                with each.epoch(0) as steps:
-                    for step in tqdm(steps, "cache", each.steps_per_epoch, disable=ranks.rank > 0):
+            for loader in filter(None, (self.loader, self.val_loader)):
+                num_steps, steps = loader.one_pass(settings.run.epochs)
+                with steps:
+                    for step in tqdm(steps, "cache", num_steps, disable=ranks.rank > 0):
                         self.with_reference(step)
 
     # ---- The mathematics ------------------------------------------------------------------------
@@ -230,7 +226,7 @@ class FullDPORecipe:
         """What is trained on, of METRICS that are divided by what they are sums over."""
         return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
 
-    def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
+    def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
 
         N pairs and T targets of chosen answers, of all microbatches on all ranks.
@@ -253,32 +249,31 @@ class FullDPORecipe:
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, pipeline=None)
         # With a fused optimizer the host does not wait for the device here.
-        if self.nonfinite.admits(grad_norm):
+        if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics, grad_norm
+        return self.named(metrics), grad_norm
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
         """METRICS of ``dataset_val``, ratios of sums over all ranks."""
         self.model.eval()
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
-        num_pairs = num_tokens = 0
+        totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in map(self.with_reference, steps):
                 for microbatch in to_device_ahead(step.microbatches, self.ranks.device):
                     sums += self.sums(microbatch)
-                num_pairs += step.totals["pairs"]
-                num_tokens += step.totals["chosen_tokens"]
+                totals.update(step.totals)
         self.model.train()
-        sums[:-1] *= self.ranks.dp_degree / max(num_pairs, 1)
-        sums[-1] *= self.ranks.dp_degree / max(num_tokens, 1)
-        return self.named(sums, "val_")
+        counts = dict.fromkeys(METRICS, "pairs") | {"sft_loss": "chosen_tokens"}
+        found = dict(zip(METRICS, sums, strict=True))
+        found = ratios(found, totals, counts, self.ranks.dp_degree)
+        return self.named(torch.stack([*found.values()]), prefix="val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
-        """METRICS of all ranks from this rank's part, in one reduction; and the loss that they make up."""
-        metrics = torch.cat([self.objective(metrics).view(1), metrics])
-        found = dict(zip(("loss", *METRICS), mean_over_ranks(metrics), strict=True))
+        """METRICS [8] by name, and the loss that they make up."""
+        found = {"loss": self.objective(metrics), **dict(zip(METRICS, metrics, strict=True))}
         if self.settings.preference.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
@@ -286,63 +281,35 @@ class FullDPORecipe:
     # ---- The order of things --------------------------------------------------------------------
 
     def train(self) -> None:
-        """Runs all epochs, or until it is asked to stop; exports the model after each."""
+        """Trains until the last epoch, or until a stop is requested."""
         run = self.run
         self.model.train()
         for epoch in run.epochs():
-            with self.loader.epoch(epoch, run.samples_consumed, run.stop) as steps:
-                for step in run.progress(steps):
-                    if step.totals["pairs"] == 0:
-                        run.skip(step, "all of its pairs were left out")
-                        continue
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    metrics, grad_norm = self.update(step)
-                    if self.lr_scheduler is not None:
-                        self.lr_scheduler.step()
-                    run.advance(step)
-
-                    if run.should_log():
-                        # Read once the device has the next update step to do: nobody waits for it.
-                        run.log(
-                            **self.named(metrics),
-                            lr=lr,
-                            grad_norm=grad_norm,
-                            num_pairs=step.totals["pairs"],
-                            num_left_out=step.num_skipped,
-                            num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
-                            **self.moved.read(step),
-                            **run.throughput(),
-                        )
-                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
-                        run.save(self.model, self.optimizer)
-                        raise NonfiniteError(self.nonfinite.description)
-                    run.profiler.step()
-                    if run.should_validate():
-                        run.log_validation(**self.validate())
-                        if run.is_best:  # so far, and keep_best_checkpoint
-                            run.export(self.checkpointer, self.model, "best")
-                    if run.should_sample():
-                        run.log_answers(generate(self.model, self.tokenizer, *run.questions))
-                    if step.stop_requested:  # on all ranks alike
-                        run.save_and_stop(self.model, self.optimizer)
-                        return
-                    # Neither at an epoch's last step: it is done below. Exported first, so that a run
-                    # that is killed meanwhile does it again.
-                    if run.should_export(step):
-                        run.export(self.checkpointer, self.model, f"export_step_{run.global_step}")
-                    if run.should_save(step):
-                        self.reference.share()  # a resumed training meets the same digits
-                        run.save(self.model, self.optimizer)
-            # Raises if it is the last and cannot be exported.
-            problem = run.export(self.checkpointer, self.model, f"epoch_{epoch}")
-            run.finish_epoch(self.model, self.optimizer, problem)
+            for step in run.steps(self.loader, epoch, counted="pairs"):
+                lr = self.optimizer.param_groups[0]["lr"]
+                metrics, grad_norm = self.update(step)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
+                run.advance(step)
+                if run.should_log():
+                    counts = {"num_pairs": step.totals["pairs"], "num_left_out": step.num_skipped}
+                    run.log(metrics, self.nonfinite, lr, grad_norm, **counts)
+                run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
+                if run.should_validate():
+                    run.log_validation(self.validate())
+                if run.should_sample():
+                    run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
+                if run.should_save(step):
+                    self.reference.share()  # resumed training uses the same digits
+                run.finish_step(step, self.model, self.optimizer, self.checkpointer)
+            run.finish_epoch(self.model, self.optimizer, self.checkpointer)
 
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
     recipe = FullDPORecipe(cfg)
-    with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
+    with recipe.run:  # closes files and process groups on every way out
         recipe.setup(cfg)
         recipe.train()
 

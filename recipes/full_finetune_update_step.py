@@ -1,22 +1,22 @@
 """Fine-tuning whose loop goes over update steps. One process or many.
 
-Trains all weights; or the adapters alone, if the model's builder gave it some (LoRA, DoRA, QLoRA).
+Trains all weights, or only the adapters of a model that has some (LoRA, DoRA, QLoRA).
 
-An update step is everything that one optimizer step needs, decided on the CPU before its first
-forward: the samples, their microbatches, and the number of target tokens over all data-parallel
-ranks. Each microbatch's summed loss is multiplied by one scale; gradients are never scaled. They are
-those of one big batch, however it is split over microbatches and ranks.
+An update step holds all data of one optimizer step: which samples, their microbatches, and the number of
+target tokens over all data-parallel ranks. It is decided on the CPU before the first forward. Each
+microbatch's summed loss is multiplied by one scale, so gradients are those of one big batch for any split
+over microbatches and ranks.
 
     tune run full_finetune_update_step --config llama3_2/5M_full_update_step
     tune run --nproc_per_node 2 full_finetune_update_step --config llama3_2/5M_full_update_step
 
-Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
-on what. To change any of it: ``tune cp full_finetune_update_step my_recipe.py``. Every object that
-``setup`` makes can be replaced by your own; nothing in ``recipe_utils`` calls back into this file but
-``prepare`` and a pipeline's objective. All keys: ``python -m recipe_utils.settings full_finetune_update_step``.
+``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
+``tune cp full_finetune_update_step my_recipe.py``. ``recipe_utils`` calls back only ``prepare`` and a pipeline's
+objective. ``python -m recipe_utils.settings full_finetune_update_step`` prints all keys.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 import recipe_utils
-from recipe_utils.checkpoint.stock import load_checkpoint
-from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.settings import DataSettings
@@ -41,34 +40,35 @@ from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.build.sizes import limits_of
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.build.weights import load_model
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
-from recipe_utils.optim.moved import WeightsMoved
-from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
     build_lr_scheduler,
     build_optimizer,
-    try_out,
+    try_optimizer,
 )
 from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.settings import ROOM, make_all, naming, read_settings
+from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "full_finetune_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # that this file was written for
+recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 
 @dataclass(frozen=True, config=ROOM)
 class Settings:
-    """The config's keys. The YAML is flat; each room documents, defaults and checks its own."""
+    """Keys of the config, which is flat. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
     ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
@@ -80,18 +80,18 @@ class Settings:
     model: Component
     """A torchtune decoder, or a fusion model with one at ``decoder``."""
     tokenizer: Component
-    """That of the model; its ``max_seq_len`` truncates samples."""
+    """Tokenizer of the model; its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style; a list is one dataset after the other. All ranks must see the same."""
+    """Map-style dataset, the same on all ranks; a list is concatenated."""
     checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
-    """Loads the weights to start from and saves exported models; any of torchtune's."""
+    """Loads initial weights and saves exported models; any of torchtune's."""
     loss: Component
-    """``recipe_utils.loss.LinearCrossEntropyLoss``: target positions only, in chunks; or a stock one."""
+    """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock loss."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """For ``run_val_every_n_steps``; its loss is exact over all ranks."""
+    """Validation data for ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong between keys of different rooms."""
+        """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
@@ -108,73 +108,55 @@ class FullFinetuneRecipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything; the weights are read once all the rest has been checked."""
+        """Builds everything. Weights are read after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
         make_model = partial(config.instantiate, cfg.model)
-        make_optimizer = partial(config.instantiate, cfg.optimizer)
-        make_lr_scheduler = partial(config.instantiate, cfg.get("lr_scheduler"))
-        self.tokenizer, loss_fn, self.checkpointer, whole, _ = make_all(
-            tokenizer=partial(config.instantiate, cfg.tokenizer),
-            loss=partial(config.instantiate, cfg.loss),
-            checkpointer=partial(config.instantiate, cfg.checkpointer, **run.from_stock),
-            model=partial(build_on_meta, make_model, modules),
-            optimizer=partial(try_out, make_optimizer, make_lr_scheduler),
-        )
 
-        # ---- Data: what a sample is, and how update steps are made of them
-        validates = run.validates_on(settings.dataset_val)
-        dataset, dataset_val, _ = make_all(
-            dataset=partial(load_dataset, cfg.dataset, self.tokenizer),
-            dataset_val=partial(
-                load_dataset, cfg.dataset_val if validates else None, self.tokenizer
-            ),
-            loraplus_lr_ratio=partial(updates.check_model, whole),
-        )
-        limits = limits_of(whole, ranks.device, modules.compile)
-        fill = settings.pipeline.fill(ranks)
-        text = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
-        self.loader = UpdateStepLoader(dataset, text, settings.data, ranks, "dataset", fill)
-        self.loader.log_epoch_size()
-        self.val_loader = None
-        if validates:
-            data = settings.data.of_validation()
-            val_text = TextCollator(data, self.tokenizer, loss_fn.ignore_index, limits)
-            self.val_loader = UpdateStepLoader(
-                dataset_val, val_text, data, ranks, "dataset_val", fill
+        # ---- Components: their problems are raised together, each by its key
+        with collected_problems() as build:
+            self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+            loss_fn = build("loss", config.instantiate, cfg.loss)
+            self.checkpointer = build(
+                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
             )
+            whole = build("model", build_on_meta, make_model, modules)
+            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+            build("loraplus_lr_ratio", updates.check_model, whole)
 
-        # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
+        # ---- Data: what a sample is, and how update steps are made of samples
+        limits = limits_of(whole, ranks.device, modules.compile)
+        collator = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
+        load = partial(load_dataset, tokenizer=self.tokenizer)
+        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
+
+        # ---- Model: change modules in prepare(), before they are wrapped and sharded
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, text.longest_row)
+            attend_within_documents(decoder, ranks.device, collator.longest_row)
             if has_output:
                 attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
 
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
-        with naming("checkpointer"):
-            checkpoint = load_checkpoint(self.checkpointer, settings.checkpointer)
-            frozen = load_weights(self.model, checkpoint, modules, ranks.device, run.seed)
+        checkpoint, frozen = load_model(
+            self.model, self.checkpointer, settings.checkpointer, modules, ranks.device, run.seed
+        )
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        # None for a model in one piece
+        # None without stages
         self.pipeline = build_pipeline(self.model, settings.pipeline, modules.torch_dtype, ranks)
         self.offloading = training.get_act_offloading_ctx_manager(
             self.model, modules.enable_activation_offloading
         )
 
-        # ---- Optimizer, and back to where the training was
-        self.optimizer = build_optimizer(make_optimizer, self.model, updates)
+        # ---- Optimizer, and resume
+        self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, *updates.nonfinite)
-        self.moved = WeightsMoved(self.optimizer, ranks.device)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = build_lr_scheduler(
-            make_lr_scheduler,
-            self.optimizer,
-            num_training_steps=settings.run.epochs * self.loader.steps_per_epoch,
-            last_epoch=run.global_step - 1,
+            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
         )
 
     # ---- The mathematics ------------------------------------------------------------------------
@@ -187,17 +169,17 @@ class FullFinetuneRecipe:
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
-    def update(self, step: UpdateStep) -> tuple[Tensor, Tensor | None]:
+    def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step.
 
         Returns:
-            This rank's part of the loss, shape [1]; its mean over all ranks is the mean loss per target
-            token [nats]. And the gradient norm before clipping; None where the backward steps.
+            This rank's part of the loss, whose mean over all ranks is the mean loss per target token [nats];
+            and the gradient norm before clipping, None if the backward steps.
         """
         # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
         # so every target weighs the same and the accumulated gradient is final.
         scale = step.scale("target_tokens")
-        loss = torch.zeros(1, device=self.ranks.device)
+        loss = torch.zeros(1, dtype=self.settings.modules.sums_dtype, device=self.ranks.device)
         if self.pipeline is not None:
             # One schedule for all microbatches, so that its bubble is paid once per update step.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
@@ -212,17 +194,17 @@ class FullFinetuneRecipe:
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
         # With a fused optimizer the host does not wait for the device here.
-        if self.nonfinite.admits(grad_norm):
+        if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, grad_norm
+        return {"loss": loss[0]}, grad_norm
 
     @torch.no_grad()
-    def validate(self) -> Tensor:
-        """Mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
+    def validate(self) -> dict[str, Tensor]:
+        """Returns the mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
         self.model.eval()
-        sums = torch.zeros(1, device=self.ranks.device)
-        num_target_tokens = 0
+        sums = torch.zeros(1, dtype=self.settings.modules.sums_dtype, device=self.ranks.device)
+        totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
                 if self.pipeline is not None:
@@ -230,68 +212,40 @@ class FullFinetuneRecipe:
                 else:
                     for microbatch in to_device_ahead(step.microbatches, self.ranks.device):
                         sums += self.sums(microbatch)
-                num_target_tokens += step.totals["target_tokens"]
+                totals.update(step.totals)
         self.model.train()
-        return mean_over_ranks(sums)[0] * self.ranks.dp_degree / max(num_target_tokens, 1)
+        return ratios({"val_loss": sums[0]}, totals, "target_tokens", self.ranks.dp_degree)
 
     # ---- The order of things --------------------------------------------------------------------
 
     def train(self) -> None:
-        """Runs all epochs, or until it is asked to stop; exports the model after each."""
+        """Trains until the last epoch, or until a stop is requested."""
         run = self.run
         self.model.train()
         for epoch in run.epochs():
-            with self.loader.epoch(epoch, run.samples_consumed, run.stop) as steps:
-                for step in run.progress(steps):
-                    if step.totals["target_tokens"] == 0:
-                        run.skip(step, "none of its samples has a target token")
-                        continue
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    loss, grad_norm = self.update(step)
-                    if self.lr_scheduler is not None:
-                        self.lr_scheduler.step()
-                    run.advance(step)
-
-                    if run.should_log():
-                        # Read once the device has the next update step to do: nobody waits for it.
-                        run.log(
-                            loss=mean_over_ranks(loss)[0],
-                            lr=lr,
-                            grad_norm=grad_norm,
-                            num_tokens=step.totals["target_tokens"],
-                            num_nonfinite_steps=self.nonfinite.read_and_restart(run.global_step),
-                            **self.moved.read(step),
-                            **run.throughput(),
-                        )
-                    if self.nonfinite.look(run.global_step, waits=run.must_know(step)):
-                        run.save(self.model, self.optimizer)
-                        raise NonfiniteError(self.nonfinite.description)
-                    run.profiler.step()
-                    if run.should_validate():
-                        run.log_validation(val_loss=self.validate())
-                        if run.is_best:  # so far, and keep_best_checkpoint
-                            run.export(self.checkpointer, self.model, "best")
-                    if run.should_sample():
-                        run.log_answers(generate(self.model, self.tokenizer, *run.questions))
-                    if step.stop_requested:  # on all ranks alike
-                        run.save_and_stop(self.model, self.optimizer)
-                        return
-                    # Neither at an epoch's last step: it is done below. Exported first, so that a run
-                    # that is killed meanwhile does it again.
-                    if run.should_export(step):
-                        run.export(self.checkpointer, self.model, f"export_step_{run.global_step}")
-                    if run.should_save(step):
-                        run.save(self.model, self.optimizer)
-            # Raises if it is the last and cannot be exported.
-            problem = run.export(self.checkpointer, self.model, f"epoch_{epoch}")
-            run.finish_epoch(self.model, self.optimizer, problem)
+            for step in run.steps(self.loader, epoch, counted="target_tokens"):
+                lr = self.optimizer.param_groups[0]["lr"]
+                metrics, grad_norm = self.update(step)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
+                run.advance(step)
+                if run.should_log():
+                    num_tokens = step.totals["target_tokens"]
+                    run.log(metrics, self.nonfinite, lr, grad_norm, num_tokens=num_tokens)
+                run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
+                if run.should_validate():
+                    run.log_validation(self.validate())
+                if run.should_sample():
+                    run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
+                run.finish_step(step, self.model, self.optimizer, self.checkpointer)
+            run.finish_epoch(self.model, self.optimizer, self.checkpointer)
 
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
+    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
     recipe = FullFinetuneRecipe(cfg)
-    with recipe.run:  # SIGTERM and SIGINT ask it to stop; every way out closes files and groups
+    with recipe.run:  # closes files and process groups on every way out
         recipe.setup(cfg)
         recipe.train()
 

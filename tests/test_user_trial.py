@@ -57,7 +57,7 @@ def test_a_new_run_goes_on_from_its_own_checkpoints(trial, tmp_path):
     assert code == 0
     assert "warning: output_dir=" in said
     assert "it holds checkpoints of an earlier run (step_2, step_4, step_6), which are in" in said
-    (of_run,) = re.findall(r"Run (\S+) begins in", said)
+    (of_run,) = re.findall(r"Run (\S+) starts in", said)
     whole = losses(tmp_path)
     shutil.rmtree(tmp_path / "out/step_8")
     shutil.rmtree(tmp_path / "out/step_6")

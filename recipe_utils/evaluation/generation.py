@@ -1,4 +1,4 @@
-"""What a model answers to prompts in the middle of a training, in whatever way it is sharded."""
+"""Greedy decoding with a model in training, sharded or not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,18 +12,23 @@ from torchtune.data import Message
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    device: torch.device,
 ) -> list[str]:
-    """The likeliest token after the other, of all prompts at once. All ranks together.
+    """Decodes greedily, all prompts at once. Call it on all ranks.
 
-    All tokens go through the model each time: no cache is made whose memory training would miss, and the
-    shapes stay the same. Draws no random number, so the training goes on as without it.
+    The model computes all tokens each time: there is no cache that takes memory from training, and shapes do not
+    change. No random number is drawn, so training continues as without it.
 
     Args:
-        model: a decoder, or a fusion model with one at ``decoder``; sharded or not, in one piece.
-        tokenizer: of torchtune; makes tokens of messages.
-        prompts: of a user, at least one.
-        max_new_tokens: of an answer, unless the model's ``max_seq_len`` ends it.
+        model: a decoder, or a fusion model with one at ``decoder``; sharded or not, without stages.
+        tokenizer: a torchtune tokenizer.
+        prompts: user messages, at least one.
+        max_new_tokens: longest answer [tokens]; ``max_seq_len`` of the model may end it earlier.
+        device: device of the model's inputs; its parameters may be offloaded to another one.
 
     Returns:
         The answers, the same on all ranks.
@@ -33,7 +38,6 @@ def generate(
     decoder: Any = getattr(model, "decoder", model)
     max_seq_len = getattr(decoder, "longest_document", decoder.max_seq_len)
     longest = min(max(map(len, rows)) + max_new_tokens, max_seq_len)
-    device = next(model.parameters()).device
     tokens = torch.full((len(rows), longest), tokenizer.pad_id, device=device)
     for row, given in zip(tokens, rows, strict=True):
         row[: len(given)] = torch.tensor(given[:longest], device=device)
@@ -47,17 +51,17 @@ def generate(
     hook = decoder.norm.register_forward_hook(last_only)
     model.eval()
     try:
-        goes_on = lengths < longest
+        is_open = lengths < longest
         for _ in range(max_new_tokens):
-            if not goes_on.any():
+            if not is_open.any():
                 break
             best = _logits(model(tokens)).argmax(-1)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(best, src=0)  # equal up to a last digit, which may decide
-            tokens[index[goes_on], lengths[goes_on]] = best[goes_on]
-            lengths += goes_on
+            tokens[index[is_open], lengths[is_open]] = best[is_open]
+            lengths += is_open
             is_end = torch.tensor([token in ends for token in best.tolist()], device=device)
-            goes_on &= ~is_end & (lengths < longest)
+            is_open &= ~is_end & (lengths < longest)
     finally:
         hook.remove()
         model.train(trains)

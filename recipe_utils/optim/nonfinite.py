@@ -1,69 +1,59 @@
-"""Leaves update steps out whose gradient is not finite, before they reach the weights.
+"""Skips optimizer steps with NaN or infinite gradients.
 
-The gradient norm is one number that all ranks share, and a loss that is NaN or infinite makes it so, too. So
-every rank decides for itself, and alike.
+All ranks have the same gradient norm, and a NaN or infinite loss makes it NaN or infinite, too. So every rank
+decides alike, without communication.
 """
-
-import logging
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader.to_host import ToHost
-from recipe_utils.optim.optimizer import OnNonfinite, OptimizerInBackward
-
-_log = get_logger("INFO")
+from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings
 
 
 class NonfiniteError(RuntimeError):
-    """The gradient was not finite; the weights are those from before."""
+    """Gradients were not finite. The weights are those before these update steps."""
 
 
 class NonfiniteGuard:
-    """Says whether an update step may reach the weights, and counts those that may not.
+    """Keeps non-finite gradients from the weights, and counts the update steps that are skipped.
 
-    Fused optimizers leave a step out on the device, by the ``found_inf`` that PyTorch's gradient scaler
-    hands them, and the host does not wait. For others it must read one number per update step.
+    Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler sets, without
+    a device synchronization. For other optimizers the host reads one number per update step.
 
     Args:
-        optimizer: that is about to step; one that steps in the backward is not looked at.
-        device: of the gradient norms.
-        on_nonfinite: ``stop`` at the first, or ``skip`` them.
-        max_in_a_row: of steps that ``skip`` may leave out.
+        optimizer: one that steps in the backward is not guarded.
+        device: device of the gradient norms.
+        settings: ``on_nonfinite`` and ``max_nonfinite_steps``.
     """
 
     def __init__(
         self,
         optimizer: Optimizer | OptimizerInBackward,
         device: torch.device,
-        on_nonfinite: OnNonfinite = "stop",
-        max_in_a_row: int = 10,
+        settings: OptimizerSettings,
     ) -> None:
+        self.problem = ""
+        """Why training must stop; empty if it need not."""
         self._optimizer = optimizer
-        self._on_nonfinite = on_nonfinite
-        self._max_in_a_row = max_in_a_row
+        self._settings = settings
         self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
-        self._num_left_out = torch.zeros((), dtype=torch.int64, device=device)
-        self._num_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._most_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._num_seen = 0
-        self._last_read = (0, 0)
-        self._text = ""
-        self._unread: list[_LeftOut] = []
+        self._num_steps = 0
+        self._num_skipped, self._num_in_a_row, self._most_in_a_row = torch.zeros(
+            3, dtype=torch.int64, device=device
+        )
 
-    def admits(self, grad_norm: Tensor | None) -> bool:
-        """Whether to step: not where ``grad_norm`` [] is NaN or infinite.
+    def should_step(self, grad_norm: Tensor | None) -> bool:
+        """Returns False if ``grad_norm`` [] is NaN or infinite.
 
-        With a fused optimizer always True: its next step leaves itself out on the device. So it is
-        for None, with an optimizer that has stepped in the backward.
+        Always True with a fused optimizer, whose next step is a no-op then, and for None, with an optimizer that
+        has stepped in the backward.
         """
         if grad_norm is None:
             return True
-        self._num_seen += 1
         is_nonfinite = ~torch.isfinite(grad_norm)
-        self._num_left_out += is_nonfinite
+        self._num_steps += 1
+        self._num_skipped += is_nonfinite
         self._num_in_a_row = (self._num_in_a_row + 1) * is_nonfinite
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._num_in_a_row)
         if self._is_fused:
@@ -71,99 +61,33 @@ class NonfiniteGuard:
             return True
         return not is_nonfinite
 
-    def read_and_restart(self, global_step: int) -> "_LeftOut":
-        """How many were left out since the last time, up to ``global_step``, to be read later.
+    def take_counts(self) -> tuple[Tensor, int]:
+        """Returns skipped steps and the most of them in a row [2], and all steps, since the last call."""
+        counts = torch.stack([self._num_skipped, self._most_in_a_row]), self._num_steps
+        self._num_skipped = torch.zeros_like(self._num_skipped)
+        self._most_in_a_row = self._num_in_a_row.clone()  # those at the end count on
+        self._num_steps = 0
+        return counts
 
-        Those in a row at the end count on. Once it is read, a warning says so, unless the training should stop.
-        """
-        left_out = self._left_out(global_step)
-        self._num_left_out.zero_()
-        self._most_in_a_row = self._num_in_a_row.clone()
-        self._num_seen = 0
-        self._unread.append(left_out)
-        return left_out
-
-    def look(self, global_step: int, waits: bool = True) -> bool:
-        """Whether what was left out ends the training.
-
-        Args:
-            global_step: of the update step that was done last.
-            waits: for the device, so that all steps up to this one are known; otherwise those are that have
-                been read already. Goes on counting.
-        """
-        if waits:
-            for left_out in [*self._unread]:
-                left_out.read()
-            if self._num_seen:
-                self._take(self._left_out(global_step))
-        return self.should_stop
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether what was read last ends the training."""
-        num_left_out, in_a_row = self._last_read
-        if num_left_out == 0:
-            return False
-        return self._on_nonfinite == "stop" or in_a_row > self._max_in_a_row
-
-    warning = ""
-    """Of copied recipes, which say it: it is said when it is read."""
-
-    @property
-    def description(self) -> str:
-        """What was read last, in words; empty if nothing was left out."""
-        num_left_out, in_a_row = self._last_read
-        if num_left_out == 0:
+    def judge(self, num_skipped: int, most_in_a_row: int, num_steps: int, global_step: int) -> str:
+        """Sets :attr:`problem` if counts up to ``global_step`` end the training; otherwise returns a warning."""
+        if num_skipped == 0 or self.problem:
             return ""
-        if not self.should_stop:
-            return f"{self._text} (on_nonfinite=skip)"
-        return (
-            f"{self._text}. on_nonfinite={self._on_nonfinite}: {in_a_row} in a row, "
-            f"max_nonfinite_steps={self._max_in_a_row}. resume_from_checkpoint=True goes on from here; "
-            "set a lower learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        settings = self._settings
+        text = (
+            f"{num_skipped} of the last {num_steps} update steps up to {global_step} had a loss or gradient "
+            "that is not finite; they were skipped, the weights are unchanged"
         )
+        if settings.on_nonfinite == "skip" and most_in_a_row <= settings.max_nonfinite_steps:
+            return f"{text} (on_nonfinite=skip)"
+        self.problem = (
+            f"{text}. on_nonfinite={settings.on_nonfinite}: {most_in_a_row} in a row, max_nonfinite_steps="
+            f"{settings.max_nonfinite_steps}. resume_from_checkpoint=True resumes from here; set a lower "
+            "learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+        )
+        return ""
 
-    def _left_out(self, global_step: int) -> "_LeftOut":
-        counts = torch.stack([self._num_left_out, self._most_in_a_row])
-        return _LeftOut(self, counts, self._num_seen, global_step)
-
-    def _take(self, left_out: "_LeftOut") -> None:
-        """What is known now; why the training should stop stays what it was."""
-        if not self.should_stop:
-            self._last_read = left_out.counts()
-            self._text = (
-                f"{self._last_read[0]} of the last {left_out.num_seen} update steps up to "
-                f"{left_out.global_step} had a loss or gradient that is not finite; they were left out, the "
-                "weights are untouched"
-            )
-
-    def _take_unread(self, left_out: "_LeftOut") -> None:
-        self._take(left_out)
-        self._unread.remove(left_out)
-        if self.description and not self.should_stop:
-            log_rank_zero(_log, self.description, level=logging.WARNING)
-
-
-class _LeftOut:
-    """How many of some update steps were left out; the guard knows once it is read."""
-
-    def __init__(
-        self, guard: NonfiniteGuard, counts: Tensor, num_seen: int, global_step: int
-    ) -> None:
-        self.num_seen = num_seen
-        self.global_step = global_step  # of the last of them
-        self._guard = guard
-        self._counts = ToHost(counts)
-        self._is_read = False
-
-    def counts(self) -> tuple[int, int]:
-        """Of those left out, and of the most in a row. Waits for the device."""
-        num_left_out, in_a_row = self._counts.read().tolist()
-        return num_left_out, in_a_row
-
-    def read(self) -> int:
-        """See :class:`recipe_utils.data.loader.to_host.Late`."""
-        if not self._is_read:
-            self._is_read = True
-            self._guard._take_unread(self)
-        return self.counts()[0]
+    def check(self, global_step: int) -> None:
+        """Sets :attr:`problem` if the steps since :meth:`take_counts` end the training. Waits for the device."""
+        num_skipped, most_in_a_row = int(self._num_skipped), int(self._most_in_a_row)
+        self.judge(num_skipped, most_in_a_row, self._num_steps, global_step)

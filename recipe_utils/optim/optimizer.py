@@ -1,14 +1,16 @@
 """Optimizers, including one that steps inside the backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+from omegaconf import DictConfig
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
-from torchtune import training
+from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from recipe_utils.data.loader.settings import DataSettings
@@ -45,11 +47,6 @@ class OptimizerSettings:
     """Where the gradient is NaN or infinite; such a step never reaches the weights."""
     max_nonfinite_steps: Count = 10
     """How many in a row ``on_nonfinite: skip`` may leave out."""
-
-    @property
-    def nonfinite(self) -> tuple[OnNonfinite, int]:
-        """What :class:`recipe_utils.optim.nonfinite.NonfiniteGuard` takes of them."""
-        return self.on_nonfinite, self.max_nonfinite_steps
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """What PyTorch's optimizers take: parameters, or groups of them with learning rates of their own.
@@ -162,29 +159,27 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def try_out(
-    make_optimizer: Callable[..., Optimizer], make_lr_scheduler: Callable[..., Any]
-) -> None:
-    """Makes both for a single parameter, to find before any weight is loaded what they refuse."""
-    optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
-    make_lr_scheduler(optimizer, num_training_steps=1, last_epoch=-1)
+def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
+    """Builds both for a single parameter, to raise their errors before weights are loaded."""
+    optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
+    config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
 
 
 def build_optimizer(
-    make_optimizer: Callable[[Iterable[Any]], Optimizer],
-    model: nn.Module,
-    settings: OptimizerSettings,
+    cfg: DictConfig, model: nn.Module, settings: OptimizerSettings
 ) -> Optimizer | OptimizerInBackward:
-    """An optimizer of the parameters of a model that are trained.
+    """Builds an optimizer of the parameters that are trained.
 
     Args:
-        make_optimizer: called with an iterable of parameters, or of groups of them.
+        cfg: component of the optimizer.
         model: wrapped and on its device.
-        settings: of the groups, and of when they step.
+        settings: learning rates of parameter groups, and whether the backward steps.
     """
+    make = partial(config.instantiate, cfg)
     if settings.optimizer_in_bwd:
-        return OptimizerInBackward(model, make_optimizer)
-    return make_optimizer(settings.groups(trained_parameters(model)))
+        return OptimizerInBackward(model, make)
+    optimizer: Optimizer = make(settings.groups(trained_parameters(model)))
+    return optimizer
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
@@ -195,27 +190,27 @@ def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimi
 
 
 def build_lr_scheduler(
-    make_lr_scheduler: Callable[..., Any],
+    cfg: DictConfig | None,
     optimizer: Optimizer | OptimizerInBackward,
-    num_training_steps: int,
-    last_epoch: int,
+    num_steps: int,
+    global_step: int,
 ) -> Any:
-    """A learning-rate scheduler over update steps.
+    """Builds a learning-rate schedule over update steps; None for a constant rate.
 
     Args:
-        make_lr_scheduler: called with an optimizer, ``num_training_steps`` and ``last_epoch``; may
-            return None, for a constant rate.
+        cfg: component of the schedule.
         optimizer: all its parameters follow the schedule.
-        num_training_steps: update steps of the whole training.
-        last_epoch: update steps already done, minus one.
+        num_steps: update steps of the whole training.
+        global_step: update steps that are done.
     """
-    if last_epoch >= 0:  # resumed, perhaps from a training without a schedule
+    if global_step > 0:  # resumed, perhaps from a training without a schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-    scheduler = make_lr_scheduler(
+    scheduler = config.instantiate(
+        cfg,
         single_optimizers(optimizer)[0],
-        num_training_steps=num_training_steps,
-        last_epoch=last_epoch,
+        num_training_steps=num_steps,
+        last_epoch=global_step - 1,
     )
     if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
         optimizer.set_lr_scheduler(scheduler)  # from here on the others follow the first

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
@@ -109,6 +109,27 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     values = values.detach().flatten().clone()
     dist.all_reduce(values)
     return values.double() / dist.get_world_size()
+
+
+def ratios(
+    sums: Mapping[str, Tensor],
+    totals: Mapping[str, int],
+    counts: Mapping[str, str] | str,
+    dp_degree: int,
+) -> dict[str, Tensor]:
+    """Returns sums over the data of all ranks, divided by counts of these data, in one reduction.
+
+    Args:
+        sums: this rank's sums [] by metric, of one dtype.
+        totals: counts over all DP ranks, by name.
+        counts: the count that each metric is divided by, or one for all.
+        dp_degree: number of ranks with different data.
+    """
+    means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
+    count_of = dict.fromkeys(sums, counts) if isinstance(counts, str) else counts
+    return {
+        name: mean / max(totals[count_of[name]], 1) for name, mean in zip(sums, means, strict=True)
+    }
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:

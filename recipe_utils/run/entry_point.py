@@ -1,8 +1,11 @@
-"""How a recipe starts from the command line, and how it ends where the user can mend what is wrong."""
+"""Command line of a recipe: config, exit codes, final error message, and signals that stop it."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -22,19 +25,19 @@ from recipe_utils.run.screen import set_up_screen
 from recipe_utils.settings.settings import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE
 
-MENDABLE = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
-"""Errors of a training that say all that there is to say; any other keeps its traceback."""
+USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
+"""Errors of a training that are reported without a traceback."""
 
 
 def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Makes a recipe's ``main`` of a function that takes a config; in place of torchtune's ``config.parse``.
+    """Makes the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
-    The command line is torchtune's, and ``~KEY`` takes components out, too. What the user can mend ends
-    without a traceback, in one text that comes last: exit code 2 where the config or a checkpoint cannot work
-    (the launcher does not try again), otherwise 1. Under a launcher one rank tells it.
+    Takes torchtune's command line, on which ``~KEY`` removes components, too. User errors are printed once, last
+    and without a traceback, by one rank. The exit code is 2 if the config or a checkpoint cannot work, so that the
+    launcher does not retry; otherwise 1.
 
     Args:
-        recipe_main: takes the config, with the command line's changes.
+        recipe_main: called with the config, changed by the command line.
     """
 
     @wraps(recipe_main)
@@ -42,7 +45,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         taken_out = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("~")]
         has_started = False
-        # Components of the user's own, as torchtune finds them; ranks of a launcher are checked before it does.
+        # For the user's own components, which torchtune finds only after the ranks have been checked.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
 
@@ -61,8 +64,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         except (ConfigError, CheckpointError) as error:
             tell_last(str(error))
             sys.exit(CONFIG_ERROR_EXIT_CODE)
-        except MENDABLE as error:
-            # A dataset of the user's own may have failed: then where it did comes first.
+        except USER_ERRORS as error:
+            # The notes name the place in a dataset of the user's own.
             text = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
             tell_last(f"{text}error: {error}")
             sys.exit(_exit_code())
@@ -76,14 +79,10 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
 
 def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
-    """A config without some of its keys, components or not.
-
-    Args:
-        cfg: is left as it is.
-        paths: of keys, such as ``lr_scheduler`` or ``model.rope_base``.
+    """Returns a copy of a config without the keys at ``paths``, such as ``model.rope_base``.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: a key that is not there.
+        recipe_utils.settings.problems.ConfigError: there is no such key.
     """
     found = OmegaConf.to_container(cfg, resolve=False)
     problems = []
@@ -104,5 +103,29 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
 
 
 def _exit_code() -> int:
-    """The launcher is told that nothing needs to be added, and tries again if it is asked to."""
+    # Tells the launcher that the error has been printed; it still restarts the job if it is configured to.
     return TOLD_EXIT_CODE if world_size_from_env() > 1 else 1
+
+
+@contextmanager
+def set_on_signals(event: threading.Event) -> Iterator[None]:
+    """Sets ``event`` at the first SIGTERM or SIGINT within the block; a second one acts as outside of it.
+
+    Call it in the main thread: Python handles signals there only.
+    """
+    outside = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in outside.items():
+            signal.signal(number, handler)
+
+    def request(_: int, __: Any) -> None:
+        event.set()
+        restore()
+
+    for number in outside:
+        signal.signal(number, request)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,4 +1,4 @@
-"""Where a training is, and what it leaves on the disk and in the log."""
+"""State and output of a training run: position, log, checkpoints, exports."""
 
 import math
 import threading
@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config, training
@@ -18,53 +19,55 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.data.loader.prefetch import Prefetched
-from recipe_utils.data.loader.to_host import Late, LateNumber
 from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
-from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.optim.moved import ChangedWeights
+from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.lock import FolderLock, LockedError
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
-from recipe_utils.run.profiler import UpdateStepProfiler
 from recipe_utils.run.resume import Resume
 from recipe_utils.run.screen import bar_text, progress_bar
 from recipe_utils.run.settings import PROFILER, RunSettings
-from recipe_utils.run.stop_signals import set_on_signals
 from recipe_utils.run.summary import (
     what_validation_said,
     what_was_done,
     write_generation_config,
 )
-from recipe_utils.run.throughput import Throughput
-from recipe_utils.settings.settings import ConfigError, naming
+from recipe_utils.run.throughput import Throughput, UpdateStepProfiler
+from recipe_utils.settings.problems import ConfigError, naming
 
 
-class _Line(NamedTuple):
-    """Metrics of an update step that may still be on their way."""
+class _Held(NamedTuple):
+    """Metrics of an update step whose tensors may still be computed by the device."""
 
     step: int
-    metrics: dict[str, float | Late]
-    also: dict[str, Any]
+    position: dict[str, Any]
+    metrics: dict[str, Any]
+    names: list[str]  # of the numbers; the counts of skipped steps follow
+    numbers: Tensor
+    arrived: Any  # event of the copy to the host, None on a CPU
+    guard: NonfiniteGuard
+    num_steps: int  # since the guard's counts were taken last
 
 
 class Run:
-    """A notebook: it is called and never calls.
+    """State and output of a training run. The recipe calls it; it keeps neither model nor optimizer.
 
-    It knows the position, and whatever it decides is a ``should_`` in sight of the loop. Nothing in it
-    touches a gradient, the order of samples, or what is trained; it holds neither model nor optimizer.
     As a context manager it closes writer, logger, profiler and process groups on every way out.
 
     Args:
-        recipe: its name; a checkpoint of another one is passed over.
-        settings: of the run.
-        ranks: of the job, which leave at the end.
-        cfg: the whole config, to be saved with each checkpoint.
+        recipe: name; checkpoints of other recipes are skipped.
+        settings: settings of the run.
+        ranks: ranks of the job, which leave the process group at the end.
+        cfg: whole config, saved with each checkpoint.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entering, another run
-            that writes to ``output_dir``.
+        recipe_utils.settings.problems.ConfigError: see :class:`recipe_utils.run.resume.Resume`. On entering:
+            another run writes to ``output_dir``.
     """
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
@@ -75,34 +78,27 @@ class Run:
         self.seed = training.set_seed(
             seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode
         )
-        self.run_id = ""  # from resume() on
-        self.num_tokens_seen = 0  # target tokens of the update steps that are done
-        self.num_images_seen = 0  # where images are counted
-        self.is_best = False  # the last validation is, and keep_best_checkpoint asks for it
+        self.run_id = ""  # set by resume()
+        self.num_tokens_seen = 0  # target tokens
+        self.num_images_seen = 0
         self.stop = threading.Event()  # once set, training saves and ends
-        # What an accelerator has just been given to do nobody waits for.
+        # On an accelerator the host does not wait for metrics of the step that it has just enqueued.
         self.reads_late = ranks.device.type != "cpu"
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
         self._group = ranks.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
-        self._checkpoints = CheckpointWriter(
-            settings.output_dir,
-            keep_last_n=settings.keep_last_n_checkpoints,
-            group=self._group,
-            asynchronous=settings.enable_async_checkpointing,
-        )
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
-        self._shown: dict[str, Any] = {}  # metrics before the bar
-        self._held: _Line | None = None
+        self._shown: dict[str, Any] = {}  # metrics in front of the progress bar
+        self._held: _Held | None = None
+        self._is_best = False
+        self._is_stopped = False
         self._best_val_loss: float | None = None
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
-        self._loader: UpdateStepLoader | None = None
-        self._steps: Prefetched[UpdateStep] | None = None
         self._unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
         self._at_exit = ExitStack()
-        self._signals = ExitStack()  # left last: what is still being written is waited for
+        self._signals = ExitStack()  # left last: signals also stop a write in progress
 
         self._resume = Resume(recipe, settings, self._config, ranks, self._group, self._log)
         self.resumes_from_stock = self._resume.from_stock
@@ -113,6 +109,13 @@ class Run:
         self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._ranks.leave)
         self._lock_folder()
+        # After the lock: it removes what a run that was killed has left in the folder.
+        self._checkpoints = CheckpointWriter(
+            self.settings.output_dir,
+            keep_last_n=self.settings.keep_last_n_checkpoints,
+            group=self._group,
+            asynchronous=self.settings.enable_async_checkpointing,
+        )
         self._at_exit.callback(lambda: self._report(self._checkpoints.close()))
         self._at_exit.callback(self._close_log)
         return self
@@ -120,7 +123,7 @@ class Run:
     def __exit__(self, *reason: Any) -> None:
         self._at_exit.__exit__(*reason)
 
-    # ---- Where it is ------------------------------------------------------------------------------
+    # ---- Position ---------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -130,22 +133,23 @@ class Run:
         stock_checkpoint: Mapping[str, Any],
         frozen: Mapping[str, str],
     ) -> None:
-        """Goes to where the training was, if it is to be resumed; in the middle of an epoch if need be.
+        """Resumes training if that is configured, also within an epoch.
 
         Args:
-            model: loaded into in place.
-            optimizer: likewise.
-            loader: of the training's update steps, whose data must be those of the checkpoint.
+            model: loaded in place.
+            optimizer: loaded in place.
+            loader: loader of the training data, which must be those of the checkpoint.
             stock_checkpoint: what the checkpointer has loaded besides weights.
-            frozen: what the weights that are not trained are known by; those of the checkpoint, too.
+            frozen: fingerprints of weights that are not trained; must equal those of the checkpoint.
 
         Raises:
-            recipe_utils.settings.settings.ConfigError: a checkpoint that does not fit.
+            recipe_utils.settings.problems.ConfigError: a checkpoint that does not fit.
         """
-        self._loader = loader
         self._data_fingerprint = loader.fingerprint()
         self._check_that_ranks_see_the_same()
         self._frozen = dict(frozen)
+        self.num_steps = self.settings.epochs * loader.steps_per_epoch
+        self._changed_weights = ChangedWeights(optimizer)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
             self.warn(
                 "save_adapter_weights_only=True: the model has no adapters; exports all weights"
@@ -162,7 +166,7 @@ class Run:
             )
             self.global_step = self.epoch * loader.steps_per_epoch
         else:
-            self.info(f"Run {self.run_id} begins in {self.settings.output_dir}")
+            self.info(f"Run {self.run_id} starts in {self.settings.output_dir}")
         if self.settings.resume_from_checkpoint == "auto" and not self.global_step:
             self.info(
                 f"resume_from_checkpoint=auto: there is no checkpoint in {self.settings.output_dir} yet; "
@@ -192,7 +196,7 @@ class Run:
             )
 
     def open_log(self, cfg: DictConfig) -> None:
-        """Makes ``metric_logger`` and ``profiler``; once nothing else can be refused any more."""
+        """Builds ``metric_logger`` and ``profiler``. Call it once nothing else can fail a check."""
         cfg_profiler = OmegaConf.create(self.settings.profiler or {"enabled": False})
         cfg_profiler.setdefault("_component_", PROFILER)
         with naming("profiler"):
@@ -208,144 +212,182 @@ class Run:
             self._log.log_config(cfg)
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left. From now on SIGTERM and SIGINT ask the training to stop."""
+        """Yields the epochs that are left. From now on SIGTERM and SIGINT request a stop."""
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
         self._log.begin(self.global_step, self.run_id)
         self.profiler.start()
-        first_step, first_tokens, first_images = (
-            self.global_step,
-            self.num_tokens_seen,
-            self.num_images_seen,
-        )
-        began_seconds = time.perf_counter()
-        yield from range(self.epoch, self.settings.epochs)
-        self._say_what_was_done(first_step, first_tokens, first_images, began_seconds)
+        first = self.global_step, self.num_tokens_seen, self.num_images_seen, time.perf_counter()
+        for epoch in range(self.epoch, self.settings.epochs):
+            yield epoch
+            if self._is_stopped:
+                return
+        self._log_summary(*first)
 
-    def progress(self, steps: Prefetched[UpdateStep]) -> Iterator[UpdateStep]:
-        """The update steps of an epoch, with a progress bar on rank 0."""
-        assert self._loader is not None
-        self._steps = steps
+    def steps(self, loader: UpdateStepLoader, epoch: int, counted: str) -> Iterator[UpdateStep]:
+        """Yields the update steps of an epoch that are left, up to a stop. Rank 0 has a progress bar.
+
+        Update steps whose total of ``counted`` is 0 are skipped, on all ranks.
+        """
         self._throughput.restart()
-        num_epochs, world_size = self.settings.epochs, self._ranks.world_size
-        with progress_bar(
-            total=self._loader.steps_per_epoch,
-            initial=self.samples_consumed // self._loader.global_batch_size,
-            shown=self._ranks.is_zero,
-        ) as bar:
+        self._changed_weights.restart()
+        with (
+            loader.epoch(epoch, self.samples_consumed, self.stop) as steps,
+            progress_bar(
+                total=loader.steps_per_epoch,
+                initial=self.samples_consumed // loader.global_batch_size,
+                shown=self._ranks.is_zero,
+            ) as bar,
+        ):
             for step in steps:
-                yield step
-                text = bar_text(self.epoch, num_epochs, self._shown, world_size)
-                bar.set_description_str(text, refresh=False)  # with the step that it is of
+                self._wait_seconds = steps.wait_seconds
+                if step.totals[counted] == 0:
+                    self._skip(step, counted)
+                else:
+                    yield step
+                if self._is_stopped:
+                    return
+                text = bar_text(epoch, self.settings.epochs, self._shown, self._ranks.world_size)
+                bar.set_description_str(text, refresh=False)  # with the step that it describes
                 bar.update(1)
 
+    def _skip(self, step: UpdateStep, counted: str) -> None:
+        self.samples_consumed = step.samples_consumed
+        self.warn(
+            f"epoch {self.epoch + 1}, update step {step.index + 1}: it has no {counted.replace('_', ' ')}; "
+            "skipped, weights and schedule stay as they are"
+        )
+
     def advance(self, step: UpdateStep) -> None:
-        """An update step is done, or on its way on the device; metrics of the one before are written."""
-        assert self._steps is not None
+        """Counts an update step that is done or enqueued. Writes the metrics of the one before."""
         self._write_held()
+        self._step = step
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
         self.num_tokens_seen += step.totals.get("target_tokens", 0)
         self.num_images_seen += step.totals.get("images", 0)
-        self._throughput.add(step, self._steps.wait_seconds)
+        self._throughput.add(step, self._wait_seconds)
 
-    def skip(self, step: UpdateStep, why: str) -> None:
-        """An update step is left out; weights and schedule stay as they are."""
-        self.samples_consumed = step.samples_consumed
-        self.warn(
-            f"epoch {self.epoch + 1}, update step {step.index + 1}: {why}; skipped, weights and "
-            "schedule stay as they are"
-        )
-
-    # ---- What it says -----------------------------------------------------------------------------
+    # ---- Log --------------------------------------------------------------------------------------
 
     def should_log(self) -> bool:
-        """Whether metrics of this update step are logged."""
+        """Returns whether metrics of this update step are logged."""
         return self.global_step % self.settings.log_every_n_steps == 0
 
-    def should_look(self, step: UpdateStep) -> bool:
-        """Of copied recipes: :meth:`must_know`, and wherever metrics are logged."""
-        return self.should_log() or self.must_know(step)
-
-    def must_know(self, step: UpdateStep) -> bool:
-        """Whether to wait until it is known if gradients were finite: what is left on the disk rests on it.
-
-        So does what is logged, but where that is read late, this is known by then.
-        """
-        return (
-            (self.should_log() and not self.reads_late)
-            or self.should_save(step)
-            or self.should_export(step)
-            or (self.settings.keep_best_checkpoint and self.should_validate())
-            or step.is_last_of_epoch
-            or step.stop_requested
-        )
-
     def should_validate(self) -> bool:
-        """Whether a validation is due."""
+        """Returns whether a validation is due."""
         every = self.settings.run_val_every_n_steps
         return every is not None and self.global_step % every == 0
 
+    def should_sample(self) -> bool:
+        """Returns whether the model answers ``sample_prompts`` now."""
+        every = self.settings.sample_every_n_steps
+        return every is not None and self.global_step % every == 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of :func:`recipe_utils.evaluation.generation.generate`."""
+        return {
+            "prompts": self.settings.sample_prompts or [],
+            "max_new_tokens": self.settings.sample_max_new_tokens,
+            "device": self._ranks.device,
+        }
+
     @property
     def from_stock(self) -> dict[str, bool]:
-        """What a checkpointer is told besides its own arguments."""
+        """Arguments of a checkpointer besides those in the config."""
         return {"should_load_recipe_state": self.resumes_from_stock}
 
     def validates_on(self, dataset_val: Any) -> bool:
-        """Whether there are validations at all; says so if there are data but none."""
+        """Returns whether there are validations. Warns about data that are not used."""
         validates = self.settings.run_val_every_n_steps is not None
         if not validates and dataset_val is not None:
             self.warn("dataset_val: not used, because run_val_every_n_steps is not set")
         return validates
 
-    @property
-    def questions(self) -> tuple[list[str], int]:
-        """``sample_prompts``, and how many tokens an answer may have."""
-        return self.settings.sample_prompts or [], self.settings.sample_max_new_tokens
+    def log(
+        self,
+        sums: Mapping[str, Tensor],
+        guard: NonfiniteGuard,
+        lr: float,
+        grad_norm: Tensor | None,
+        **metrics: Any,
+    ) -> None:
+        """Logs metrics of this update step, with throughput, skipped steps and changed weights.
 
-    def should_sample(self) -> bool:
-        """Whether the model is to be asked ``sample_prompts``."""
-        every = self.settings.sample_every_n_steps
-        return every is not None and self.global_step % every == 0
+        On an accelerator they are read and written once it has been given the next update step, or before
+        anything else is logged, saved or exported.
 
-    def log(self, **metrics: float | Tensor | Late | None) -> None:
-        """Logs metrics of this update step, those that are None left out.
-
-        Where the device is no CPU, they are read, in this order, and written once it has been given the next
-        update step, or before anything else is logged, saved or exported.
+        Args:
+            sums: this rank's parts of metrics whose mean over ranks is logged, [] each, of one dtype.
+            guard: its counts are logged, and judged once they are read.
+            lr: learning rate of the update step.
+            grad_norm: gradient norm before clipping [].
+            metrics: further numbers; those that are None are not logged.
         """
-        found: dict[str, float | Late] = {
-            name: LateNumber(value) if isinstance(value, Tensor) else value
-            for name, value in metrics.items()
-            if value is not None
+        metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
+        metrics |= {
+            "weights_moved_fraction": self._changed_weights.fraction(self._step.is_last_of_epoch)
         }
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
-            found |= training.get_memory_stats(device=self._ranks.device)
+            metrics |= training.get_memory_stats(device=self._ranks.device)
+        tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
+        counts, num_steps = guard.take_counts()
+        numbers = torch.cat(
+            [
+                mean_over_ranks(torch.stack([*sums.values()])),
+                *(each.detach().double().view(1) for each in (*tensors.values(), *counts)),
+            ]
+        )
+        on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
+        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        metrics = {name: each for name, each in metrics.items() if each is not None}
+        names = [*sums, *tensors]
         self._write_held()
-        self._held = _Line(self.global_step, found, self._position())
+        self._held = _Held(
+            self.global_step, self._position(), metrics, names, on_host, arrived, guard, num_steps
+        )
         if not self.reads_late:
             self._write_held()
 
-    def log_validation(self, **metrics: float | Tensor) -> None:
-        """Logs what a validation found; its time is no training time. Says whether it :attr:`is_best`."""
-        self._write_held()
-        found = {k: v.item() if isinstance(v, Tensor) else v for k, v in metrics.items()}
-        self._write(_Line(self.global_step, {**found}, self._position()))
+    def log_validation(self, metrics: Mapping[str, Tensor]) -> None:
+        """Logs metrics of a validation, whose time does not count as training time."""
+        found = {name: value.item() for name, value in metrics.items()}
+        self._write(self.global_step, found, self._position())
         val_loss, best = found.get("val_loss", math.nan), self._best_val_loss
         is_lower = math.isfinite(val_loss) and (best is None or val_loss < best)
         self._best_val_loss = val_loss if is_lower else best
-        self.is_best = is_lower and self.settings.keep_best_checkpoint
+        self._is_best = is_lower and self.settings.keep_best_checkpoint
         self._throughput.restart()
 
     def log_answers(self, answers: Sequence[str]) -> None:
-        """Logs what the model answers to ``sample_prompts``; its time is no training time."""
-        self._write_held()
+        """Logs answers to ``sample_prompts``; their time does not count as training time."""
         self._log.write_answers(self.global_step, self.settings.sample_prompts or [], answers)
         self._throughput.restart()
 
-    def throughput(self) -> dict[str, Late | float]:
-        """Figures since the last time; see :class:`recipe_utils.run.throughput.Throughput`."""
-        return self._throughput.read_and_restart()
+    def stop_if_nonfinite(
+        self, guard: NonfiniteGuard, step: UpdateStep, model: nn.Module, optimizer: AnyOptimizer
+    ) -> None:
+        """Saves and raises once too many gradients are known to be not finite.
+
+        Waits for the device only before something is left on the disk or validated.
+
+        Raises:
+            NonfiniteError: the weights are those before these update steps.
+        """
+        if (
+            self.should_save(step)
+            or self.should_export(step)
+            or self.should_validate()
+            or self.should_sample()
+            or step.is_last_of_epoch
+            or step.stop_requested
+        ):
+            self._write_held()
+            guard.check(self.global_step)
+        if guard.problem:
+            self.save(model, optimizer)
+            raise NonfiniteError(guard.problem)
 
     def warn(self, text: str) -> None:
         """Logs a warning on rank 0, unless it is empty."""
@@ -361,48 +403,54 @@ class Run:
         return {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
 
     def _write_held(self) -> None:
-        """Writes the metrics that are still on their way, on all ranks alike; waits for their update step."""
+        """Writes the metrics that are still held, on all ranks alike. Waits for their update step."""
         held, self._held = self._held, None
-        if held is not None:
-            self._write(held)
-
-    def _write(self, line: _Line) -> None:
-        read = {
-            name: value.read() if isinstance(value, Late) else value
-            for name, value in line.metrics.items()
+        if held is None:
+            return
+        if held.arrived is not None:
+            held.arrived.synchronize()
+        *values, num_skipped, most_in_a_row = held.numbers.tolist()
+        found = {
+            **dict.fromkeys(held.names),
+            **held.metrics,
+            **dict(zip(held.names, values, strict=True)),
         }
-        found = {name: value for name, value in read.items() if value is not None}
-        if not found.get("num_nonfinite_steps", 1):
-            del found["num_nonfinite_steps"]  # there are hardly ever any
-        self._shown |= found
-        self._log.write(line.step, found, line.also)
+        if num_skipped:
+            found["num_nonfinite_steps"] = int(num_skipped)
+        # The window ends here: the device is at the end of the update step now.
+        self._write(held.step, {**found, **self._throughput.read_and_restart()}, held.position)
+        self.warn(held.guard.judge(int(num_skipped), int(most_in_a_row), held.num_steps, held.step))
+
+    def _write(self, step: int, metrics: dict[str, Any], position: dict[str, Any]) -> None:
+        self._shown |= metrics
+        self._log.write(step, metrics, position)
 
     def _close_log(self) -> None:
-        held = self._held
+        step = self._held.step if self._held is not None else 0
         try:
             self._write_held()
-        except Exception as error:  # the device's, which is told already if it ends the training
-            self.warn(f"update step {held.step if held else 0}: its metrics are lost ({error})")
+        except (
+            Exception
+        ) as error:  # the device's, which has been reported already if it ends the training
+            self.warn(f"update step {step}: its metrics are lost ({error})")
         self._log.close()
 
-    def _say_what_was_done(
-        self, first_step: int, first_tokens: int, first_images: int, began_seconds: float
+    def _log_summary(
+        self, first_step: int, first_tokens: int, first_images: int, began: float
     ) -> None:
         num_steps = self.global_step - first_step
         epochs, folder = self.settings.epochs, Path(self.settings.output_dir)
         if num_steps:
-            seconds = time.perf_counter() - began_seconds
-            num_tokens = self.num_tokens_seen - first_tokens
+            seconds = time.perf_counter() - began
             num_images = self.num_images_seen - first_images
-            if num_images:
-                self.info(what_was_done(num_steps, num_images, seconds, "images"))
-            else:
-                self.info(what_was_done(num_steps, num_tokens, seconds))
+            counted = "images" if num_images else "target tokens"
+            num_seen = num_images or self.num_tokens_seen - first_tokens
+            self.info(what_was_done(num_steps, num_seen, seconds, counted))
         elif self._last_export is None:
             self.info(
-                f"Nothing left: {self.epoch} of {epochs} epochs are done; epochs={self.epoch + 1} goes on"
+                f"Nothing left: {self.epoch} of {epochs} epochs are done; set epochs={self.epoch + 1} to train on"
             )
-        if self._last_export is None:  # or another rank's to tell
+        if self._last_export is None:  # or this is not rank 0
             return
         path, metrics = folder / "generation.yaml", folder / "logs" / METRICS_FILE
         try:
@@ -414,15 +462,15 @@ class Run:
         except OSError as error:
             self.warn(f"output_dir: {error}")
 
-    # ---- What it leaves on the disk ---------------------------------------------------------------
+    # ---- Checkpoints and exports ------------------------------------------------------------------
 
     def should_export(self, step: UpdateStep) -> bool:
-        """Whether an export within the epoch is due; :meth:`finish_epoch` comes after its last step."""
+        """Returns whether an export within the epoch is due; :meth:`finish_epoch` exports at its end."""
         every = self.settings.export_every_n_steps
         return every is not None and self.global_step % every == 0 and not step.is_last_of_epoch
 
     def should_save(self, step: UpdateStep) -> bool:
-        """Whether a checkpoint within the epoch is due, by steps or by rank 0's clock; alike on all ranks."""
+        """Returns whether a checkpoint within the epoch is due, by steps or rank 0's clock; alike on all ranks."""
         if step.is_last_of_epoch:
             return False
         if self._unsaved_since_seconds is None:
@@ -433,8 +481,75 @@ class Run:
             minutes is not None and unsaved_minutes >= minutes
         )
 
+    def finish_step(
+        self,
+        step: UpdateStep,
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        checkpointer: Any,
+        exported: nn.Module | None = None,
+    ) -> None:
+        """Does what is due after an update step: best export; then stop; or export, and checkpoint.
+
+        Args:
+            step: update step that is done.
+            model: modules that a checkpoint holds.
+            optimizer: optimizer that a checkpoint holds.
+            checkpointer: writes exports.
+            exported: model to export; null exports ``model``.
+        """
+        exported = model if exported is None else exported
+        self.profiler.step()
+        if self._is_best:
+            self.export(checkpointer, exported, "best")
+            self._is_best = False
+        if step.stop_requested:  # on all ranks alike
+            self.save(model, optimizer)
+            self._is_stopped = True
+            self.info(
+                f"Stopped as requested after update step {self.global_step}; the same command with "
+                "resume_from_checkpoint=True resumes from there"
+            )
+            return
+        # Exported first: a run that is killed between the two exports again.
+        if self.should_export(step):
+            self.export(checkpointer, exported, f"export_step_{self.global_step}")
+        if self.should_save(step):
+            self.save(model, optimizer)
+
+    def finish_epoch(
+        self,
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        checkpointer: Any,
+        exported: nn.Module | None = None,
+    ) -> None:
+        """Exports the model and saves a checkpoint, unless training has stopped; see :meth:`finish_step`.
+
+        The last epoch is saved only if a key asks for checkpoints.
+
+        Raises:
+            ExportError: the trained model could not be exported. A checkpoint is saved first, from which only the
+                export is left to do.
+        """
+        if self._is_stopped:
+            return
+        exported = model if exported is None else exported
+        problem = self.export(checkpointer, exported, f"epoch_{self.epoch}")
+        if problem is not None and self.epoch + 1 == self.settings.epochs:
+            self.save(model, optimizer)
+            raise ExportError(
+                f"{problem}. Once it can be, resume_from_checkpoint=True exports the trained model"
+            )
+        self.epoch += 1
+        self.samples_consumed = 0
+        settings = self.settings
+        saves = settings.save_every_n_steps is not None or settings.save_every_n_minutes is not None
+        if saves or self.epoch < settings.epochs:
+            self.save(model, optimizer)
+
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Saves all that is needed to go on from here, on any number of ranks."""
+        """Saves a checkpoint to resume from, on any number of ranks."""
         self._write_held()
         state = TrainingState(
             recipe=self._recipe,
@@ -457,21 +572,11 @@ class Run:
         self._report(outcome)
         self._unsaved_since_seconds = None
 
-    def save_and_stop(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Saves, and says how to go on."""
-        self.save(model, optimizer)
-        self.info(
-            f"Stopped as asked after update step {self.global_step}; the same command with "
-            "resume_from_checkpoint=True goes on from there"
-        )
-
     def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
-        """Saves the model as a folder in the checkpointer's own format, whole or not at all.
-
-        Adapters are merged into it and saved beside it, or alone.
+        """Saves the model in the checkpointer's format, atomically. Adapters are merged, and saved beside it or alone.
 
         Returns:
-            Why it could not, on all ranks alike; None if it could.
+            The error message, on all ranks alike; None on success.
         """
         self._write_held()
         self._report(self._checkpoints.wait())  # which uses the group and the disk
@@ -508,31 +613,8 @@ class Run:
         self.warn(error or "")
         return error
 
-    def finish_epoch(
-        self, model: nn.Module, optimizer: AnyOptimizer, export_problem: str | None
-    ) -> None:
-        """Goes to the next epoch, and saves unless this was the last and nobody asked for checkpoints.
-
-        Raises:
-            ExportError: the trained model could not be exported. Its epoch is saved first, so that
-                exporting is all that is left to do.
-        """
-        if export_problem is not None and self.epoch + 1 == self.settings.epochs:
-            self.save(model, optimizer)
-            raise ExportError(
-                f"{export_problem}. Once it can be, resume_from_checkpoint=True exports the trained model"
-            )
-        self.epoch += 1
-        self.samples_consumed = 0
-        asked = (self.settings.save_every_n_steps, self.settings.save_every_n_minutes) != (
-            None,
-            None,
-        )
-        if asked or self.epoch < self.settings.epochs:
-            self.save(model, optimizer)
-
     def _report(self, outcome: SaveOutcome | None) -> None:
-        """A checkpoint that cannot be saved is no reason to stop: the last whole one is there."""
+        """Warns of a checkpoint that could not be saved. Training continues: the last complete one stays."""
         if outcome is not None and outcome.error is not None:
             self.warn(
                 f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); "
@@ -542,11 +624,7 @@ class Run:
             self.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:
-        """Keeps other runs out of ``output_dir`` until this one's end.
-
-        Raises:
-            recipe_utils.settings.settings.ConfigError: one is there, on all ranks.
-        """
+        """Keeps other runs out of ``output_dir``. Raises ConfigError on all ranks if one writes to it."""
         folder, problem = self.settings.output_dir, None
         if self._ranks.is_zero:
             try:

@@ -1,20 +1,27 @@
-"""Figures of the update steps since the last log line."""
+"""Speed of a training: figures of the update steps since the last log line, and the profiler."""
 
 import time
 from collections import Counter
-from typing import NamedTuple
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
 
 from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.loader.to_host import Late
+
+_RATES = {
+    "target_tokens": "tokens_per_second_per_gpu",
+    "real_tokens": "real_tokens_per_second_per_gpu",
+    "images": "images_per_second_per_gpu",
+    "crop_tokens": "crop_tokens_per_second_per_gpu",
+}
 
 
 class Throughput:
-    """Counts tokens and seconds from the start of one update step to the start of another.
-
-    Reads the host's clock and counts that are on the CPU already, so it never waits for a device.
+    """Counts tokens and seconds by the host's clock. Never waits for a device.
 
     Args:
-        world_size: ranks that rates are divided by, those that hold the same data included.
+        world_size: ranks that rates are divided by, those with the same data included.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -22,11 +29,8 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Starts a new window now. Call it after work that is no training, such as validation."""
-        self._begin(_Window(time.perf_counter()))
-
-    def _begin(self, window: "_Window") -> None:
-        self._window = window
+        """Starts a new window. Call it after work other than training, such as validation."""
+        self._began = time.perf_counter()
         self._num_steps = 0
         self._totals: Counter[str] = Counter()
         self._wait_seconds = 0.0
@@ -37,72 +41,64 @@ class Throughput:
         self._totals.update(step.totals)
         self._wait_seconds += wait_seconds
 
-    def read_and_restart(self) -> dict[str, Late | float]:
-        """The window's figures; the next window starts where this one ends: when its rates are read.
+    def read_and_restart(self) -> dict[str, float]:
+        """Returns the window's figures, those whose counts the update steps have.
 
-        A device may be an update step behind the host, and a window is over when the device is there.
-
-        Returns:
-            Of what the samples' kind counts:
-            ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size).
-            ``real_tokens_per_second_per_gpu``: the same of all tokens but padding.
-            ``images_per_second_per_gpu``: images over all DP ranks / (seconds * world size), each once however
-            many crops it has; ``crop_tokens_per_second_per_gpu``: the same of their tokens in the student.
-            ``padding_fraction``: padding slots / slots.
-            ``shared_fraction``: tokens that are computed once instead of twice / all tokens but padding.
-            ``data_wait_seconds``: mean per update step, on this rank.
+        ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size); ``real_tokens``: all
+        tokens but padding; ``images``: each once, however many crops it has; ``crop_tokens``: tokens of the student.
+        ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed once instead of twice / all
+        tokens but padding. ``data_wait_seconds``: mean per update step on this rank.
         """
-        figures: dict[str, Late | float] = {
-            "data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)
-        }
-        for name, figure in (
-            ("target_tokens", "tokens_per_second_per_gpu"),
-            ("real_tokens", "real_tokens_per_second_per_gpu"),
-            ("images", "images_per_second_per_gpu"),
-            ("crop_tokens", "crop_tokens_per_second_per_gpu"),
-        ):
-            if name in self._totals:
-                figures[figure] = _Rate(self._totals[name] / self._world_size, self._window)
-        num_real, num_shared = self._totals["real_tokens"], self._totals["shared_tokens"]
-        if "positions" in self._totals:
-            padding = 1 - (num_real - num_shared) / max(self._totals["positions"], 1)
-            figures["padding_fraction"] = padding
-        if "shared_tokens" in self._totals:
-            figures["shared_fraction"] = num_shared / max(num_real, 1)
-        if len(figures) == 1:  # without a rate, by which the window would end
-            self._window.end()
-        self._begin(_Window(self._window))
+        totals, seconds = self._totals, max(time.perf_counter() - self._began, 1e-9)
+        figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
+        for name, figure in _RATES.items():
+            if name in totals:
+                figures[figure] = totals[name] / self._world_size / seconds
+        if "positions" in totals:
+            num_computed = totals["real_tokens"] - totals["shared_tokens"]
+            figures["padding_fraction"] = 1 - num_computed / max(totals["positions"], 1)
+        if "shared_tokens" in totals:
+            figures["shared_fraction"] = totals["shared_tokens"] / max(totals["real_tokens"], 1)
+        self.restart()
         return figures
 
 
-class _Window:
-    """Seconds from a time, or from the end of another window, to when they are asked for first."""
+class UpdateStepProfiler:
+    """torch.profiler with the wait / warm-up / active schedule counted in update steps.
 
-    def __init__(self, began: "float | _Window") -> None:
-        self._began = began
-        self._ended: float | None = None
+    Args:
+        profiler: has ``start``, ``step`` and ``stop``.
+        settings: what ``torchtune.training.setup_torch_profiler`` returned beside the profiler.
+        record_memory_history: record CUDA's allocations during the first cycle's active steps.
+    """
 
-    def end(self) -> float:
-        """By the host's clock."""
-        if self._ended is None:
-            if isinstance(self._began, _Window):
-                self._began = self._began.end()
-            self._ended = time.perf_counter()
-        return self._ended
+    def __init__(self, profiler: Any, settings: DictConfig, record_memory_history: bool) -> None:
+        self._profiler = profiler
+        self._num_steps = 0
+        self._history = range(0)
+        if settings["enabled"] and settings.get("profile_memory") and record_memory_history:
+            first = settings["wait_steps"] + settings["warmup_steps"]
+            self._history = range(first, first + settings["active_steps"])
 
-    def seconds(self) -> float:
-        """Above 0."""
-        end = self.end()
-        assert not isinstance(self._began, _Window)
-        return max(end - self._began, 1e-9)
+    def start(self) -> None:
+        """Call before the first update step."""
+        self._profiler.start()
+        self._switch_memory_history()
 
+    def step(self) -> None:
+        """Call at the end of every update step."""
+        self._num_steps += 1
+        self._profiler.step()  # dumps the trace and the memory snapshot after the last active step
+        self._switch_memory_history()
 
-class _Rate(NamedTuple):
-    """Of a window."""
+    def stop(self) -> None:
+        """Call after the last update step."""
+        self._profiler.stop()
 
-    num_tokens: float
-    window: _Window
-
-    def read(self) -> float:
-        """Per second."""
-        return self.num_tokens / self.window.seconds()
+    def _switch_memory_history(self) -> None:
+        if not self._history:
+            return
+        if self._num_steps == self._history.start:
+            torch.cuda.memory._record_memory_history()
+        elif self._num_steps == self._history.stop:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -411,7 +411,7 @@ def test_an_update_step_without_any_image_is_no_step_of_the_schedules(tiny_confi
         ema_momentum_end=1.0,
     )
     logged, _, warnings = run(config)
-    assert "epoch 1, update step 4: none of its images can be used" in " ".join(warnings)
+    assert "epoch 1, update step 4: it has no images" in " ".join(warnings)
     assert [m["step"] for m in logged] == list(range(1, 8))
     momentum = [m["ema_momentum"] for m in logged]
     assert len(set(momentum)) == 7

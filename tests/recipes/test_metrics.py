@@ -141,7 +141,7 @@ def test_a_finished_training_says_that_nothing_is_left(tiny_config):
     run_recipe(config)
     with keep_messages() as messages:
         assert run_recipe({**config, "resume_from_checkpoint": True}) == []
-    assert "Nothing left: 2 of 2 epochs are done; epochs=3 goes on" in messages
+    assert "Nothing left: 2 of 2 epochs are done; set epochs=3 to train on" in messages
     with keep_messages() as messages:
         assert run_recipe({**config, "resume_from_checkpoint": True, "epochs": 3})
     assert not any("Nothing left" in text for text in messages)

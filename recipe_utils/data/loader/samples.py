@@ -174,13 +174,14 @@ def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
     return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
 
 
-def load_dataset(cfg: DictConfig | ListConfig | None, *given: Any) -> Any:
-    """A dataset of its component, or of a list of components one after the other; None of none.
+def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
+    """Builds a dataset of its component, or of a list of components one after the other.
 
     Args:
-        cfg: the component.
-        given: its positional arguments, such as a tokenizer.
+        cfg: component, or a list of components.
+        tokenizer: positional argument of each; None if they take none.
     """
+    given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
         return ConcatDataset(datasets=[config.instantiate(part, *given) for part in cfg])
     return config.instantiate(cfg, *given)

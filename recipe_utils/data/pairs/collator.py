@@ -9,6 +9,7 @@ Shapes: p pairs, b rows, s slots (positions) per row, n target tokens of all p p
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,6 +126,9 @@ class PairCollator:
         pair_settings: PairSettings,
         known: KnownLogProbs | None = None,
     ) -> None:
+        self._of_validation = partial(
+            PairCollator, settings.of_validation(), tokenizer, limits, pair_settings, known
+        )
         self._limits = limits
         self._known = known
         self._is_packed = settings.microbatching == "packed"
@@ -154,8 +158,12 @@ class PairCollator:
         self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For DataLoader workers, which prepare samples and ask no reference."""
-        return {**self.__dict__, "_known": None}
+        # DataLoader workers only prepare samples.
+        return {**self.__dict__, "_known": None, "_of_validation": None}
+
+    def for_validation(self) -> "PairCollator":
+        """The same for the validation loader: ``batch_size_val`` pairs per microbatch."""
+        return self._of_validation()
 
     def warnings(self) -> Iterator[str]:
         """Whether pairs may be longer than a microbatch, and whether plans rest on guesses."""

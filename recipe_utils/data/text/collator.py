@@ -102,12 +102,12 @@ class TextCollator:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For DataLoader workers, which prepare samples and ask no teacher."""
-        return {**self.__dict__, "_known": None}
+        # DataLoader workers only prepare samples.
+        return {**self.__dict__, "_known": None, "_of_validation": None}
 
     def for_validation(self) -> "TextCollator":
-        """The same for the validation loader: ``batch_size_val`` samples per microbatch, no teacher outputs."""
-        return self._of_validation()
+        """The same for the validation loader: ``batch_size_val`` samples per microbatch."""
+        return self._of_validation(known=self._known)
 
     def warnings(self) -> Iterator[str]:
         """Whether samples may be longer than a microbatch, and whether plans rest on guesses."""

@@ -91,6 +91,11 @@ class ModelSettings:
         found: torch.dtype = PRECISION_STR_TO_DTYPE[self.weights_dtype or self.dtype or "fp32"]
         return found
 
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """Precision of summed losses: fp64 if the model computes in it, otherwise fp32."""
+        return torch.promote_types(self.torch_dtype, torch.float32)
+
     def offloads_to_cpu(self, device: torch.device) -> bool:
         """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
         asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)

@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
+from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.model.adapters.adapters import (
     find_adapters,
     fingerprint_of_frozen,
@@ -21,6 +22,29 @@ from recipe_utils.model.adapters.adapters import (
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.pipeline.stages import Stages, adapters_of
 from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.settings.problems import naming
+
+
+def load_model(
+    model: nn.Module,
+    checkpointer: Any,
+    cfg_checkpointer: Mapping[str, Any],
+    settings: ModelSettings,
+    device: torch.device,
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Loads a model's weights with a checkpointer; see :func:`load_weights`.
+
+    Returns:
+        What the checkpointer has loaded besides weights, and the fingerprints of weights that are not trained.
+
+    Raises:
+        recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the model.
+    """
+    with naming("checkpointer"):
+        checkpoint = load_checkpoint(checkpointer, cfg_checkpointer)
+        frozen = load_weights(model, checkpoint, settings, device, seed)
+    return checkpoint, frozen
 
 
 def load_weights(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -20,7 +20,6 @@ from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.loader.to_host import Late
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.files import problems_with_folder
@@ -322,7 +321,7 @@ class Teacher:
                 for i, microbatch in enumerate(step.microbatches)
             ]
 
-    def read_seconds(self) -> Late | None:
+    def read_seconds(self) -> float | None:
         """Mean seconds per update step since the last time, on this rank; None if it is not asked then."""
         return self._stopwatch.read_and_restart() if self._live is not None else None
 
@@ -336,25 +335,8 @@ class Teacher:
             self._kept.fill(num_epochs, [loader for loader in loaders if loader is not None])
 
 
-class _Spans(NamedTuple):
-    """Times or events of CUDA, from one to the other."""
-
-    spans: list[tuple[Any, Any]]
-    is_cuda: bool
-
-    def read(self) -> float:
-        """Mean seconds; see :class:`recipe_utils.data.loader.to_host.Late`."""
-        if self.is_cuda and self.spans:
-            self.spans[-1][1].synchronize()
-        seconds = [
-            start.elapsed_time(end) / 1000 if self.is_cuda else end - start
-            for start, end in self.spans
-        ]
-        return sum(seconds) / max(len(seconds), 1)
-
-
 class _Stopwatch:
-    """Seconds of blocks, without waiting for the device until they are read."""
+    """Seconds of blocks, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -372,7 +354,9 @@ class _Stopwatch:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
 
-    def read_and_restart(self) -> _Spans:
-        """Mean seconds of a block since the last time, to be read later."""
-        spans, self._spans = _Spans(self._spans, self._is_cuda), []
-        return spans
+    def read_and_restart(self) -> float | None:
+        """Mean seconds of the blocks that the device has finished since the last call; None without any."""
+        done = [(a, b) for a, b in self._spans if not self._is_cuda or b.query()]
+        self._spans = self._spans[len(done) :]
+        seconds = [a.elapsed_time(b) / 1000 if self._is_cuda else b - a for a, b in done]
+        return sum(seconds) / len(seconds) if seconds else None

@@ -81,6 +81,7 @@ class Pipeline:
         self.group = group
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
+        self._sums_dtype = torch.promote_types(dtype, torch.float32)
         self._device = device
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._tied_group: dist.ProcessGroup | None = None
@@ -119,7 +120,7 @@ class Pipeline:
             PipelineError: a stage or the objective failed on this rank, or there are other than
                 ``num_sums`` sums; the other ranks' receives fail or time out.
         """
-        totals = torch.zeros(self._num_sums, device=self._device)
+        totals = torch.zeros(self._num_sums, dtype=self._sums_dtype, device=self._device)
 
         def begin_backward(_: int, output: Tensor) -> Tensor:
             # A clone, because zero-bubble schedules detach it in place, which a view forbids.
@@ -137,7 +138,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The sums over microbatches [k], as :meth:`forward_backward` gives them, and no gradients."""
-        totals = torch.zeros(self._num_sums, device=self._device)
+        totals = torch.zeros(self._num_sums, dtype=self._sums_dtype, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
         )

@@ -1,14 +1,13 @@
 """A training goes on from what torchtune's stock recipes have saved at an epoch's end."""
 
 import copy
-from functools import partial
 
 import checkpoint_runs
 import pytest
 import tiny
 import torch
+from omegaconf import OmegaConf
 from torchtune import training
-from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from recipe_utils.checkpoint.stock import (
     check_stock_state,
@@ -19,18 +18,23 @@ from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, 
 from recipe_utils.settings.settings import ConfigError
 
 NUM_STEPS = 6
-MAKE_OPTIMIZER = partial(torch.optim.AdamW, lr=0.02)
-MAKE_SCHEDULER = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2)
+OPTIMIZER = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 0.02})
+SCHEDULE = OmegaConf.create(
+    {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 2,
+    }
+)
 
 
 def make_optimizer(kind, model):
     return build_optimizer(
-        MAKE_OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
+        OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
     )
 
 
 def make_scheduler(optimizer, last_epoch=-1):
-    return build_lr_scheduler(MAKE_SCHEDULER, optimizer, NUM_STEPS, last_epoch)
+    return build_lr_scheduler(SCHEDULE, optimizer, NUM_STEPS, last_epoch + 1)
 
 
 def train(model, optimizer, scheduler, steps):

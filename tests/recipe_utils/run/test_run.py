@@ -1,16 +1,20 @@
-"""The notebook of a training: what it opens is closed on every way out, what it decides is decided once."""
+"""State and output of a run: closed on every way out, one run per folder, logs in the order of update steps."""
 
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import ListLogger, keep_messages, recipe_class
 
 from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
+
+VAL = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "seed": 5}
 
 
 @pytest.fixture
@@ -85,77 +89,104 @@ def test_saves_and_exports_fall_due_within_an_epoch_but_not_at_its_end(started):
     run._ranks.leave()
 
 
-def test_only_asked_for_metrics_and_validations_are_logged(started):
-    start, _ = started
-    recipe, cfg = start(
-        log_every_n_steps=2, metric_logger={"_component_": "recipe_runs.ListLogger"}
-    )
-    with recipe.run as run:
+class Ready:
+    """A recipe that is set up, at an update step of its own choice."""
+
+    def __init__(self, recipe, cfg):
+        self.run, self.recipe = recipe.run, recipe
         recipe.setup(cfg)
-        list(run.epochs())
-        run.global_step = 4
+        list(self.run.epochs())
+
+    def log(self, loss, global_step, **metrics):
+        self.run._step = UpdateStep(0, (), {}, 1)
+        self.run.global_step = global_step
+        self.run.log({"loss": loss}, self.recipe.nonfinite, 0.5, None, **metrics)
+
+
+LOGGED = {"metric_logger": {"_component_": "recipe_runs.ListLogger"}}
+
+
+def without_figures(lines):
+    return [{k: v for k, v in line.items() if k != "data_wait_seconds"} for line in lines]
+
+
+def test_metrics_that_are_none_are_not_logged(started):
+    start, _ = started
+    recipe, cfg = start(log_every_n_steps=2, **LOGGED)
+    with recipe.run as run:
+        ready = Ready(recipe, cfg)
+        ready.log(torch.tensor(2.0), 4, num_tokens=3, teacher_seconds=None)
         assert run.should_log()
         assert not run.should_validate()
-        run.log(lr=0.5, grad_norm=None, num_nonfinite_steps=0)
-        run.log(num_nonfinite_steps=2)
-        run.log_validation(val_loss=1.5)
-    assert ListLogger.logged == [
-        {"step": 4, "lr": 0.5},
-        {"step": 4, "num_nonfinite_steps": 2},
+        run.log_validation({"val_loss": torch.tensor(1.5)})
+    assert without_figures(ListLogger.logged) == [
+        {"step": 4, "loss": 2.0, "lr": 0.5, "num_tokens": 3},
         {"step": 4, "val_loss": 1.5},
     ]
 
 
-def test_metrics_that_are_still_on_their_way_are_written_before_all_that_follows(started):
+def test_held_metrics_are_written_before_everything_that_follows(started):
     start, _ = started
-    recipe, cfg = start(metric_logger={"_component_": "recipe_runs.ListLogger"})
+    recipe, cfg = start(run_val_every_n_steps=1, **LOGGED, dataset_val=VAL)
     with recipe.run as run:
         run.reads_late = True
-        recipe.setup(cfg)
-        list(run.epochs())
-        writes = [
-            lambda: run.log_validation(val_loss=torch.tensor(1.5)),
-            lambda: run.log_answers([]),
-            lambda: run.save(recipe.model, recipe.optimizer),
+        ready = Ready(recipe, cfg)
+        last = UpdateStep(0, (), {}, 1)
+        models = recipe.model, recipe.optimizer
+        follows = [
+            lambda: run.stop_if_nonfinite(recipe.nonfinite, last, *models),  # before a validation
+            lambda: run.save(*models),
             lambda: run.export(recipe.checkpointer, recipe.model, "export_step_3"),
         ]
-        for global_step, write in enumerate(writes):
-            run.global_step = global_step
-            run.log(loss=torch.tensor(2.0))
-            assert {"step": global_step, "loss": 2.0} not in ListLogger.logged
-            write()
-            assert {"step": global_step, "loss": 2.0} in ListLogger.logged
-        run.global_step = 4
-        run.log(loss=torch.tensor(3.0))
-    assert ListLogger.logged[1:2] == [{"step": 0, "val_loss": 1.5}]
-    assert ListLogger.logged[-1] == {"step": 4, "loss": 3.0}  # on the way out
+        for global_step, follow in enumerate(follows):
+            ready.log(torch.tensor(2.0), global_step)
+            assert global_step not in [line["step"] for line in ListLogger.logged]
+            follow()
+            assert without_figures(ListLogger.logged)[-1] == {
+                "step": global_step,
+                "loss": 2.0,
+                "lr": 0.5,
+            }
+        loss = torch.tensor(3.0)
+        ready.log(loss, 4)
+        loss.zero_()  # what becomes of the tensor does not matter
+    assert without_figures(ListLogger.logged)[-1] == {"step": 4, "loss": 3.0, "lr": 0.5}
 
 
-def test_metrics_that_never_come_end_no_training_on_its_way_out(started):
+def test_metrics_that_are_lost_do_not_hide_the_way_out(started):
     class Lost:
-        def read(self):
+        def synchronize(self):
             raise RuntimeError("the device is gone")
 
     start, closed = started
     recipe, cfg = start()
     with keep_messages() as messages, recipe.run as run:
         run.reads_late = True
-        recipe.setup(cfg)
-        list(run.epochs())
-        run.global_step = 3
-        run.log(loss=Lost())
+        ready = Ready(recipe, cfg)
+        ready.log(torch.tensor(2.0), 3)
+        run._held = run._held._replace(arrived=Lost())
     assert closed == [True]
     assert "update step 3: its metrics are lost (the device is gone)" in messages
 
 
-def test_metrics_are_those_of_their_update_step_whatever_becomes_of_the_tensors(started):
-    start, _ = started
-    recipe, cfg = start(metric_logger={"_component_": "recipe_runs.ListLogger"})
-    with recipe.run as run:
-        run.reads_late = True
+# ---- One run per folder -------------------------------------------------------------------------------
+
+
+def start_second_run(config):
+    cfg = OmegaConf.create(config)
+    recipe = recipe_class()(cfg)
+    with pytest.raises(ConfigError, match="another run writes to it"), recipe.run:
         recipe.setup(cfg)
-        list(run.epochs())
-        loss = torch.tensor(2.0)
-        run.log(loss=loss, num_tokens=3)
-        loss.zero_()
-    assert ListLogger.logged == [{"step": 0, "loss": 2.0, "num_tokens": 3}]
+
+
+def test_a_second_run_in_a_folder_in_use_deletes_nothing_of_the_first(started):
+    start, _ = started
+    first, cfg = start()
+    with first.run:
+        first.setup(cfg)
+        parts = [Path(cfg.output_dir, name, "part") for name in ("step_5.tmp", "export.tmp")]
+        for path in parts:
+            path.parent.mkdir()
+            path.write_text("in the making")
+        run_distributed(start_second_run, 1, OmegaConf.to_container(cfg))
+        assert all(path.exists() for path in parts)
