@@ -163,7 +163,7 @@ MENDABLE = {
     "a worker": ({"dataset": DEADLY, "shuffle": False, "num_workers": 1}, 1, "error: num_workers=1: a DataLoader worker"),
     "a gradient": (NONFINITE, 1, "error: "),
     "a key": ({"batchsize": 3}, 2, "  - batchsize: this recipe has no such key; did you mean batch_size?"),
-    "data": ({"dataset": {**BAD, "replace": {}, "num_without_targets": 32}}, 2, "  - dataset: nothing can be learned"),
+    "data": ({"dataset": {**BAD, "replace": {}, "num_without_targets": 32}}, 2, "  - dataset: none of its"),
     "a checkpoint": ({"resume_from_checkpoint": True}, 2, "  - resume_from_checkpoint=True: there is no checkpoint in"),
 }  # fmt: skip
 

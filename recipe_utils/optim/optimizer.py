@@ -104,7 +104,7 @@ class OptimizerSettings:
                 f"optimizer_in_bwd=True: pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
                 "microbatches; set it to False"
             )
-        if data.microbatching != "in_order":
+        if data.plans_by_tokens:
             yield (
                 f"microbatching={data.microbatching}: it may cut an update step into several "
                 "microbatches, and with optimizer_in_bwd=True every backward updates the weights; set "

@@ -157,7 +157,7 @@ REFUSED = {
         {"dataset": {"_component_": "tiny.samples_dataset", "tokenizer": None}},
         "dataset: .*labels.* and no image; set it to one of images",
     ),
-    "no image": ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 0}}, "dataset: it holds 0 samples"),
+    "no image": ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 0}}, "dataset: it has 0 samples"),
     "neighbours without labels": (
         {**HELD_OUT, "dataset_knn": {"_component_": "tiny.unlabelled_images"}},
         "dataset_knn: its images have no labels",

@@ -206,13 +206,13 @@ def test_pairs_that_teach_nothing_are_left_out_named_once_and_counted(
         text
         for _, of_rank in [(logged, warnings), *others]
         for text in of_rank
-        if "(left out)" in text
+        if "(skipped)" in text
     ]
     # Once on each rank that meets it; two epochs deal them out anew.
     assert len({text.split(":")[0] for text in named}) == 8
     assert len(named) == 8 if world_size == 1 else len(named) <= 16
-    assert any("its rejected side has no target (left out)" in text for text in named)
-    assert any("its sides are equal (left out)" in text for text in named)
+    assert any("its rejected side has no target (skipped)" in text for text in named)
+    assert any("its sides are equal (skipped)" in text for text in named)
     # The others are trained on as if those were not there.
     of_others = {**WITH_DEAD, "only_live": True}
     alone = config_of(

@@ -60,7 +60,7 @@ def test_drop_leaves_the_short_step_out(tiny_config):
     config = tiny_config(dataset=data(21), batch_size=2, gradient_accumulation_steps=4)
     config["last_update_step"] = "drop"
     ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
-    assert "5 of 21 samples are left out" in " ".join(warnings)
+    assert "5 of 21 samples are skipped" in " ".join(warnings)
     order = epoch_permutation(21, epoch=0, shuffle=True).tolist()
     samples = [tiny.make_samples(21)[i] for i in order]
     assert [m["num_tokens"] for m in logged] == [

@@ -269,7 +269,7 @@ BAD = {
     ),
     "a local batch that does not divide": (
         {"batch_size": 3},
-        "global_batch_size=16: it is no multiple of batch_size=3 * 1 data-parallel ranks",
+        "global_batch_size=16: it is not a multiple of batch_size=3 * 1 data-parallel ranks",
     ),
     "no microbatch": ({"batch_size": 0}, "batch_size=0: it must be at least 1"),
     "more stages than layers": ({"model": tiny.MODEL, "pipeline_parallel_schedule": "Interleaved1F1B"}, "4 stages need as many layers, the model has 2"),

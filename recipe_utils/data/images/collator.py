@@ -83,7 +83,7 @@ class ViewSettings:
                 f"multiple of it; set batch_size to {(data.batch_size // size + 1) * size}, or koleo_group_size to "
                 "a divisor of it or to null"
             )
-        if data.microbatching != "in_order":
+        if data.plans_by_tokens:
             yield (
                 f"microbatching={data.microbatching}: all images have as many tokens; set microbatching=in_order"
             )

@@ -1,13 +1,14 @@
 """Update steps: the values that a recipe's loop consumes.
 
-Everything that one optimizer step needs is decided on the CPU before its first forward: the samples,
-their microbatches and what they hold over all data-parallel (DP) ranks.
+Everything that one optimizer step needs is decided on the CPU before its first forward: the samples, their
+microbatches, and their counts over all data-parallel (DP) ranks.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,10 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.collectives import (
     RankCounts,
-    StepCounts,
     count_over_ranks,
     exchange_samples,
     group_samples,
+    reporting_failure,
 )
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.plan import Microbatches
@@ -33,84 +34,81 @@ from recipe_utils.data.loader.samples import (
     CheckedDataset,
     Sample,
     SampleError,
-    SkippedSampleError,
     fingerprint,
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.settings import naming
+from recipe_utils.settings.problems import naming
 
 _log = get_logger("INFO")
 
 
 class Collator(Protocol):
-    """What the loader must know of the samples of an objective: text, pairs, views.
+    """Checks, measures, plans and collates the samples of one objective.
 
-    A kind whose loss couples samples may have ``block``, an int: so many consecutive samples of an update
-    step, from its first on, stay on one rank.
+    A collator may have an attribute ``block``, an int: that many consecutive samples of an update step, counted from
+    its first, stay on one rank. Losses that couple samples need it.
     """
 
     counts: Sequence[str]
-    """Names of what its microbatches count; of these an update step has totals. From samples that count
-    nothing of the first nothing can be learned."""
+    """Names of the counts of its microbatches; update steps have their totals. A sample whose first count is 0 has
+    nothing to train on."""
     fingerprint_keys: Sequence[str]
-    """Keys of a sample by which a resumed training knows its data again."""
+    """Keys of a sample that are hashed to recognize the dataset when training resumes."""
 
     def plan(self, lengths: Sequence[int], num_ranks: int, /) -> list[Microbatches]:
-        """Which samples are in which microbatch of which rank; see :mod:`recipe_utils.data.loader.plan`."""
+        """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.loader.plan`."""
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Makes of what the dataset returned what the methods below take; where samples are loaded.
+        """Converts an item of the dataset to the form that the other methods take. Called in DataLoader workers.
 
         Raises:
-            SampleError: says the name, where a sample cannot be trained on.
+            SampleError: the sample cannot be trained on; the message starts with ``name``.
         """
 
     def length(self, sample: Sample) -> int:
-        """What the plan knows of a sample."""
+        """Returns the length by which a sample is planned."""
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch."""
 
     def warnings(self) -> Iterator[str]:
-        """What a user should know before training."""
+        """Yields warnings to log before training."""
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """A microbatch that counts nothing, for a rank that has fewer than the others.
+        """Makes a dummy microbatch, for ranks that have fewer microbatches than others.
 
-        Every rank must run the same forwards and backwards, or FSDP's collectives hang.
+        Its loss is zero and has a graph. Every rank must run the same forwards and backwards, or FSDP's collectives
+        hang.
         """
 
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One optimizer step's data on this rank, and what all ranks hold together.
-
-    A value: it can be passed over any number of times.
-    """
+    """Data of one optimizer step on this rank, with totals over all ranks. It can be iterated over repeatedly."""
 
     index: int
     """Position in its epoch, from 0."""
     microbatches: Sequence[Microbatch]
-    """This rank's, on the CPU; as many on every rank."""
+    """Microbatches of this rank, on the CPU; every rank has the same number."""
     totals: Mapping[str, int]
-    """What the microbatches count, by name, over all DP ranks."""
+    """Counts of the microbatches by name, over all DP ranks."""
     dp_degree: int
     """Number of ranks that hold different data."""
     samples_consumed: int = 0
-    """Of the epoch over all ranks, with this update step."""
+    """Samples of the epoch over all ranks, up to and including this update step."""
     is_last_of_epoch: bool = False
     stop_requested: bool = False
-    """Whether some rank was asked to stop; alike on all ranks."""
+    """True on all ranks if a stop was requested on any of them."""
     clock_seconds: float = 0.0
-    """Rank 0's clock when it was counted: as many update steps ago as were prefetched."""
+    """Clock of rank 0 when the update step was counted, which is earlier than now if it was prefetched."""
     num_skipped: int = 0
-    """Samples of it that are in no microbatch, over all DP ranks."""
+    """Skipped samples of the update step, over all DP ranks."""
 
     def scale(self, count: str) -> float:
-        """What a microbatch's summed loss is multiplied by, to weigh all that is counted alike.
+        """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
 
         FSDP2 and DDP average gradients over the DP ranks, hence ``dp_degree`` over the total.
         """
@@ -118,127 +116,116 @@ class UpdateStep:
 
 
 class UpdateStepLoader:
-    """Makes update steps of a dataset, epoch by epoch, in the background. All ranks together.
+    """Makes update steps of a dataset, epoch by epoch, in a background thread. All ranks call it together.
 
     Args:
         dataset: map-style; the same on all ranks.
-        kind: of its samples.
-        settings: of the data.
-        ranks: of the job.
-        name: the dataset's key in the config, for errors.
-        num_microbatches_to_run: of the microbatches that the fullest rank has, how many all must run;
-            at least as many. What a rank lacks are stand-ins. None runs those.
+        collator: collator of its samples.
+        settings: data settings.
+        ranks: ranks of the job.
+        name: config key of the dataset, for errors.
+        num_microbatches_to_run: maps the largest number of microbatches on a rank to the number that all ranks run,
+            which is at least as large. Missing ones are dummy microbatches. Default: the same number.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: no sample, none from which anything can be learned, no update
-            step, or ranks that see datasets of different lengths.
+        recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on, forms no update step,
+            or has different lengths on different ranks.
     """
 
     def __init__(
         self,
         dataset: Any,
-        kind: Collator,
+        collator: Collator,
         settings: DataSettings,
         ranks: Ranks,
         name: str = "dataset",
         num_microbatches_to_run: Callable[[int], int] | None = None,
     ) -> None:
-        self._kind = kind
+        self._collator = collator
         self.settings = settings
         self._ranks = ranks
         self._num_microbatches_to_run = num_microbatches_to_run
         self._group = ranks.new_cpu_group()
-        self._moves_samples = ranks.dp_degree > 1 and (
-            settings.microbatching != "in_order"
-            if settings.balance_over_ranks is None
-            else settings.balance_over_ranks
-        )
         self.dataset = CheckedDataset(
-            dataset, name, kind.prepare, skips_bad=settings.on_bad_sample == "skip"
+            dataset, name, collator.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
+        num_samples = len(self.dataset)
         with naming(name):
-            if agree_on_length(len(self.dataset), self._group) == 0:
-                raise ValueError("it holds 0 samples; give it at least 1")
-            self._check_that_something_is_taught()
+            if agree_on_length(num_samples, self._group) == 0:
+                raise ValueError("it has 0 samples; at least 1 is needed")
+            self._check_has_targets()
             self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = self.samples_per_rank * ranks.dp_degree
-            self._block: int = getattr(kind, "block", 1)
+            self._block: int = getattr(collator, "block", 1)
             if self.samples_per_rank % self._block:
                 raise ValueError(
-                    f"{self.samples_per_rank} samples per rank and update step are no multiple of the "
+                    f"{self.samples_per_rank} samples per rank and update step are not a multiple of the "
                     f"{self._block} that must be on one rank; set batch_size to a multiple of {self._block}"
                 )
         with naming("last_update_step"):
             self.steps_per_epoch = num_update_steps(
-                len(self.dataset),
+                num_samples,
                 self.global_batch_size,
                 settings.last_update_step,
                 settings.max_steps_per_epoch,
             )
 
-    def _check_that_something_is_taught(self) -> None:
+    def _check_has_targets(self) -> None:
         problem = "it has no target"
         for index in range(len(self.dataset)):
             try:
-                counts = self._kind.collate([self.dataset[index]]).counts
-                if counts[self._kind.counts[0]] > 0:
+                if self._collator.collate([self.dataset[index]]).counts[self._collator.counts[0]]:
                     return
-            except SkippedSampleError as error:
-                problem = str(error)
             except Exception as error:
-                is_left_out = isinstance(error, SampleError) and self.dataset.skips_bad
-                if not is_left_out:
-                    return  # it is named when it is needed
+                if not (isinstance(error, SampleError) and self.dataset.skips(error)):
+                    return  # raised again when its update step is prepared
                 problem = str(error)
         raise ValueError(
-            f"nothing can be learned from any of its {len(self.dataset)} samples (the last: {problem}); look at "
-            "its labels, at what masks them (train_on_input), and at tokenizer.max_seq_len"
+            f"none of its {len(self.dataset)} samples can be trained on (the last: {problem}); check its labels, what "
+            "masks them (train_on_input), and tokenizer.max_seq_len"
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for the same samples to be in the same update steps."""
+        """Returns values that must be equal for update steps to contain the same samples."""
         return {
-            **fingerprint(self.dataset, self._kind.fingerprint_keys),
+            **fingerprint(self.dataset, self._collator.fingerprint_keys),
             "global_batch_size": self.global_batch_size,
             "shuffle": self.settings.shuffle,
-            # Not where it says nothing: checkpoints of versions before 0.4.2 have none.
-            **({"data_seed": self.settings.data_seed} if self.settings.data_seed else {}),
+            "data_seed": self.settings.data_seed,
             "last_update_step": self.settings.last_update_step,
         }
 
     def log_epoch_size(self) -> None:
-        """Logs the size of update steps, and what is left out of every epoch; on rank 0."""
+        """Logs the size of update steps, and warnings, on rank 0."""
         if not self._ranks.is_zero:
             return
-        for text in self._kind.warnings():
+        for text in self._collator.warnings():
             _log.warning(text)
         _log.info(
-            f"Update step: {self.samples_per_rank} samples on each of {self._ranks.dp_degree} "
-            f"data-parallel ranks, {self.global_batch_size} in all; {self.steps_per_epoch} update steps "
-            "per epoch"
+            f"Update step: {self.samples_per_rank} samples on each of {self._ranks.dp_degree} data-parallel ranks, "
+            f"{self.global_batch_size} in total; {self.steps_per_epoch} update steps per epoch"
         )
         num_samples = len(self.dataset)
         num_left_over = num_samples % self.global_batch_size
         if self.settings.last_update_step == "drop" and num_left_over:
             _log.warning(
-                f"last_update_step=drop: {num_left_over} of {num_samples} samples are left out of every "
-                "epoch, other ones each time"
+                f"last_update_step=drop: {num_left_over} of {num_samples} samples are skipped in every epoch"
             )
 
     def epoch(
         self, epoch: int, samples_consumed: int = 0, stop: threading.Event | None = None
     ) -> Prefetched[UpdateStep]:
-        """The update steps of an epoch.
+        """Returns the update steps of an epoch.
 
         Args:
-            epoch: from 0.
-            samples_consumed: of the epoch over all ranks, by update steps that are done.
-            stop: once set, the update steps counted from then on say so on all ranks.
+            epoch: index of the epoch, from 0.
+            samples_consumed: samples of the epoch, over all ranks, whose update steps are done.
+            stop: if set on any rank, ``stop_requested`` of later update steps is True on all ranks.
 
         Returns:
-            A context manager that iterates over :class:`UpdateStep`. It raises what the dataset or the
-            collate function raised, and :class:`recipe_utils.data.loader.collectives.OtherRankFailedError` on all
-            other ranks: every rank stops before the same update step.
+            A context manager that iterates over :class:`UpdateStep`. It raises errors of the dataset or of the collator,
+            and on all other ranks :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
+            before the same update step.
         """
         first = samples_consumed // self.global_batch_size
         permutation = self._permutation(epoch)
@@ -248,29 +235,10 @@ class UpdateStepLoader:
         ]
         return self.of_samples(indices_per_step, first, stop)
 
-    def _indices_of(self, permutation: Tensor, step: int, epoch: int = 0) -> list[int]:
-        return update_step_indices(
-            permutation,
-            step,
-            self.global_batch_size,
-            self._ranks.dp_rank,
-            self._ranks.dp_degree,
-            epoch,
-            self._block,
-        )
-
-    def _permutation(self, epoch: int) -> Tensor:
-        settings = self.settings
-        return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
-
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
-        """Each sample once that so many epochs consume, in its own order, as many at a time as in them.
+        """Returns the number of update steps, and update steps, with each sample of the first epochs once.
 
-        Args:
-            num_epochs: from the first one on.
-
-        Returns:
-            The number of update steps, and they.
+        Samples are in dataset order, ``global_batch_size`` of them at a time.
         """
         num_samples, consumed = len(self.dataset), self.steps_per_epoch * self.global_batch_size
         used: set[int] = set()
@@ -284,18 +252,28 @@ class UpdateStepLoader:
             [self._indices_of(indices, step) for step in range(num_steps)]
         )
 
+    def _permutation(self, epoch: int) -> Tensor:
+        settings = self.settings
+        return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
+
+    def _indices_of(self, permutation: Tensor, step: int, epoch: int = 0) -> list[int]:
+        dp_rank, dp_degree = self._ranks.dp_rank, self._ranks.dp_degree
+        return update_step_indices(
+            permutation, step, self.global_batch_size, dp_rank, dp_degree, epoch, self._block
+        )
+
     def of_samples(
         self,
         indices_per_step: Sequence[list[int]],
         first: int = 0,
         stop: threading.Event | None = None,
     ) -> Prefetched[UpdateStep]:
-        """The update steps of given samples; see :meth:`epoch`.
+        """Returns update steps of given samples; see :meth:`epoch`.
 
         Args:
-            indices_per_step: for each update step, this DP rank's dataset indices; may be empty. As many
-                update steps on every rank.
-            first: position of the first of them in its epoch.
+            indices_per_step: for each update step, the dataset indices of this DP rank, possibly none. Every rank must
+                have the same number of update steps.
+            first: position of the first update step in its epoch.
             stop: see :meth:`epoch`.
         """
         closed = threading.Event()
@@ -309,83 +287,61 @@ class UpdateStepLoader:
         stop: threading.Event,
         closed: threading.Event,
     ) -> Iterator[UpdateStep]:
+        collator, ranks = self._collator, self._ranks
+        exchange = partial(
+            exchange_samples,
+            length_of=collator.length,
+            plan=collator.plan,
+            max_samples=self.samples_per_rank,
+            dp_peers=ranks.dp_peers,
+            group=self._group,
+            closed=closed,
+        )
+        count = partial(
+            count_over_ranks,
+            names=collator.counts,
+            counts_its_data=ranks.is_dp_leader,
+            group=self._group,
+            closed=closed,
+        )
+        exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
+        may_need_dummies = ranks.dp_degree > 1 or self._num_microbatches_to_run is not None
         samples_per_step = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy = None
         for index, indices in enumerate(indices_per_step, start=first):
-            try:
+            with reporting_failure(exchange if exchanges else count):
                 samples = next(samples_per_step)
-                if dummy is None and self._may_need_dummies():
-                    # Now, since nothing may fail any more once the ranks have agreed on the step.
-                    sample = samples[0] if samples else self.dataset.any_sample()
-                    dummy = self._kind.dummy(sample)
-            except Exception:
-                # The other ranks learn of it in the collective that they enter next.
-                if self._moves_samples:
-                    self._move(None, closed)
-                else:
-                    self._count(None, closed)
-                raise
-            moved = self._move(samples, closed) if self._moves_samples else None
-            try:
-                if moved is None:
-                    moved = group_samples(samples, self._kind.length, self._kind.plan)
-                microbatches = [self._kind.collate(part) for part in moved]
-                num_skipped = len(indices) - len(samples)
-                counts = self._counts_of(microbatches, num_skipped, stop.is_set())
-            except Exception:
-                self._count(None, closed)
-                raise
-            agreed = self._count(counts, closed)
-            num_microbatches = agreed.max_microbatches
+                if dummy is None and may_need_dummies:
+                    # Made before the ranks agree on the step, since nothing may fail after that.
+                    dummy = collator.dummy(samples[0] if samples else self.dataset.any_sample())
+            exchanged = exchange(samples) if exchanges else None
+            with reporting_failure(count):
+                if exchanged is None:
+                    exchanged = group_samples(samples, collator.length, collator.plan)
+                microbatches = [collator.collate(part) for part in exchanged]
+                local = RankCounts(
+                    {name: sum(m.counts[name] for m in microbatches) for name in collator.counts},
+                    len(microbatches),
+                    stop.is_set(),
+                    time.monotonic_ns() // 1_000_000,
+                    num_skipped=len(indices) - len(samples),
+                )
+            agreed = count(local)
+            num_to_run = agreed.max_microbatches
             if self._num_microbatches_to_run is not None:
-                num_microbatches = self._num_microbatches_to_run(num_microbatches)
+                num_to_run = self._num_microbatches_to_run(num_to_run)
             if dummy is not None:
-                microbatches += [dummy] * (num_microbatches - len(microbatches))
-            if self._ranks.device.type == "cuda":
+                microbatches += [dummy] * (num_to_run - len(microbatches))
+            if ranks.device.type == "cuda":
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(
                 index,
                 tuple(microbatches),
                 agreed.totals,
-                self._ranks.dp_degree,
+                ranks.dp_degree,
                 samples_consumed=(index + 1) * self.global_batch_size,
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 stop_requested=agreed.stop_requested,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
             )
-
-    def _may_need_dummies(self) -> bool:
-        return self._ranks.dp_degree > 1 or self._num_microbatches_to_run is not None
-
-    def _move(
-        self, samples: Sequence[Sample] | None, closed: threading.Event
-    ) -> list[list[Sample]]:
-        return exchange_samples(
-            samples,
-            self._kind.length,
-            self._kind.plan,
-            max_samples=self.samples_per_rank,
-            dp_peers=self._ranks.dp_peers,
-            group=self._group,
-            closed=closed,
-        )
-
-    def _count(self, counts: RankCounts | None, closed: threading.Event) -> StepCounts:
-        return count_over_ranks(
-            counts, self._kind.counts, self._ranks.is_dp_leader, self._group, closed
-        )
-
-    def _counts_of(
-        self, microbatches: Sequence[Microbatch], num_skipped: int, stops: bool
-    ) -> RankCounts:
-        return RankCounts(
-            {
-                name: sum(microbatch.counts[name] for microbatch in microbatches)
-                for name in self._kind.counts
-            },
-            len(microbatches),
-            stops,
-            time.monotonic_ns() // 1_000_000,
-            num_skipped,
-        )

@@ -1,6 +1,6 @@
-"""What one forward and backward consumes on one rank.
+"""Microbatches: the tensors of one forward and backward on one rank.
 
-Shapes: b rows, s slots (positions) per row, n target tokens.
+Shapes: b rows, s positions per row, n target tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,47 +28,46 @@ class Pairs(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a microbatch is asked to predict."""
+    """Target tokens of a microbatch."""
 
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
-    """[n]: indices of the target tokens in the flattened [b * s] slots, ascending. Found on the CPU,
-    so that no device has to be waited for to learn n."""
+    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending. Computed on the CPU, so that n is
+    known without a device synchronization."""
     teacher: Any = None
-    """What another model, a teacher or a reference, says of these targets: tensors in any nesting."""
+    """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tensors of one forward and backward, and what they hold."""
+    """Tensors of one forward and backward, and their counts."""
 
     inputs: Mapping[str, Any]
-    """Keyword arguments of the model's forward: ``tokens`` [b, s], whatever else the collate function
-    returned besides labels and, for packed rows, ``input_pos`` [b, s] and ``document_lengths``
-    (:class:`recipe_utils.data.text.documents.Documents`), of which :mod:`recipe_utils.model.attention.document_mask` makes
-    the mask: no mask waits in the queue."""
+    """Keyword arguments of the model's forward: ``tokens`` [b, s] and everything but labels that the collate function
+    returned; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
+    (:class:`recipe_utils.data.text.documents.Documents`), from which the model makes its attention mask."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What it adds to the update step's totals, by name; nothing for a stand-in."""
+    """Its part of the update step's totals, by name; empty for a dummy microbatch."""
 
     def pin_memory(self) -> "Microbatch":
-        """Copies to page-locked memory, from which a device copy does not block the host."""
+        """Returns a copy in page-locked memory, from which a device copy does not block the host."""
         pinned: Microbatch = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), self)
         return pinned
 
     def with_teacher(self, outputs: Any) -> "Microbatch":
-        """The same with what another model says of its targets."""
+        """Returns the microbatch with outputs of a frozen model at its targets."""
         return replace(self, targets=self.targets._replace(teacher=outputs))
 
 
-# As a tree of its tensors it can be copied along with whatever stands beside it.
+# PyTorch's tree functions copy it as part of larger structures.
 register_dataclass(Microbatch)
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last; looks one item ahead."""
+    """Yields each item and True for the last one. Takes one item ahead."""
     iterator = iter(items)
     try:
         held = next(iterator)

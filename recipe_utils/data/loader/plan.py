@@ -1,66 +1,66 @@
-"""Plans: how the samples of an update step become microbatches, on one rank or over all of them.
+"""Plans: assignments of an update step's samples to microbatches and ranks.
 
-A plan is a pure, deterministic function of lengths and limits; it sees no tensor and no process
-group. The loss is normalised over the whole update step, so no plan changes the gradient, only
-what it costs to compute. Every rank computes the same plan for itself, so arithmetic here is
-elementwise or in Python's order: no sum may depend on the machine.
+A plan is a pure, deterministic function of lengths and limits, without tensors or process groups. The loss is
+normalised over the whole update step, so a plan changes the cost of the gradient and not the gradient. Every rank
+computes the plan of all ranks by itself, so arithmetic is elementwise or in Python's order: no sum may depend on the
+machine.
 
-A *round* is one microbatch on every rank: FSDP's ranks go through them in step. Both plans that
-regroup samples sort them, longest first, and deal each round's costliest microbatch to the rank that
-computes least so far.
+A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Both plans that regroup samples sort
+them, longest first, and deal each round's costliest microbatch to the rank with the least cost so far.
 """
 
 import heapq
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Microbatches = list[list[int]]
-"""Of one rank: for each microbatch the positions of its samples."""
+"""Microbatches of one rank: for each of them the positions of its samples."""
+
+Plan = Callable[[Sequence[int], int], list[Microbatches]]
+"""Lengths of samples [tokens], number of ranks -> microbatches of each rank."""
 
 
 class MicrobatchCost(NamedTuple):
-    """What a microbatch costs, in slots (positions computed) of a short sample.
+    """Cost of a microbatch, in positions of a short sample.
 
-    A slot costs its share of the matrix products and, in attention, more the longer its row or document
-    is. Per token these are 6 * N and 6 * L * d * s floating-point operations for forward and backward
-    with a causal mask (N parameters, L layers, width d, length s; Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1), so the second equals the first at s = N / (L * d) where all operations
-    are equally fast. Each microbatch costs something besides, whatever its size, so that tiny ones do
-    not win by count. :mod:`recipe_utils.benchmark.microbatch_cost` fits both to measured times, on two CPU cores to
-    within 4 % in the median.
+    A position costs its share of the matrix products and, in attention, more the longer its row or document is. Per
+    token these are 6 * N and 6 * L * d * s floating-point operations for forward and backward with a causal mask (N
+    parameters, L layers, width d, length s; Kaplan et al. 2020, arXiv:2001.08361, section 2.1), so the second equals the
+    first at s = N / (L * d) if all operations are equally fast. Each microbatch has an overhead that does not depend on
+    its size. :mod:`recipe_utils.benchmark.microbatch_cost` fits both to measured times, on two CPU cores to within 4 %
+    in the median.
     """
 
     overhead_slots: float = 75.0
-    """Of one microbatch more. The fit is 100; the cheapest cut is flat around it (75 costs 0.2 % more), and
-    less padding takes less memory."""
+    """Cost of one more microbatch. The fit is 100; the cheapest cut is flat around it (75 costs 0.2 % more), and less
+    padding takes less memory."""
     equal_attention_length: float = float("inf")
     """Length at which attention takes as long as everything else [tokens]."""
 
     def __call__(self, num_rows: int, longest: int) -> float:
-        """Cost of ``num_rows`` samples padded to ``longest`` tokens."""
+        """Returns the cost of ``num_rows`` samples padded to ``longest`` tokens."""
         return num_rows * self.of_sample(longest) + self.overhead_slots
 
     def of_sample(self, length: int) -> float:
-        """What a sample of ``length`` tokens, padding included, adds to its microbatch."""
+        """Returns the part of a sample of ``length`` tokens, padding included, in its microbatch's cost."""
         return length * (1 + length / self.equal_attention_length)
 
 
 class DeviceCosts(NamedTuple):
-    """What a plan must know of a kind of device."""
+    """Costs of a device type."""
 
     overhead_slots: float
     """See :class:`MicrobatchCost`."""
     attention_slowness: float
-    """Time of an operation in attention over that of one in a matrix product."""
+    """Time of an operation in attention over the time of one in a matrix product."""
 
 
 MEASURED_COSTS = {"cpu": DeviceCosts(MicrobatchCost().overhead_slots, 3.6)}
-"""By the kind of device, where :mod:`recipe_utils.benchmark.microbatch_cost` has run."""
+"""Costs by device type that :mod:`recipe_utils.benchmark.microbatch_cost` measured."""
 ESTIMATED_COSTS = DeviceCosts(400.0, 2.0)
-"""Of other devices, by arithmetic: launching a microbatch's kernels takes some 5 ms, in which a GPU would compute
-300 to 500 slots of a model of a billion parameters; its attention runs at about half the speed of its products."""
+"""Estimate for other devices: launching a microbatch's kernels takes some 5 ms, in which a GPU would compute 300 to 500
+positions of a model of a billion parameters; its attention runs at about half the speed of its matrix products."""
 
 _DEFAULT_COST = MicrobatchCost()
 
@@ -68,16 +68,15 @@ _DEFAULT_COST = MicrobatchCost()
 def plan_in_order(
     lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int
 ) -> list[Microbatches]:
-    """Groups the samples as they come, ``batch_size`` at a time, as the stock recipes do.
+    """Groups the samples in their order, ``batch_size`` at a time, as the stock recipes do.
 
     Args:
-        lengths: tokens of each sample in the update step, shape [n].
-        num_ranks: the microbatches are dealt to them in turn.
-        batch_size: samples per microbatch.
+        lengths: tokens of each sample in the update step, [n].
+        num_ranks: number of ranks, to which microbatches are dealt in turn.
+        batch_size: samples per microbatch; the last one may have fewer.
 
     Returns:
-        For each rank its microbatches of positions in ``lengths``, each position exactly once. The
-        last microbatch may be smaller; no samples give no microbatches.
+        For each rank its microbatches of positions in ``lengths``, each position exactly once.
     """
     positions = list(range(len(lengths)))
     starts = range(0, len(positions), batch_size)
@@ -95,21 +94,21 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length and cuts them into microbatches for the least cost.
 
-    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring
-    samples in every round, so that little is padded, and as many as bring its total level with the
-    others'. Longest first, so that what runs out of memory does so in the first microbatch.
+    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring samples in every
+    round, which limits padding, and as many as level its total with the others'. The longest samples come first, so that
+    a lack of memory shows in the first microbatch.
 
     Args:
-        lengths: tokens of each sample in the update step, shape [n].
-        num_ranks: ranks to cut for.
-        batch_size: only used where ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: bound on rows * longest [slots]; None for ``batch_size`` times the
-            longest of these samples. A sample above it gets a microbatch of its own.
-        cost: of a microbatch.
+        lengths: tokens of each sample in the update step, [n].
+        num_ranks: number of ranks.
+        batch_size: only used if ``max_tokens_per_microbatch`` is None.
+        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times the longest of these
+            samples. A longer sample gets a microbatch of its own.
+        cost: cost of a microbatch.
 
     Returns:
-        For each rank its microbatches of positions in ``lengths``, each position exactly once; as
-        many on every rank, unless the samples do not suffice.
+        For each rank its microbatches of positions in ``lengths``, each position exactly once; the same number on every
+        rank, unless there are too few samples.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
@@ -132,22 +131,17 @@ def plan_packed(
     max_tokens_per_microbatch: int | None = None,
     cost: MicrobatchCost = _DEFAULT_COST,
 ) -> list[Microbatches]:
-    """Packs the samples, whole and without padding, into as few equally costly rows as hold them.
+    """Packs whole samples without padding into few rows of about equal cost.
 
-    Longest first, each into the row that costs least so far (Graham 1969, doi:10.1137/0117039)
-    among those with room; with one more row per rank if some sample finds none.
+    Longest first, each sample goes into the row with the least cost so far (Graham 1969, doi:10.1137/0117039) among
+    those with space; if a sample fits in none, one more row per rank is opened.
 
     Args:
-        lengths: tokens of each sample in the update step, shape [n].
-        num_ranks: ranks to pack for.
-        batch_size: only used where ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: bound on the tokens of a row; None for ``batch_size`` times the
-            longest of these samples. A sample above it gets a row of its own.
-        cost: of a microbatch, which is one row.
-
-    Returns:
-        For each rank its microbatches of positions in ``lengths``, each position exactly once; as
-        many on every rank, unless the samples do not suffice.
+        lengths: see :func:`plan_least_padding`, as for the other arguments and the result.
+        num_ranks: number of ranks.
+        batch_size: only used if ``max_tokens_per_microbatch`` is None.
+        max_tokens_per_microbatch: maximum tokens of a row.
+        cost: cost of a microbatch, which is one row.
     """
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
     longest_first = _longest_first(lengths)
@@ -169,25 +163,12 @@ def plan_packed(
     return ranks
 
 
-Plan = Callable[[Sequence[int], int], list[Microbatches]]
-"""Lengths of samples [tokens], number of ranks -> for each rank its microbatches of positions."""
-
 PLANS = {
     "in_order": plan_in_order,
     "least_padding": plan_least_padding,
     "packed": plan_packed,
 }
 """Value of ``microbatching`` -> plan."""
-
-
-def make_plan(
-    microbatching: str, batch_size: int, max_tokens: int | None, cost: MicrobatchCost
-) -> Plan:
-    """The plan of a value of ``microbatching``, with all but lengths and ranks given; see the plans."""
-    arguments: dict[str, Any] = {"batch_size": batch_size}
-    if microbatching != "in_order":
-        arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
-    return partial(PLANS[microbatching], **arguments)
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -201,7 +182,7 @@ def _fill_rows(
     max_tokens: int,
     cost: MicrobatchCost,
 ) -> list[tuple[float, list[int]]] | None:
-    """Cost and positions of each row that is not empty; None if some sample has no room."""
+    """Returns cost and positions of each row that is not empty; None if a sample fits in no row."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     num_tokens = [0] * num_rows
     least_costly = [(0.0, row) for row in range(num_rows)]  # a heap
@@ -231,14 +212,13 @@ Cuts = list[tuple[int, int]]
 
 
 def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: MicrobatchCost) -> Cuts:
-    """The cut of least total cost, by a dynamic program; O(n * r) for microbatches of up to r rows.
+    """Returns the cut of least total cost, by a dynamic program; O(n * r) for microbatches of up to r rows.
 
-    The cheapest cut of the first i samples is the cheapest cut of some first j, and one microbatch
-    of the samples between. No partition of the samples costs less than the best cut, since exchanging
-    samples of two microbatches until one holds the longer ones never raises the cost.
+    The cheapest cut of the first i samples is the cheapest cut of some first j, and one microbatch of the samples
+    between. No partition of the samples costs less than the best cut, since exchanging samples of two microbatches until
+    one has the longer ones never raises the cost.
     """
-    # least[i]: cost of the cheapest cut of the first i samples, whose last microbatch starts at
-    # start_of_last[i].
+    # least[i]: cost of the cheapest cut of the first i samples; its last microbatch starts at start_of_last[i].
     least = [0.0] + [float("inf")] * len(descending)
     start_of_last = [0] * (len(descending) + 1)
     for start, longest in enumerate(descending):
@@ -255,16 +235,16 @@ def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: Micr
 
 
 _NUM_BISECTIONS = 8
-"""Of a limit, to within 1/256 of the range between the mean that all need and what is enough."""
+"""Bisections of a limit, to within 1/256 of the range between the mean cost and an upper bound."""
 
 
 def _level_cuts(
     descending: Sequence[int], max_rows: Sequence[int], cost: MicrobatchCost, num_ranks: int
 ) -> list[Cuts]:
-    """For each rank its cuts, one of each round, so that the ranks' totals differ little.
+    """Returns the cuts of each rank, one per round, so that the ranks' totals differ little.
 
-    In as few rounds as the bound allows, and in more as long as that lowers the costliest rank's
-    total: more rounds pad less and are leveled better, and each costs its overhead.
+    There are as few rounds as the bound allows, and more as long as that lowers the costliest rank's total: more rounds
+    pad less and level better, and each costs its overhead.
     """
     fewest_microbatches = start = 0
     while start < len(descending):
@@ -292,31 +272,30 @@ def _cut_rounds(
     num_ranks: int,
     num_rounds: int,
 ) -> tuple[list[Cuts], float]:
-    """For each rank its cuts, and what the costliest rank's cost together.
+    """Returns the cuts of each rank, and the total cost of the costliest rank.
 
-    Each microbatch takes as many of the sorted samples as a limit of cost allows, the lowest limit at
-    which all samples fit; each falls short of it by up to a sample. So the last round, that of the
-    shortest samples, is cut anew once the others are dealt: every rank takes what it lacks of a
-    total, again the lowest.
+    Each microbatch takes as many of the sorted samples as a limit on its cost allows; the limit is the lowest at which
+    all samples fit. Each microbatch is below it by up to one sample. So the last round, with the shortest samples, is
+    cut again after the others are dealt: every rank takes what it lacks of a total, again the lowest.
     """
     num_samples = len(row_costs)
 
     def cut(start: int, limits: Sequence[float]) -> Cuts:
-        """The samples from ``start`` on, in each microbatch as many as its limit allows."""
+        """Cuts the samples from ``start`` on; each microbatch takes as many as its limit allows."""
         cuts = []
         for num_to_come, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
             if start == num_samples:
                 break
-            # The small term makes up for a quotient that rounding puts below a whole number.
+            # The small term corrects quotients that rounding puts below an integer.
             num_rows = int(limit / row_costs[start] + 1e-9)
-            # Leaves one sample for each microbatch to come, while there are any.
+            # Leaves one sample for each later microbatch, as long as there are any.
             num_rows = min(num_rows, max_rows[start], num_samples - start - num_to_come)
             cuts.append((start, start + max(num_rows, 1)))
             start = cuts[-1][1]
         return cuts
 
     def cut_lowest(start: int, loads: Sequence[float], most: float) -> Cuts:
-        """The same up to the lowest total, loads included, that holds all; ``most`` above each does."""
+        """Cuts at the lowest total, loads included, at which all samples fit; they do at ``most`` above each load."""
 
         def cut_to(total: float) -> Cuts:
             return cut(start, [total - load for load in loads])

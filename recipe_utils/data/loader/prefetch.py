@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,20 +14,19 @@ _END = object()
 class Prefetched(Generic[T]):
     """Iterates over ``items`` while a background thread prepares the next ones.
 
-    Use it as a context manager, or call :meth:`close`: the thread ends with the ``with`` block,
-    however that is left. An exception raised by ``items`` is raised to the caller in its turn, with
-    the traceback of the thread.
+    Use it as a context manager, or call :meth:`close`: the thread ends with the ``with`` block, also after an error.
+    An exception of ``items`` is raised to the caller in its turn, with the traceback of the thread.
 
     Args:
         items: consumed in the background thread, which starts at once.
-        depth: how many items may wait in the queue; one more is in the making. 0 prepares each item
-            in the calling thread when it is asked for.
-        closed: set by :meth:`close`; share it with ``items`` where these can wait for long.
+        depth: maximum number of items in the queue; one more is being prepared. 0 prepares each item in the calling
+            thread, on demand.
+        closed: set by :meth:`close`. ``items`` must check it while it waits for something that may never come.
     """
 
     def __init__(self, items: Iterator[T], depth: int, closed: threading.Event) -> None:
         self.wait_seconds = 0.0
-        """How long the last ``next`` waited for its item."""
+        """Time that the last ``next`` waited for its item."""
         self._items = items
         self._queue: queue.Queue[object] = queue.Queue(maxsize=max(depth, 1))
         self._closed = closed
@@ -44,7 +42,7 @@ class Prefetched(Generic[T]):
             self.wait_seconds = time.perf_counter() - started
             if item is _END or isinstance(item, _Raised):
                 if self._thread is not None:
-                    self._queue.put(item)  # for whoever iterates again; the thread puts no more
+                    self._queue.put(item)  # for the next iteration; the thread has ended
                 if isinstance(item, _Raised):
                     raise item.error
                 return
@@ -60,7 +58,7 @@ class Prefetched(Generic[T]):
             self._put(_Raised(error))
 
     def _put(self, item: object) -> bool:
-        """Waits for room in the queue; False when the queue was closed meanwhile."""
+        """Waits until the queue has space; returns False if it was closed first."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.05)
@@ -70,15 +68,11 @@ class Prefetched(Generic[T]):
         return False
 
     def close(self) -> None:
-        """Ends the thread and drops what was prepared; returns once the thread is gone.
-
-        Waits for the item in the making, so ``items`` must look at ``closed`` while it waits for
-        anything that may not come.
-        """
+        """Ends the thread, waits for it, and drops prepared items."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        self._queue = queue.Queue()  # lets go of what was prepared
+        self._queue = queue.Queue()  # drops prepared items
         self._queue.put(_END)
         if hasattr(self._items, "close"):
             self._items.close()
@@ -86,12 +80,7 @@ class Prefetched(Generic[T]):
     def __enter__(self) -> "Prefetched[T]":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

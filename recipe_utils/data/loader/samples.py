@@ -1,8 +1,8 @@
-"""Samples: checked as they come out of the dataset, loaded by DataLoader workers.
+"""Samples: loaded by DataLoader workers and checked as they are loaded.
 
-A sample is a mapping. What else it must be is its kind's to say: text (:mod:`recipe_utils.data.text.collator`)
-has ``tokens`` and ``labels`` of one length, as torchtune's datasets return it; a sample of a packed
-dataset also ``input_pos`` and ``seq_lens``.
+A sample is a mapping, which the collator checks. Text (:mod:`recipe_utils.data.text.collator`) has ``tokens`` and
+``labels`` of one length, as torchtune's datasets return it; a sample of a packed dataset also has ``input_pos`` and
+``seq_lens``.
 """
 
 import hashlib
@@ -26,26 +26,22 @@ _log = get_logger("INFO")
 
 
 class SampleError(ValueError):
-    """A sample that cannot be trained on; the message names it and says what is wrong."""
+    """Raised for a sample that cannot be trained on; the message starts with its name."""
 
 
 class SkippedSampleError(SampleError):
-    """A sample with nothing wrong, from which nothing can be learned; it is left out, whatever bad ones are."""
+    """Raised for a valid sample without targets. Such samples are always skipped, whatever ``on_bad_sample`` is."""
 
 
 _NUM_NAMED = 20
-"""Samples that are left out may be a tenth of the data; those after so many are only counted."""
+"""Maximum number of skipped samples that are logged; a tenth of the data may be skipped."""
 
 
 def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
-    """Refuses what is no mapping with all of these keys.
-
-    Raises:
-        SampleError: says which is missing, by the sample's name.
-    """
+    """Raises a SampleError unless ``sample`` is a mapping with all keys."""
     if not isinstance(sample, Mapping):
         raise SampleError(
-            f"{name}: it is a {type(sample).__name__}, no mapping with {', '.join(keys)}"
+            f"{name}: it is a {type(sample).__name__}, not a mapping with {', '.join(keys)}"
         )
     for key in keys:
         if key not in sample:
@@ -53,19 +49,19 @@ def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
 
 
 def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
-    """What a sample has at a key, a list, array or tensor, as an array [n] of int64.
+    """Returns ``sample[key]``, a list, array or tensor, as an array [n] of int64.
 
     Raises:
-        SampleError: it is something else; says what, by the sample's name.
+        SampleError: it is something else.
     """
     values = sample[key]
     try:
         numbers = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise SampleError(f"{name}: its '{key}' is no list of whole numbers ({error})") from None
+        raise SampleError(f"{name}: its '{key}' is not a list of integers ({error})") from None
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         shown = repr(values) if len(repr(values)) < 60 else f"{repr(values)[:50]}..."
-        raise SampleError(f"{name}: its '{key}' is no list of whole numbers but {shown}")
+        raise SampleError(f"{name}: its '{key}' is not a list of integers but {shown}")
     return numbers.astype(np.int64)
 
 
@@ -74,10 +70,9 @@ class CheckedDataset(Dataset[Sample]):
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
-        name: how errors call the dataset; the config key it comes from.
-        prepare: takes a sample and its name, such as ``"sample 17 of dataset"``; returns what is made of
-            it, and raises a :class:`SampleError` where it cannot be trained on.
-        skips_bad: :func:`load_samples` leaves bad samples out instead of raising.
+        name: config key of the dataset, for errors.
+        prepare: see :meth:`recipe_utils.data.loader.loader.Collator.prepare`; a name is ``"sample 17 of dataset"``.
+        skips_bad: :func:`load_samples` skips bad samples instead of raising an error.
     """
 
     def __init__(
@@ -97,54 +92,45 @@ class CheckedDataset(Dataset[Sample]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns the sample at ``index``.
-
-        Raises:
-            SampleError: the dataset failed on it (the cause is chained), or it fails the check.
-        """
+        """Returns the prepared sample; an error of the dataset is chained to a SampleError."""
         name = f"sample {index} of {self.name}"
         try:
             sample = self.dataset[index]
-        except SampleError as error:  # of a dataset that checks what it makes samples of
+        except SampleError as error:  # from a dataset that checks its files
             raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
             raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
         return self.prepare(sample, name)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
-        """What a DataLoader calls: the samples, with the error in place of a bad one."""
+        """Returns samples for a DataLoader, with the error in place of a bad one."""
         samples: list[Sample | SampleError] = []
         for index in indices:
             try:
                 samples.append(self[index])
             except SampleError as error:
-                if error.__cause__ is not None:  # which does not come along from a worker
+                if error.__cause__ is not None:  # lost when the error is pickled in a worker
                     error.add_note("".join(traceback.format_exception(error.__cause__)))
                 samples.append(error)
         return samples
 
     def skips(self, error: SampleError) -> bool:
-        """Whether training goes on without this sample."""
+        """Returns True if training skips a sample with this error."""
         return self.skips_bad or isinstance(error, SkippedSampleError)
 
     def warn_skipped(self, error: SampleError) -> None:
-        """Logs a sample that is left out, each once however many epochs there are."""
+        """Logs a skipped sample once over all epochs, up to a maximum number of samples."""
         if str(error) in self._named or len(self._named) > _NUM_NAMED:
             return
         self._named.add(str(error))
         if len(self._named) > _NUM_NAMED:
-            _log.warning(f"{self.name}: further samples that are left out are not named")
-        elif isinstance(error, SkippedSampleError):
-            _log.warning(f"{error} (left out)")
+            _log.warning(f"{self.name}: further skipped samples are not logged")
         else:
-            _log.warning(f"{error} (left out, on_bad_sample=skip)")
+            reason = "" if isinstance(error, SkippedSampleError) else ", on_bad_sample=skip"
+            _log.warning(f"{error} (skipped{reason})")
 
     def any_sample(self) -> Sample:
-        """A sample that is not bad, if there is one.
-
-        Raises:
-            SampleError: of the last sample; all are bad.
-        """
+        """Returns the first sample that is not skipped; raises the last one's SampleError if all are."""
         for index in range(len(self) - 1):
             try:
                 return self[index]
@@ -155,18 +141,18 @@ class CheckedDataset(Dataset[Sample]):
 
 
 def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
-    """What tells a dataset and its tokenizer from others: its length, and a hash of three samples.
+    """Returns the length of a dataset and a hash of three samples, which differ if data or tokenizer differ.
 
     Args:
-        dataset: of at least one sample.
-        keys: of a sample's whole numbers, which are hashed.
+        dataset: has at least one sample.
+        keys: keys of integers in a sample, which are hashed.
     """
     indices = {0, len(dataset) // 2, len(dataset) - 1}
     digest = hashlib.sha256()
     for index in sorted(indices):
         try:
             sample = dataset[index]
-        except SampleError as error:  # found again, and raised, when its update step is prepared
+        except SampleError as error:  # raised again when its update step is prepared
             digest.update(str(error).encode())
             continue
         for key in keys:
@@ -175,7 +161,7 @@ def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
-    """Builds a dataset of its component, or of a list of components one after the other.
+    """Instantiates a dataset from a component, or from a list of components, which are concatenated.
 
     Args:
         cfg: component, or a list of components.
@@ -190,19 +176,15 @@ def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
 def load_samples(
     dataset: CheckedDataset, indices_per_step: Sequence[list[int]], num_workers: int = 0
 ) -> Iterator[list[Sample]]:
-    """Loads the samples of one update step after the other.
+    """Yields the samples of one update step after the other, in the order of their indices, without skipped ones.
 
     Args:
-        dataset: names what is left out.
-        indices_per_step: dataset indices of each update step of this rank.
-        num_workers: worker processes; 0 loads in the calling thread.
-
-    Yields:
-        The samples of the next update step, in the order of its indices, without those that are left out.
+        dataset: logs skipped samples.
+        indices_per_step: dataset indices of each update step on this rank.
+        num_workers: see :func:`recipe_utils.data.loader.workers.load_batches`.
 
     Raises:
-        SampleError: of the first sample that is bad, unless such are skipped; as it is loaded.
-        recipe_utils.data.loader.workers.WorkerDiedError: see :func:`recipe_utils.data.loader.workers.load_batches`.
+        SampleError: a sample is bad and not skipped.
     """
     for samples in load_batches(dataset, indices_per_step, num_workers):
         for sample in samples:

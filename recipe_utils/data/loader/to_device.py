@@ -1,4 +1,4 @@
-"""Brings microbatches to the device, one ahead of the one that computes."""
+"""Copies microbatches to the device, one ahead of the computation."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -12,18 +12,14 @@ T = TypeVar("T")
 
 
 def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
-    """Trees of tensors on ``device``; the next is copied while one computes.
+    """Yields trees of tensors on ``device``; the next one is copied while one is computed with.
 
-    On CUDA the copies go through a stream of their own, from pinned memory, so neither the host nor the
-    computation waits for them. No more than two of the trees are held.
+    On CUDA the copies use a stream of their own and pinned memory, so that neither the host nor the computation waits
+    for them. At most two of the trees are held.
 
     Args:
-        trees: on the CPU, each taken when its copy starts: an update step, whose items are microbatches
-            and whether they are the last, or the keyword arguments of a pipeline stage.
-        device: where to compute; its current stream is the one that uses the tensors.
-
-    Yields:
-        As ``trees``; all that is no tensor as it was.
+        trees: trees on the CPU, each taken when its copy starts. Leaves that are not tensors stay as they are.
+        device: device whose current stream uses the tensors.
     """
     copy_stream = _copy_stream(device) if device.type == "cuda" else None
     ahead: list[_Copy[T]] = []
@@ -38,7 +34,7 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: CUDA has 32 in turn, and one more for each update step would meet NCCL's."""
+    """One stream for the process: CUDA reuses 32 of them, and a new one per update step would collide with NCCL's."""
     return torch.cuda.Stream(device)
 
 
@@ -60,11 +56,11 @@ def _to(tree: T, device: torch.device) -> T:
 
 
 def _wait_for(copy: _Copy[T]) -> T:
-    """Makes the current stream wait; the host does not."""
+    """Makes the current stream, not the host, wait for a copy."""
     if copy.done is not None:
         current = torch.cuda.current_stream()
         current.wait_event(copy.done)
         for leaf in tree_leaves(copy.tree):
             if isinstance(leaf, Tensor):
-                leaf.record_stream(current)  # or the copy stream would reuse its memory too early
+                leaf.record_stream(current)  # else the copy stream reuses its memory too early
     return copy.tree

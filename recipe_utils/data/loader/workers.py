@@ -1,9 +1,8 @@
-"""DataLoader processes that load batches of samples ahead, and what happens where one is killed."""
+"""DataLoader workers that load batches of samples ahead, and replacements for killed ones."""
 
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -14,31 +13,28 @@ from torchtune.utils import get_logger
 _log = get_logger("INFO")
 
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))?:? ([\d, ]+)\)")
-"""How PyTorch's error begins where a worker is gone; what a dataset raises begins otherwise."""
+"""Start of PyTorch's error for a dead worker; errors of a dataset start differently."""
 
 
 class WorkerDiedError(RuntimeError):
-    """A DataLoader worker that loaded one batch and nothing else died; the message says how, and names its samples."""
+    """A DataLoader worker died while it loaded a single batch; the message contains the cause and the samples."""
 
 
 def load_batches(
     dataset: Dataset[Any], batches: Sequence[list[int]], num_workers: int = 0
 ) -> Iterator[list[Any]]:
-    """Loads one batch after the other; with workers, each loads whole ones of its own, a few of them ahead.
+    """Yields the samples of one batch after the other; each worker loads whole batches, a few of them ahead.
 
-    A worker that is killed, as the kernel does where memory ends, does not end a training of three weeks: a warning
-    says so, and another one loads the first batch that has not come, and nothing ahead of it. Then all go on.
+    A killed worker (the kernel does that when memory runs out) does not end the training: after a warning a new worker
+    loads the first missing batch, and nothing ahead of it. Then all workers resume.
 
     Args:
         dataset: map-style.
-        batches: dataset indices of each.
+        batches: dataset indices of each batch.
         num_workers: worker processes; 0 loads in the calling thread.
 
-    Yields:
-        What the dataset returns for the next batch.
-
     Raises:
-        WorkerDiedError: the worker that was to load one batch alone died, too.
+        WorkerDiedError: the new worker died, too.
     """
     num_loaded = 0
     is_alone = False
@@ -50,11 +46,12 @@ def load_batches(
                 batch_sampler=part,
                 num_workers=min(num_workers, len(part)),
                 collate_fn=_keep_as_list,
-                # Of its own: from a background thread the global generator would be drawn from at any moment.
+                # The global generator would be drawn from by this background thread, at any moment.
                 generator=torch.Generator(),
             )
         )
-        workers = {process.pid: process for process in active_children()} if num_workers else {}
+        # Not active_children(): it has already dropped a worker that died at once.
+        workers = {process.pid: process for process in getattr(loading, "_workers", ())}
         try:
             for _ in part:
                 loaded = next(loading)
@@ -67,27 +64,28 @@ def load_batches(
                 raise
             if is_alone:
                 raise WorkerDiedError(
-                    f"num_workers={num_workers}: a DataLoader worker {how} while it loaded samples "
-                    f"{_first_of(batches[num_loaded])} and nothing else, and one before it, too; set num_workers=0, "
-                    "which shows where a dataset ends its process, or fewer, which need less memory"
+                    f"num_workers={num_workers}: a DataLoader worker {how} while it loaded only samples "
+                    f"{_first_of(batches[num_loaded])}, and one died before it; set num_workers=0, "
+                    "which shows where a dataset ends its process, or fewer workers, which need less memory"
                 ) from None
-            # What it had loaded ahead may be lost with it, so whose batch it was is not known yet.
+            # Batches that it had loaded ahead are lost with it, so the one that killed it is not known yet.
             is_alone = True
             _log.warning(
-                f"A DataLoader worker {how}; another goes on with what it was to load. SIGKILL is what the kernel "
-                f"sends where memory ends: fewer than num_workers={num_workers} need less"
+                f"A DataLoader worker {how}; a new one loads its samples. The kernel sends SIGKILL when memory runs "
+                f"out; fewer workers than num_workers={num_workers} need less"
             )
+        del loading  # ends its workers before others start
 
 
 def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess]) -> str | None:
-    """The end of the workers that an error is about; None of another error."""
+    """Returns how the workers died that an error reports; None for another error."""
     found = _DIED.match(str(error))
     pids = [int(pid) for pid in found[1].split(",")] if found else []
     if not pids or not workers.keys() >= set(pids):
         return None
     ends = []
     for pid in pids:
-        workers[pid].join()  # PyTorch's handler of signals may have been faster
+        workers[pid].join()  # PyTorch's signal handler may be faster
         code = workers[pid].exitcode or 0
         ends.append(signal.Signals(-code).name if code < 0 else f"exit code {code}")
     return f"(pid {', '.join(map(str, pids))}) ended by {', '.join(ends)}"

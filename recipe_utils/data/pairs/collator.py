@@ -19,7 +19,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
-from recipe_utils.data.loader.plan import make_plan
 from recipe_utils.data.loader.samples import (
     Sample,
     SkippedSampleError,
@@ -48,11 +47,11 @@ class PairSettings:
 
     def shares_prefixes(self, data: DataSettings) -> bool:
         """Whether what both sides begin with is computed once."""
-        return data.microbatching == "packed" and self.prefix_sharing is not False
+        return data.is_packed and self.prefix_sharing is not False
 
     def problems_with(self, data: DataSettings) -> Iterator[str]:
         """What of the data's keys pairs cannot have."""
-        if self.prefix_sharing and data.microbatching != "packed":
+        if self.prefix_sharing and not data.is_packed:
             yield (
                 f"prefix_sharing=True: microbatching={data.microbatching} gives each side a row of its own; "
                 "set microbatching=packed"
@@ -131,7 +130,7 @@ class PairCollator:
         )
         self._limits = limits
         self._known = known
-        self._is_packed = settings.microbatching == "packed"
+        self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
         self.layout = "packed" if self._is_packed else "padded"
         """Of rows, as far as a log-probability's last digits depend on it."""
@@ -147,7 +146,7 @@ class PairCollator:
         if max_tokens is None and max_seq_len is not None:
             max_tokens = 2 * settings.batch_size * max_seq_len
         cost = settings.cost(limits.cost)
-        self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
+        self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
         if self._is_packed:
             of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
             self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
@@ -155,7 +154,7 @@ class PairCollator:
             # A pair is two rows of the longer side's length, and the plan is told of one.
             max_tokens = max(max_tokens // 2, 1) if max_tokens else None
             cost = cost._replace(overhead_slots=cost.overhead_slots / 2)
-        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
+        self.plan = settings.make_plan(max_tokens, cost)
 
     def __getstate__(self) -> dict[str, Any]:
         # DataLoader workers only prepare samples.
@@ -167,7 +166,7 @@ class PairCollator:
 
     def warnings(self) -> Iterator[str]:
         """Whether pairs may be longer than a microbatch, and whether plans rest on guesses."""
-        yield from self._warnings_of_costs
+        yield from self._cost_warnings
         bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
         if bound is not None and (longest is None or bound < 2 * longest):
             yield (

@@ -1,6 +1,6 @@
 """Text microbatches: padded or packed rows.
 
-Shapes: b samples, s slots (positions) per sample, n target tokens.
+Shapes: b samples, s positions per sample, n target tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,9 @@ from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.text.documents import DocumentLengths, Documents
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
-"""As torchtune's ``collate_fn``: samples -> tensors of a batch."""
+"""torchtune's ``collate_fn``: samples -> tensors of a batch."""
 
 Collate = Callable[[Sequence[Sample]], Microbatch]
-"""Samples -> what one forward and backward consumes: one of the two functions below."""
 
 
 def collate_microbatch(
@@ -28,15 +27,14 @@ def collate_microbatch(
     ignore_index: int,
     merge_packed_rows: bool = False,
 ) -> Microbatch:
-    """Makes one microbatch; labels become targets, shifted by one position.
+    """Makes a padded microbatch; labels become targets, shifted by one position.
 
     Args:
-        samples: at least one, of one kind: all packed or none.
-        collate_fn: returns a dict with ``tokens`` and ``labels``, both [b, s], and further arguments
-            of the model's forward. Not called for packed samples, which need no padding.
-        ignore_index: the label of positions that are no targets.
-        merge_packed_rows: packed samples become one row without their padding, see
-            :func:`collate_packed_microbatch`.
+        samples: at least one, all from a packed dataset or none.
+        collate_fn: returns a dict with ``tokens`` and ``labels``, both [b, s], and further arguments of the model's
+            forward. Not called for samples of a packed dataset, which need no padding.
+        ignore_index: label of positions that are not targets.
+        merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
 
     Raises:
         ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
@@ -55,11 +53,10 @@ def collate_microbatch(
         inputs = dict(collate_fn(samples))
     if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
         got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
-        raise ValueError(f"collate_fn: it must return labels shaped as its tokens, returned {got}")
-
-    labels = _labels_of_next_position(inputs.pop("labels"), document_lengths, ignore_index)
+        raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
+    labels = inputs.pop("labels")
     num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-    return _microbatch(inputs, labels, num_real, ignore_index)
+    return _microbatch(inputs, labels, document_lengths, num_real, ignore_index)
 
 
 def collate_packed_microbatch(
@@ -68,58 +65,50 @@ def collate_packed_microbatch(
     padding_idx: int = 0,
     row_multiple: int | None = None,
 ) -> Microbatch:
-    """Makes one microbatch of one row, in which sample follows sample.
+    """Makes a microbatch of one row, in which sample follows sample.
 
-    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of a
-    packed dataset are taken apart into their documents, and their padding is dropped.
+    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of a packed
+    dataset are split into their documents, without their padding.
 
     Args:
-        samples: at least one, of text.
-        ignore_index: the label of positions that are no targets.
-        padding_idx: the token to pad with.
-        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
-            padding.
+        samples: at least one.
+        ignore_index: label of positions that are not targets.
+        padding_idx: padding token.
+        row_multiple: pads the row to a multiple of this number of tokens, as one more document.
 
     Raises:
-        ValueError: a sample holds images; what else there is besides text is ignored.
+        ValueError: a sample contains images. Other keys than those of text are ignored.
     """
-    tokens, labels, positions = [], [], []
+    parts: list[Tensor] = []
     lengths: list[int] = []
     for sample in samples:
         if "encoder_input" in sample:
             raise ValueError(
-                "microbatching=packed: rows hold text only, a sample has encoder_input, too; set "
+                "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
                 "microbatching=least_padding, and collate_fn for images"
             )
         num_real = num_real_tokens(sample, ignore_index)
         padded = num_real < len(sample["tokens"])
         lengths += document_lengths_of(sample)[: -1 if padded else None]
-        tokens.append(torch.as_tensor(sample["tokens"])[:num_real])
-        labels.append(torch.as_tensor(sample["labels"])[:num_real])
-        # A document that the dataset cut in two goes on counting positions in its second part.
-        own_positions = sample.get("input_pos", torch.arange(num_real))
-        positions.append(torch.as_tensor(own_positions)[:num_real])
+        # The second part of a document that the dataset cut in two has later positions.
+        positions = sample.get("input_pos", torch.arange(num_real))
+        columns = (sample["tokens"], sample["labels"], positions)
+        parts.append(torch.stack([torch.as_tensor(each)[:num_real] for each in columns]))
     num_real = sum(lengths)
     if row_multiple is not None and num_real % row_multiple:
         lengths.append(-num_real % row_multiple)
-        tokens.append(torch.full((lengths[-1],), padding_idx))
-        labels.append(torch.full((lengths[-1],), ignore_index))
-        positions.append(torch.zeros(lengths[-1], dtype=torch.long))
-    inputs = {
-        "tokens": torch.cat(tokens).unsqueeze(0),
-        "input_pos": torch.cat(positions).unsqueeze(0),
-        "document_lengths": Documents([lengths]),
-    }
-    shifted = _labels_of_next_position(torch.cat(labels).unsqueeze(0), [lengths], ignore_index)
-    return _microbatch(inputs, shifted, num_real, ignore_index)
+        padding = torch.tensor([[padding_idx], [ignore_index], [0]])
+        parts.append(padding.expand(3, lengths[-1]))
+    tokens, labels, input_pos = torch.cat(parts, dim=1).unsqueeze(1)
+    inputs = {"tokens": tokens, "input_pos": input_pos, "document_lengths": Documents([lengths])}
+    return _microbatch(inputs, labels, [lengths], num_real, ignore_index)
 
 
-def collate_empty_microbatch(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
-    """A microbatch without real tokens, for a rank that has fewer microbatches than the others.
+def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
+    """Makes a dummy microbatch: a sample whose targets are all ignored.
 
-    Every rank must run the same forwards and backwards, or FSDP's collectives hang. So the rank runs
-    a sample whose targets are all ignored: a zero loss with a graph through every parameter. Plain
-    text is cut to one token, anything else (images, packed rows) keeps its shape.
+    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other samples (images, packed
+    rows) keep their shape.
     """
     if set(sample) <= {"tokens", "labels", "mask"}:
         sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
@@ -130,14 +119,14 @@ def collate_empty_microbatch(sample: Sample, collate: Collate, ignore_index: int
 
 
 def document_lengths_of(sample: Sample) -> list[int]:
-    """Tokens of each document of a sample, one unless it is packed; padding is the last of them."""
+    """Returns the tokens of each document of a sample, one unless it is packed; padding is the last of them."""
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
 
 
 def num_targets_of(sample: Sample, ignore_index: int) -> int:
-    """Tokens of a sample that are predicted: with a label, and not the first of their document."""
+    """Returns the number of target tokens: those with a label that are not the first of their document."""
     is_target = torch.as_tensor(sample["labels"]) != ignore_index
     lengths = document_lengths_of(sample)
     is_target[list(accumulate(lengths[:-1], initial=0))] = False
@@ -145,10 +134,10 @@ def num_targets_of(sample: Sample, ignore_index: int) -> int:
 
 
 def num_real_tokens(sample: Sample, ignore_index: int) -> int:
-    """Tokens of a sample that are no padding.
+    """Returns the number of tokens that are not padding.
 
-    Only packed samples hold padding: torchtune appends it to a row as one more "document" of a
-    single repeated token without targets.
+    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of a single repeated
+    token without targets.
     """
     if "seq_lens" not in sample:
         return len(sample["tokens"])
@@ -159,25 +148,23 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
 
 
 def _microbatch(
-    inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int
+    inputs: dict[str, Any],
+    labels: Tensor,
+    document_lengths: DocumentLengths | None,
+    num_real: int,
+    ignore_index: int,
 ) -> Microbatch:
-    positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
+    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
+    shifted = labels.roll(-1, dims=1)
+    shifted[:, -1] = ignore_index
+    for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
+        # Otherwise the last token of a document would be trained to predict the first token of the next one, if that
+        # one's prompt is not masked.
+        row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
+    positions = (shifted.flatten() != ignore_index).nonzero().squeeze(1)
     counts = {
         "target_tokens": len(positions),
         "real_tokens": num_real,
         "positions": inputs["tokens"].numel(),
     }
-    return Microbatch(inputs, Targets(labels, positions), counts)
-
-
-def _labels_of_next_position(
-    labels: Tensor, document_lengths: DocumentLengths | None, ignore_index: int
-) -> Tensor:
-    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
-    shifted = labels.roll(-1, dims=1)
-    shifted[:, -1] = ignore_index
-    for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
-        # Without this the last token of a document is trained to predict the first token of an
-        # unrelated one, whenever that one's prompt is not masked.
-        row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
-    return shifted
+    return Microbatch(inputs, Targets(shifted, positions), counts)

@@ -1,7 +1,4 @@
-"""Text as a kind of sample: checked, measured, and made into microbatches, padded or packed.
-
-Shapes: b samples, s slots (positions) per sample, n target tokens.
-"""
+"""Collator of text: checks samples and makes padded or packed microbatches."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,12 +8,11 @@ from typing import Any, Protocol
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.loader.plan import make_plan
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, whole_numbers
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collate import (
     Collate,
-    collate_empty_microbatch,
+    collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
     num_targets_of,
@@ -30,28 +26,28 @@ _log = get_logger("INFO")
 
 
 class KnownOfSamples(Protocol):
-    """What another model is known to say of samples."""
+    """Outputs of a frozen model for samples, as far as they are known."""
 
     def find(self, samples: Sequence[Sample], num_targets: Sequence[int], /) -> Any:
-        """What it says of all their targets, one sample's after the other's; tensors in any nesting."""
+        """Returns the outputs at all targets, one sample after the other; tensors in any nesting."""
 
 
 class TextCollator:
-    """Text, of which an update step counts target tokens.
+    """Collator of text; update steps count target tokens.
 
     Args:
-        settings: of the data; the plan, and what limits a microbatch.
+        settings: data settings.
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
-        ignore_index: the label of positions that are no targets.
-        limits: of the model.
-        known: what a teacher says, if that is kept; None if there is none, or it is asked later.
+        ignore_index: label of positions that are not targets.
+        limits: limits of the model.
+        known: cached outputs of a teacher, added to microbatches.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+        recipe_utils.settings.problems.ConfigError: the model does not support ``microbatching: packed``.
     """
 
     counts = ("target_tokens", "real_tokens", "positions")
-    """What a microbatch counts: targets, tokens that are no padding, positions that are computed."""
+    """Names of its counts; real tokens are all but padding, positions include it."""
     fingerprint_keys = ("tokens", "labels")
 
     def __init__(
@@ -62,57 +58,53 @@ class TextCollator:
         limits: ModelLimits,
         known: KnownOfSamples | None = None,
     ) -> None:
-        self._of_validation = partial(
-            TextCollator, settings.of_validation(), tokenizer, ignore_index, limits
-        )
+        self._arguments: tuple[Any, ...] | None = (settings, tokenizer, ignore_index, limits, known)
         self._known = known
         self.ignore_index = ignore_index
         self.limits = limits
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
+        self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, most_samples)
-        """Bound on a row, padding included, in validation, too [slots]."""
+        """Upper bound of a row, padding included, also in validation [positions]."""
         if max_tokens is None and self.max_seq_len is not None:
             max_tokens = settings.batch_size * self.max_seq_len
-        cost = settings.cost(limits.cost)
-        self.plan = make_plan(settings.microbatching, settings.batch_size, max_tokens, cost)
-        self._warnings_of_costs = list(settings.warns_of_costs(limits.costs_are_estimated))
+        self.plan = settings.make_plan(max_tokens, settings.cost(limits.cost))
+        self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
 
-        self._is_packed = settings.microbatching == "packed"
-        self._has_said_what_is_ignored = False
+        self._is_packed = settings.is_packed
+        self._has_warned = False
         self._collate: Collate
         if self._is_packed:
-            row_multiple = row_multiple_of_packed(limits, max_tokens)
             self._collate = partial(
                 collate_packed_microbatch,
                 ignore_index=ignore_index,
                 padding_idx=tokenizer.pad_id,
-                row_multiple=row_multiple,
+                row_multiple=row_multiple_of_packed(limits, max_tokens),
             )
         else:
-            collate_fn = component_at(settings.collate_fn)
+            pad = component_at(settings.collate_fn)
             self._collate = partial(
                 collate_microbatch,
-                collate_fn=partial(
-                    collate_fn, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index
-                ),
+                collate_fn=partial(pad, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index),
                 ignore_index=ignore_index,
                 merge_packed_rows=limits.other_attention is None and limits.num_row_lengths is None,
             )
 
     def __getstate__(self) -> dict[str, Any]:
         # DataLoader workers only prepare samples.
-        return {**self.__dict__, "_known": None, "_of_validation": None}
+        return {**self.__dict__, "_known": None, "_arguments": None}
 
     def for_validation(self) -> "TextCollator":
-        """The same for the validation loader: ``batch_size_val`` samples per microbatch."""
-        return self._of_validation(known=self._known)
+        """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
+        assert self._arguments is not None
+        settings, *others = self._arguments
+        return TextCollator(settings.of_validation(), *others)
 
     def warnings(self) -> Iterator[str]:
-        """Whether samples may be longer than a microbatch, and whether plans rest on guesses."""
-        yield from self._warnings_of_costs
-        bound = self._max_tokens_per_microbatch
+        """Warns if samples may exceed a microbatch, or if plans depend on estimated costs."""
+        yield from self._cost_warnings
+        bound = self._max_tokens
         if bound is not None and (self.max_seq_len is None or bound < self.max_seq_len):
             yield (
                 f"max_tokens_per_microbatch={bound}: a sample with more tokens "
@@ -120,7 +112,7 @@ class TextCollator:
             )
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """The sample as it is; refuses one that cannot be trained on, see :func:`check_sample`."""
+        """Returns the sample unchanged, after :func:`check_sample`."""
         limits = self.limits
         check_sample(
             sample,
@@ -133,34 +125,30 @@ class TextCollator:
         return sample
 
     def length(self, sample: Sample) -> int:
-        """Tokens of a sample, by which it is planned."""
+        """Returns the number of tokens."""
         return len(sample["tokens"])
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One microbatch of samples, at least one; with what is known of a teacher's word."""
-        if not self._has_said_what_is_ignored:
-            self._say_what_is_ignored(samples[0])
+        """Makes a microbatch of at least one sample, with known teacher outputs."""
+        if self._is_packed and not self._has_warned:
+            self._has_warned = True
+            ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
+            if ignored:
+                text = (
+                    f"microbatching=packed: rows contain only text; {ignored} of samples is ignored"
+                )
+                log_rank_zero(_log, text, logging.WARNING)
         microbatch = self._collate(samples)
         if self._known is None:
             return microbatch
         num_targets = [num_targets_of(sample, self.ignore_index) for sample in samples]
         return microbatch.with_teacher(self._known.find(samples, num_targets))
 
-    def _say_what_is_ignored(self, sample: Sample) -> None:
-        self._has_said_what_is_ignored = True
-        ignored = sorted(map(str, sample.keys() - _TEXT_KEYS))
-        if ignored and self._is_packed:
-            log_rank_zero(
-                _log,
-                f"microbatching=packed: rows hold text only; of samples {', '.join(ignored)} is ignored",
-                logging.WARNING,
-            )
-
     def dummy(self, sample: Sample) -> Microbatch:
-        """See :func:`collate_empty_microbatch`."""
+        """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
         if self._is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_empty_microbatch(sample, self._collate, self.ignore_index)
+        return collate_dummy(sample, self._collate, self.ignore_index)
 
 
 def check_sample(
@@ -171,19 +159,19 @@ def check_sample(
     max_seq_len: int,
     limits_length: str = "the model's",
 ) -> None:
-    """Refuses a sample that would be trained on wrongly or would fail deep inside the model.
+    """Checks a sample that would be trained on wrongly or would fail deep inside the model.
 
     Args:
-        sample: what the dataset returned.
-        name: how the error calls it, such as ``"sample 17 of dataset"``.
-        ignore_index: the label of positions that are no targets.
+        sample: item of the dataset.
+        name: name for the error, such as ``"sample 17 of dataset"``.
+        ignore_index: label of positions that are not targets.
         vocab_size: number of token embeddings of the model.
-        max_seq_len: longest sequence the model takes [tokens].
-        limits_length: whose it is.
+        max_seq_len: longest sequence that the model takes [tokens].
+        limits_length: owner of ``max_seq_len``.
 
     Raises:
-        SampleError: no mapping, no whole numbers, other than one label per token, no tokens, more than
-            ``max_seq_len`` tokens, or a token or label outside the vocabulary.
+        SampleError: not a mapping, not integers, not one label per token, no tokens, more than ``max_seq_len`` tokens, or
+            a token or label outside the vocabulary.
     """
     check_keys(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))
@@ -191,7 +179,9 @@ def check_sample(
     if num_tokens == 0:
         raise SampleError(f"{name}: it has no tokens; filter empty samples out of the dataset")
     if num_tokens != num_labels:
-        raise SampleError(f"{name}: {num_labels} labels for {num_tokens} tokens; give one each")
+        raise SampleError(
+            f"{name}: {num_labels} labels for {num_tokens} tokens; each token needs one"
+        )
     if num_tokens > max_seq_len:
         raise SampleError(
             f"{name}: {num_tokens} tokens are more than {limits_length} max_seq_len={max_seq_len}; set "

@@ -1,9 +1,11 @@
-"""Where the documents of packed rows begin and end: numbers for the host, and the same as tensors that travel.
+"""Document boundaries of packed rows, as numbers on the host and as tensors that are copied with a microbatch.
 
-Shapes: b rows, s slots (positions) per row, p parts of documents in all rows.
+Shapes: b rows, s positions per row, p segments in all rows. A segment is a plain document, or one of the three parts of
+a prefix-shared pair.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -15,14 +17,14 @@ Document: TypeAlias = int | tuple[int, int, int]
 neither of which sees the other."""
 
 DocumentLengths: TypeAlias = Sequence[Sequence[Document]]
-"""Tokens of each document, for each row; rows of one microbatch have as many slots."""
+"""Tokens of each document, for each row; rows of one microbatch have the same number of positions."""
 
 
 class Documents(Sequence[Sequence[Document]]):
-    """The documents of a microbatch: a sequence of its rows, and the same in tensors, made on the CPU.
+    """Documents of a microbatch: a sequence of rows, and the same as tensors, made on the CPU.
 
-    Tensors are copied with the microbatch, so that no mask has to wait for the device: what is computed
-    from them there needs no number back. Neither list nor tuple: FSDP2 would make plain ones of it.
+    Tensors are copied with the microbatch, so that masks are computed on the device without a synchronization. The class
+    is neither a list nor a tuple, which FSDP2 would convert.
 
     Args:
         lengths: at least one row.
@@ -30,55 +32,52 @@ class Documents(Sequence[Sequence[Document]]):
 
     lengths: DocumentLengths
     boundaries: Tensor
-    """[p + 1], int32: where each part begins in the flattened [b * s] slots, and where the last one ends. No
-    part is empty: FlashAttention's backward does not stand documents without tokens. Where no document is a
-    prefix-shared pair these are cumulative sequence lengths."""
+    """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the last. No segment is empty,
+    which FlashAttention's backward does not support. Without prefix-shared pairs these are cumulative sequence
+    lengths."""
     segments: Tensor | None
-    """[2, p], int32: the document of each part, and its segment: 0 is the shared prefix, or a plain document,
-    1 and 2 are the answers. None without prefix-shared pairs."""
+    """[2, p], int32: the document of each segment, and its branch: 0 for a shared prefix or a plain document, 1 and 2 for
+    the answers. None without prefix-shared pairs."""
 
     def __init__(self, lengths: DocumentLengths) -> None:
         self.lengths = lengths
-        sizes: list[int] = []
-        documents: list[int] = []
-        ends: list[int] = []
-        for row in lengths:
-            for document in row:
-                for part in _documents_of_one_look(document):
-                    number = documents[-1] + 1 if documents else 0
-                    for end, size in enumerate(part):
-                        sizes.append(size)
-                        documents.append(number)
-                        ends.append(end)
+        documents = [
+            segments
+            for row in lengths
+            for document in row
+            for segments in _without_empty_segments(document)
+        ]
+        sizes = list(chain.from_iterable(documents))
         self.boundaries = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
         self.segments = None
-        if any(ends):
-            self.segments = torch.tensor([documents, ends], dtype=torch.int32)
+        if len(sizes) > len(documents):
+            pairs = [(i, branch) for i, part in enumerate(documents) for branch in range(len(part))]
+            self.segments = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows b and slots s."""
-        return len(self.lengths), sum(parts_of(self.lengths[0]))
+        """Rows b and positions s."""
+        return len(self.lengths), sum(segment_lengths(self.lengths[0]))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, both ends included."""
-        return max(sum(parts_of([document])) for row in self.lengths for document in row)
+        """Tokens of the longest document, including both answers of a pair."""
+        return max(sum(segment_lengths([document])) for row in self.lengths for document in row)
 
     def of_positions(self) -> tuple[Tensor, Tensor | None]:
-        """The document of each slot and its end, both [b, s] and int32, on the tensors' device.
+        """Returns document and branch of each position, both [b, s] int32 on the device of the tensors.
 
-        Documents are numbered over all rows. The ends are None where no document has two. Nobody waits for
+        Documents are numbered over all rows. Branches are None without prefix-shared pairs. Does not synchronize with
         the device.
         """
-        slots = torch.arange(
+        positions = torch.arange(
             self.shape[0] * self.shape[1], dtype=torch.int32, device=self.boundaries.device
         )
-        parts = torch.searchsorted(self.boundaries[1:], slots, right=True, out_int32=True)
+        segments = torch.searchsorted(self.boundaries[1:], positions, right=True, out_int32=True)
         if self.segments is None:
-            return parts.view(self.shape), None
-        documents, ends = self.segments.index_select(1, parts)
-        return documents.view(self.shape), ends.view(self.shape)
+            return segments.view(self.shape), None
+        documents, branches = self.segments.index_select(1, segments)
+        return documents.view(self.shape), branches.view(self.shape)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -87,9 +86,7 @@ class Documents(Sequence[Sequence[Document]]):
         return self.lengths[index]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Documents):
-            other = other.lengths
-        return self.lengths == other
+        return self.lengths == (other.lengths if isinstance(other, Documents) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -97,28 +94,21 @@ class Documents(Sequence[Sequence[Document]]):
         return f"Documents({self.lengths})"
 
 
-def parts_of(row: Sequence[Document]) -> list[int]:
-    """Returns the tokens of each document of a row; for prefix-shared pairs those of each segment."""
-    return list(_parts_of(row))
+def segment_lengths(row: Sequence[Document]) -> list[int]:
+    """Returns the tokens of each segment of a row."""
+    parts = (document if isinstance(document, tuple) else (document,) for document in row)
+    return list(chain.from_iterable(parts))
 
 
-def _parts_of(row: Sequence[Document]) -> Iterator[int]:
-    for document in row:
-        if isinstance(document, tuple):
-            yield from document
-        else:
-            yield document
-
-
-def _documents_of_one_look(document: Document) -> Iterator[tuple[int, ...]]:
-    """Documents of the same meaning, of one part or of three, none of them empty."""
-    shared, *ends = document if isinstance(document, tuple) else (document,)
-    if shared and all(ends):
-        yield (shared, *ends)
-    elif shared:  # and one answer at most
-        yield (shared + sum(ends),)
+def _without_empty_segments(document: Document) -> Iterator[tuple[int, ...]]:
+    """Yields equivalent documents of one or three segments, none of them empty."""
+    prefix, *answers = document if isinstance(document, tuple) else (document,)
+    if prefix and all(answers):
+        yield (prefix, *answers)
+    elif prefix:  # and at most one answer
+        yield (prefix + sum(answers),)
     else:
-        yield from ((end,) for end in ends if end)
+        yield from ((answer,) for answer in answers if answer)
 
 
 def _flatten(documents: Documents) -> tuple[list[Any], DocumentLengths]:
@@ -132,5 +122,5 @@ def _unflatten(tensors: Any, lengths: DocumentLengths) -> Documents:
     return documents
 
 
-# As a tree of its tensors it is pinned and copied with the microbatch that it is part of.
+# PyTorch's tree functions pin and copy its tensors with the microbatch.
 register_pytree_node(Documents, _flatten, _unflatten)

@@ -4,11 +4,11 @@ import math
 from typing import NamedTuple
 
 from recipe_utils.data.loader.plan import MicrobatchCost
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError, Problem
 
 
 class ModelLimits(NamedTuple):
-    """What samples, rows and their costs depend on in a model."""
+    """Properties of a model that samples, rows and their costs depend on."""
 
     vocab_size: int
     """Number of token embeddings."""
@@ -16,21 +16,21 @@ class ModelLimits(NamedTuple):
     """Longest sequence that the model takes [tokens]."""
     cost: MicrobatchCost
     other_attention: str | None = None
-    """The kind of attention that cannot keep the documents of a row apart; None if it can."""
+    """Attention class that cannot keep the documents of a row apart; None if all can."""
     num_row_lengths: int | None = None
-    """How many lengths packed rows may have, where code is compiled for each; None for any."""
+    """Number of lengths that packed rows may have, if code is compiled for each; None for any."""
     num_row_lengths_with_shared_prefixes: int | None = None
     """The same for rows with prefix-shared pairs; None for as many."""
     row_multiple: int | None = None
-    """What packed rows are padded to a multiple of in any case [slots]; None for no padding."""
-    packing_problem: str | None = None
-    """Why packed rows cannot be computed here, and what to set instead; None if they can."""
-    packing_problem_with_shared_prefixes: str | None = None
+    """Number of positions that packed rows are padded to a multiple of; None for no padding."""
+    packing_problem: Problem | str | None = None
+    """Reason why packed rows cannot be computed, and what to set instead; None if they can."""
+    packing_problem_with_shared_prefixes: Problem | str | None = None
     """The same for rows with prefix-shared pairs; None for no problem of their own."""
     limits_length: str = "the model's"
-    """Whose ``max_seq_len`` it is, for errors."""
+    """Owner of ``max_seq_len``, for errors."""
     costs_are_estimated: bool = False
-    """Whether ``cost`` was never measured on such a device."""
+    """True if ``cost`` was never measured on such a device."""
 
     def with_shared_prefixes(self) -> "ModelLimits":
         """Returns the limits of rows with prefix-shared pairs."""
@@ -40,38 +40,40 @@ class ModelLimits(NamedTuple):
         )
 
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
-        """Bound on a row, padding included [slots].
+        """Returns an upper bound of a row, padding included [positions].
 
         Args:
-            max_tokens: that a row is filled up to.
-            most_samples: of a row that no such bound is set for.
+            max_tokens: maximum tokens that a row is filled up to.
+            most_samples: maximum samples of a row without such a maximum.
         """
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
 
 def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int | None:
-    """What the lengths of packed rows are to be multiples of [tokens]; None if they may have any.
+    """Returns the number that lengths of packed rows must be multiples of [positions]; None for any length.
 
     Args:
-        limits: of the model.
-        row_length: the longest row, unless a single sample is longer [tokens]; None if there is no bound.
+        limits: limits of the model.
+        row_length: longest row with more than one sample [tokens]; None for no bound.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+        ConfigError: the model cannot compute packed rows.
     """
-    problems = []
+    problems: list[Problem | str] = []
     if limits.other_attention is not None:
-        problems.append(
-            f"microbatching=packed: the model's {limits.other_attention} cannot keep documents of a row "
-            "apart; set microbatching=least_padding"
+        text = (
+            f"the model's {limits.other_attention} cannot keep the documents of a row apart; set "
+            "microbatching=least_padding"
         )
+        problems.append(Problem("microbatching", text, "packed"))
     elif limits.packing_problem is not None:
         problems.append(limits.packing_problem)
     if limits.num_row_lengths is not None and row_length is None:
-        problems.append(
-            "microbatching=packed: without max_tokens_per_microbatch and tokenizer.max_seq_len rows "
-            "have no fixed length, which compile=True and flex attention need; set one of the two"
+        text = (
+            "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "
+            "compile=True and flex attention need; set one of the two"
         )
+        problems.append(Problem("microbatching", text, "packed"))
     if problems:
         raise ConfigError(*problems)
     if limits.num_row_lengths is None or row_length is None:

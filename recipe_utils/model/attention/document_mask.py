@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torchtune.modules import MultiHeadAttention
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.text.documents import DocumentLengths, Documents, parts_of
+from recipe_utils.data.text.documents import DocumentLengths, Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.packed_attention import (
     PackedAttention,
@@ -229,7 +229,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: floa
     rows = []
     for lengths, *row in zip(mask.lengths, q.split(1), k.split(1), v.split(1), strict=True):
         # split and cat: the backward of a slice would fill the gradient of the whole row each time.
-        parts = zip(*(tensor.split(parts_of(lengths), dim=2) for tensor in row), strict=True)
+        parts = zip(*(tensor.split(segment_lengths(lengths), dim=2) for tensor in row), strict=True)
         attended = []
         for document in lengths:
             if isinstance(document, tuple):

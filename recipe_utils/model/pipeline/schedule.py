@@ -118,7 +118,7 @@ class PipelineSettings:
                 f"tensor_parallel_dim={ranks.tensor_parallel_dim}: it does not go with {name}; set one "
                 "of the two to 1"
             )
-        if data.microbatching == "in_order" and dims is not None:
+        if not data.plans_by_tokens and dims is not None:
             try:
                 num_microbatches = data.num_accumulated(dims.dp_degree)
             except ValueError:

@@ -44,7 +44,7 @@ def test_a_global_batch_is_divided_over_the_ranks(base):
     base.pop("gradient_accumulation_steps")
     base.global_batch_size = 16
     assert make(base, num_ranks=2, kind="stock")["gradient_accumulation_steps"] == 4
-    with pytest.raises(ValueError, match="global_batch_size=16: it is no multiple"):
+    with pytest.raises(ValueError, match="global_batch_size=16: it is not a multiple"):
         make(base, num_ranks=3, kind="stock")
 
 

@@ -513,7 +513,9 @@ def test_data_that_views_cannot_have_is_refused_with_both_numbers(keys, data, me
 
 
 def test_ranks_that_cannot_hold_whole_groups_are_refused_with_both_numbers(one_process):
-    with pytest.raises(ConfigError, match=r"dataset: 6 samples per rank .* no multiple of the 4"):
+    with pytest.raises(
+        ConfigError, match=r"dataset: 6 samples per rank .* not a multiple of the 4"
+    ):
         make_loader(batch_size=6, global_batch_size=6)
 
 

@@ -37,12 +37,12 @@ def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
-def make_loader(samples, ranks=(), fill=None, kind=None, **settings):
+def make_loader(samples, ranks=(), fill=None, collator=None, **settings):
     """``ranks`` are changes to this process's settings among the others."""
     settings = DataSettings(batch_size=2, **settings)
     return UpdateStepLoader(
         tiny.Samples(samples),
-        kind or TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
+        collator or TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
         settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
         "dataset",
@@ -209,7 +209,7 @@ def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_updat
 
 @pytest.mark.parametrize("last_update_step", ["train", "drop"])
 def test_a_dataset_without_a_sample_is_refused_by_its_key(one_process, last_update_step):
-    with pytest.raises(ConfigError, match="dataset: it holds 0 samples"):
+    with pytest.raises(ConfigError, match="dataset: it has 0 samples"):
         make_loader([], last_update_step=last_update_step)
 
 
@@ -375,7 +375,7 @@ class Pairs:
 
 
 def totals_of_pairs(indices_of_rank):
-    loader = make_loader([{"pair": [i, i + 1]} for i in range(9)], kind=Pairs())
+    loader = make_loader([{"pair": [i, i + 1]} for i in range(9)], collator=Pairs())
     with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
         return [
             (dict(step.totals), step.scale("pairs"), len(step.microbatches), samples_of(step))
@@ -396,7 +396,7 @@ def test_a_kind_of_sample_has_totals_of_what_it_counts_by_name_over_all_ranks():
 
 
 def test_what_a_kind_of_sample_refuses_is_named(one_process):
-    loader = make_loader([{"pair": [1, 2]}, {"pair": [1]}], kind=Pairs())
+    loader = make_loader([{"pair": [1, 2]}, {"pair": [1]}], collator=Pairs())
     with (
         loader.of_samples([[0], [1]]) as steps,
         pytest.raises(SampleError, match="sample 1 of dataset: it is no pair"),

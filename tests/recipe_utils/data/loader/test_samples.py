@@ -93,9 +93,9 @@ def test_samples_that_teach_nothing_are_left_out_and_named_once_up_to_twenty(num
     for _ in range(2):
         steps = [list(range(9)), list(range(9, 27))]
         assert list(load_samples(dataset, steps, num_workers)) == [samples[3:5], []]
-    named = [text for text in caplog.messages if "teaches nothing (left out)" in text]
+    named = [text for text in caplog.messages if "teaches nothing (skipped)" in text]
     assert len(named) == len(set(named)) == 20
-    assert caplog.messages[-1] == "dataset: further samples that are left out are not named"
+    assert caplog.messages[-1] == "dataset: further skipped samples are not logged"
     assert len(caplog.messages) == 21
     assert dataset.any_sample() == samples[3]
 

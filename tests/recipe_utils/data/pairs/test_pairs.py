@@ -279,7 +279,7 @@ BAD = {
     ),
     "fractions": (
         pair([1, 2.5], [1, 3]),
-        "sample 3: its 'chosen_input_ids' is no list of whole numbers",
+        "sample 3: its 'chosen_input_ids' is not a list of integers",
     ),
 }
 

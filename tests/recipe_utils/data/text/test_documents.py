@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.text.documents import Documents, parts_of
+from recipe_utils.data.text.documents import Documents, segment_lengths
 
 PLAIN = [[3, 1, 4], [8]]
 PREFIX_SHARED = [[(2, 3, 1), 4], [(1, 1, 8)]]
@@ -37,7 +37,7 @@ def test_tensors_say_what_the_numbers_say(lengths):
     )
     assert documents.shape == tuple(document_of.shape)
     sizes = documents.boundaries.diff().tolist()
-    assert sizes == [size for row in lengths for size in parts_of(row)]
+    assert sizes == [size for row in lengths for size in segment_lengths(row)]
     assert documents.boundaries.dtype == torch.int32
     assert (documents.segments is None) == (lengths in (PLAIN, [[1]]))
 

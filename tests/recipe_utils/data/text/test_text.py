@@ -12,7 +12,7 @@ from recipe_utils.data.loader.plan import PLANS, MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collate import (
-    collate_empty_microbatch,
+    collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
     num_real_tokens,
@@ -228,9 +228,7 @@ def test_an_empty_microbatch_has_no_targets_and_counts_nothing(kind):
         def collate_fn(samples):
             return {**COLLATE(samples), "images": torch.stack([s["image"] for s in samples])}
 
-    microbatch = collate_empty_microbatch(
-        sample, lambda samples: collate(samples, collate_fn), tiny.IGNORE
-    )
+    microbatch = collate_dummy(sample, lambda samples: collate(samples, collate_fn), tiny.IGNORE)
     assert microbatch.counts == {}
     assert len(microbatch.targets.positions) == 0
     assert bool((microbatch.targets.labels == tiny.IGNORE).all())
@@ -242,7 +240,7 @@ def test_an_empty_microbatch_has_no_targets_and_counts_nothing(kind):
 def test_an_empty_microbatch_leaves_its_sample_as_it_was():
     row = packed_rows(tiny.make_samples(3))[0]
     labels = row["labels"].clone()
-    collate_empty_microbatch(row, collate, tiny.IGNORE)
+    collate_dummy(row, collate, tiny.IGNORE)
     assert torch.equal(row["labels"], labels)
 
 
@@ -401,19 +399,22 @@ def test_the_config_may_say_what_a_microbatch_costs():
         ({"tokens": [1, -1], "labels": [1, 1]}, "token -1 is outside"),
         ({"tokens": [1, 1], "labels": [1, 99]}, "label 99 is outside"),
         ({"tokens": [1, 1], "labels": [1, -1]}, "label -1 is outside"),
-        (None, "it is a NoneType, no mapping with tokens, labels"),
-        ([1, 2], "it is a list, no mapping"),
-        ({"tokens": None, "labels": None}, "its 'tokens' is no list of whole numbers but None"),
-        ({"tokens": 7, "labels": 7}, "its 'tokens' is no list of whole numbers but 7"),
-        ({"tokens": ["a", "b"], "labels": [1, 1]}, r"its 'tokens' is no list .* \['a', 'b'\]"),
-        ({"tokens": [1, 2**70], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
-        ({"tokens": [1, 2], "labels": [1, 2**63]}, "its 'labels' is no list of whole"),
-        ({"tokens": [[1], [1, 2]], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
-        ({"tokens": torch.ones(1, 2).long(), "labels": [1]}, "its 'tokens' is no list of whole"),
-        ({"tokens": [1, 1], "labels": [True, False]}, "its 'labels' is no list of whole"),
-        ({"tokens": [1.0, 1.0], "labels": [1, 1]}, "its 'tokens' is no list of whole"),
-        ({"tokens": torch.ones(2), "labels": [1, 1]}, "its 'tokens' is no list of whole"),
-        ({"tokens": torch.ones(2).bfloat16(), "labels": [1, 1]}, "its 'tokens' is no list"),
+        (None, "it is a NoneType, not a mapping with tokens, labels"),
+        ([1, 2], "it is a list, not a mapping"),
+        ({"tokens": None, "labels": None}, "its 'tokens' is not a list of integers but None"),
+        ({"tokens": 7, "labels": 7}, "its 'tokens' is not a list of integers but 7"),
+        ({"tokens": ["a", "b"], "labels": [1, 1]}, r"its 'tokens' is not a list .* \['a', 'b'\]"),
+        ({"tokens": [1, 2**70], "labels": [1, 1]}, "its 'tokens' is not a list of integers"),
+        ({"tokens": [1, 2], "labels": [1, 2**63]}, "its 'labels' is not a list of integers"),
+        ({"tokens": [[1], [1, 2]], "labels": [1, 1]}, "its 'tokens' is not a list of integers"),
+        (
+            {"tokens": torch.ones(1, 2).long(), "labels": [1]},
+            "its 'tokens' is not a list of integers",
+        ),
+        ({"tokens": [1, 1], "labels": [True, False]}, "its 'labels' is not a list of integers"),
+        ({"tokens": [1.0, 1.0], "labels": [1, 1]}, "its 'tokens' is not a list of integers"),
+        ({"tokens": torch.ones(2), "labels": [1, 1]}, "its 'tokens' is not a list of integers"),
+        ({"tokens": torch.ones(2).bfloat16(), "labels": [1, 1]}, "its 'tokens' is not a list"),
     ],
 )
 def test_an_untrainable_sample_is_refused_by_name(sample, message):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchtune.modules.attention_utils import create_block_causal_mask
 
-from recipe_utils.data.text.documents import Documents, parts_of
+from recipe_utils.data.text.documents import Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask, sees
 
 SIZES = [1, 2, 5, 64, 127, 128, 129, 255, 256, 257, 300, 2048]
@@ -22,7 +22,7 @@ TENSORS = (
 def some_documents(row_length, with_shared_prefixes, draw):
     """Documents of all sizes, the last of which is padding, that fill a row."""
     row = []
-    while (left := row_length - sum(parts_of(row))) > 0:
+    while (left := row_length - sum(segment_lengths(row))) > 0:
         size = min(draw.choice(SIZES), left)
         if with_shared_prefixes and size >= 3 and draw.random() < 0.7:
             shared = draw.choice([1, size // 3 or 1, size - 2])
@@ -77,7 +77,7 @@ def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
 )
 def test_ends_of_chosen_lengths_have_the_mask_of_all_pairs(document):
     for row in ([document], [7, document, 121], [document, document]):
-        size = sum(parts_of(row))
+        size = sum(segment_lengths(row))
         documents = Documents([row])
         expected = create_block_mask(sees(documents), 1, None, size, size, "cpu")
         assert_equal_masks(block_mask(documents), expected)
