@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from recipe_utils.settings.problems import Problem
+
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -50,15 +52,17 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def problems_with_folder(key: str, folder: str) -> Iterator[str]:
+def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
     """Makes the folder that a config names; yields why it cannot be made or written to, by its key."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
         reason = os.strerror(getattr(error, "errno", 0) or 0)
-        yield f"{key}={folder}: it cannot be written to ({reason}); set it to a directory of yours"
+        yield Problem(
+            key, f"it cannot be written to ({reason}); set it to a directory of yours", folder
+        )
 
 
 def write_atomically(path: Path, content: bytes) -> FileFacts:

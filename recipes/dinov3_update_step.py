@@ -57,7 +57,7 @@ from recipe_utils.run.build import build_neighbors
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component
-from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.problems import Problem, collected_problems, naming
 from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "dinov3_update_step"
@@ -96,7 +96,7 @@ class Settings:
     dataset_val: Component | list[Component] | None = None
     """Images with labels, for ``run_val_every_n_steps``: how many of them their neighbours name right."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.views.problems_with(self.data)
@@ -108,9 +108,13 @@ class Settings:
         yield from self.run.problems_with(self.ranks, self.dataset_val)
         yield from self.run.problems_without_text()
         if self.ranks.tensor_parallel_dim > 1:
-            yield f"tensor_parallel_dim={self.ranks.tensor_parallel_dim}: not with images; set it to 1"
+            yield Problem(
+                "tensor_parallel_dim",
+                "not with images; set it to 1",
+                self.ranks.tensor_parallel_dim,
+            )
         if self.updates.optimizer_in_bwd:
-            yield "optimizer_in_bwd=True: not with a moving average; set it to False"
+            yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
 
 
 class DINOv3Recipe:

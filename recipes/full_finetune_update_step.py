@@ -58,7 +58,7 @@ from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.problems import Problem, collected_problems, naming
 from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "full_finetune_update_step"
@@ -90,7 +90,7 @@ class Settings:
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation data for ``run_val_every_n_steps``."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.modules.problems_with(self.ranks)

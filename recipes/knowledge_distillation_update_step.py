@@ -61,7 +61,7 @@ from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.problems import Problem, collected_problems, naming
 from recipe_utils.settings.settings import ROOM, read_settings
 
 RECIPE_NAME = "knowledge_distillation_update_step"
@@ -103,7 +103,7 @@ class Settings:
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """For ``run_val_every_n_steps``; its loss is exact over all ranks."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.modules.problems_with(self.ranks)
@@ -113,9 +113,13 @@ class Settings:
             {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
         )
         if self.ranks.tensor_parallel_dim > 1:
-            yield f"tensor_parallel_dim={self.ranks.tensor_parallel_dim}: not with a teacher; set it to 1"
+            yield Problem(
+                "tensor_parallel_dim",
+                "not with a teacher; set it to 1",
+                self.ranks.tensor_parallel_dim,
+            )
         if self.updates.optimizer_in_bwd:
-            yield "optimizer_in_bwd=True: not with a teacher; set it to False"
+            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
 
 

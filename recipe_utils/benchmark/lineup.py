@@ -26,6 +26,8 @@ from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_orde
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
 from recipe_utils.files import problems_with_folder
+from recipe_utils.settings.keys import FilePath
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
 
 # Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
@@ -51,7 +53,7 @@ class Lineup:
 class LineupSettings:
     """What is compared."""
 
-    output_dir: str
+    output_dir: FilePath
     """Where the report goes, and what the peers write."""
     update_step_config: str
     """What all peers train: a config of ``update_step_recipe``, by name or path."""
@@ -87,15 +89,18 @@ class LineupSettings:
         """The peers, found once: their datasets are tokenized to count what update steps hold."""
         return _line_up(self)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong with the peers' configs and with this machine."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            yield (
-                f"--nproc_per_node {os.environ['WORLD_SIZE']}: the benchmark starts its peers' processes "
-                f"itself; set nproc_per_node={os.environ['WORLD_SIZE']} as a key instead"
+            yield Problem(
+                f"--nproc_per_node {os.environ['WORLD_SIZE']}",
+                f"the benchmark starts its peers' processes "
+                f"itself; set nproc_per_node={os.environ['WORLD_SIZE']} as a key instead",
             )
         yield from problems_with_folder("output_dir", self.output_dir)
-        yield from self.lineup.problems
+        for problem in self.lineup.problems:
+            key, _, text = problem.partition(": ")
+            yield Problem(key, text)
 
 
 def _line_up(settings: LineupSettings) -> Lineup:
@@ -103,8 +108,10 @@ def _line_up(settings: LineupSettings) -> Lineup:
     base, is_whole = None, False
     try:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
-        whole = merge(base, {"output_dir": settings.output_dir})
-        lineup.problems += check_keys(whole, update_step_settings(settings.update_step_recipe))
+        whole = merge(base, {"output_dir": str(settings.output_dir)})
+        lineup.problems += map(
+            str, check_keys(whole, update_step_settings(settings.update_step_recipe))
+        )
         is_whole = not lineup.problems
         lineup.problems += _problems_with_base(base)
     except (ValueError, OSError, OmegaConfBaseException) as error:
@@ -205,7 +212,7 @@ def _add_peer(
             name,
             of_peer,
             base,
-            settings.output_dir,
+            str(settings.output_dir),
             settings.nproc_per_node,
             settings.num_steps + SPARE_STEPS,
             recipe,

@@ -19,6 +19,7 @@ from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads
 from recipe_utils.loss.spreading import koleo_loss
 from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, Count, Positive
 
 SUMS = (
@@ -60,7 +61,7 @@ class ObjectiveSettings:
     knn_neighbors: Count = 20
     """Whose votes tell the class of an image of ``dataset_val``."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys."""
         weights = {
             name: getattr(self, name)
@@ -72,19 +73,24 @@ class ObjectiveSettings:
             )
         }
         if not any(weights.values()):
-            yield f"{', '.join(weights)}: all are 0, so nothing would be learned; set one above 0"
+            text = "all are 0, so nothing would be learned; set one above 0"
+            yield Problem(", ".join(weights), text, depends_on=tuple(weights))
         if self.gram_over == "batch":
-            yield (
-                "gram_over=batch: it compares patches of different images, so the gradient would depend on how "
-                "an update step is split; set gram_over=image"
+            yield Problem(
+                "gram_over",
+                "it compares patches of different images, so the gradient would depend on how "
+                "an update step is split; set gram_over=image",
+                "batch",
             )
         if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
-            yield (
-                f"gram_loss_weight={self.gram_loss_weight}: there is no Gram teacher; set "
-                "gram_teacher_every_n_steps, or gram_loss_weight=0"
+            yield Problem(
+                "gram_loss_weight",
+                "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0",
+                self.gram_loss_weight,
+                depends_on=("gram_teacher_every_n_steps",),
             )
 
-    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[str]:
+    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
         """What an update step of so many images excludes."""
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
@@ -94,9 +100,12 @@ class ObjectiveSettings:
         except ValueError:
             return
         if num_images == 1:
-            yield (
-                f"koleo_loss_weight={self.koleo_loss_weight}: an update step of 1 image has no neighbours to be "
-                "spread from; set global_batch_size to 2 or more, or koleo_loss_weight=0"
+            yield Problem(
+                "koleo_loss_weight",
+                "an update step of 1 image has no neighbours to be "
+                "spread from; set global_batch_size to 2 or more, or koleo_loss_weight=0",
+                self.koleo_loss_weight,
+                depends_on=("batch_size", "global_batch_size", "gradient_accumulation_steps"),
             )
 
 

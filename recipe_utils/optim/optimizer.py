@@ -16,6 +16,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, Count, Positive
 
 _FASTER = (".lora_b.weight", ".magnitude")
@@ -78,37 +79,54 @@ class OptimizerSettings:
         ):
             raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
-            yield f"loraplus_lr_ratio={self.loraplus_lr_ratio}: it multiplies optimizer.lr; set that, too"
+            yield Problem(
+                "loraplus_lr_ratio",
+                "it multiplies optimizer.lr; set that, too",
+                self.loraplus_lr_ratio,
+                depends_on=("optimizer",),
+            )
         if self.optimizer_in_bwd and self.clip_grad_norm is not None:
-            yield (
-                f"clip_grad_norm={self.clip_grad_norm}: with optimizer_in_bwd=True no moment has all "
-                "gradients to clip; set one of the two to null or False"
+            yield Problem(
+                "clip_grad_norm",
+                "with optimizer_in_bwd=True no moment has all "
+                "gradients to clip; set one of the two to null or False",
+                self.clip_grad_norm,
+                depends_on=("optimizer_in_bwd",),
             )
 
-    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[str]:
+    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
         """What an optimizer that steps in every backward, or a fused one, excludes."""
         if ranks.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
-            yield "optimizer.fused=True: tensor parallelism needs it False"
+            yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if not self.optimizer_in_bwd:
             return
         if self.loraplus_lr_ratio is not None:
-            yield (
-                f"loraplus_lr_ratio={self.loraplus_lr_ratio}: with optimizer_in_bwd=True all parameters "
-                "follow one learning rate; set one of the two to null or False"
+            yield Problem(
+                "loraplus_lr_ratio",
+                "with optimizer_in_bwd=True all parameters "
+                "follow one learning rate; set one of the two to null or False",
+                self.loraplus_lr_ratio,
+                depends_on=("optimizer_in_bwd",),
             )
         if ranks.pipeline_parallel_dim > 1:
-            yield (
-                f"optimizer_in_bwd=True: pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
-                "microbatches; set it to False"
+            yield Problem(
+                "optimizer_in_bwd",
+                f"pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
+                "microbatches; set it to False",
+                True,
+                depends_on=("pipeline_parallel_dim",),
             )
         if data.plans_by_tokens:
-            yield (
-                f"microbatching={data.microbatching}: it may cut an update step into several "
+            yield Problem(
+                "microbatching",
+                "it may cut an update step into several "
                 "microbatches, and with optimizer_in_bwd=True every backward updates the weights; set "
-                "one of the two to in_order or False"
+                "one of the two to in_order or False",
+                data.microbatching,
+                depends_on=("optimizer_in_bwd",),
             )
         if ranks.dims_or_none is not None:
             try:
@@ -116,9 +134,12 @@ class OptimizerSettings:
             except ValueError:
                 return
             if steps > 1:
-                yield (
-                    f"gradient_accumulation_steps={steps}: with optimizer_in_bwd=True every backward "
-                    "updates the weights; set it to 1, or optimizer_in_bwd=False"
+                yield Problem(
+                    "gradient_accumulation_steps",
+                    "with optimizer_in_bwd=True every backward "
+                    "updates the weights; set it to 1, or optimizer_in_bwd=False",
+                    steps,
+                    depends_on=("optimizer_in_bwd",),
                 )
 
 

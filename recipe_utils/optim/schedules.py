@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, CountOrZero, Positive
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
@@ -37,23 +38,29 @@ class ScheduleSettings:
     layerwise_lr_decay: _Ratio = 1.0
     """Learning rate of a layer over that of the next one above; 1 gives all the same."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
-            yield (
-                f"teacher_temperature_warmup_steps={warmup}: with teacher_temperature_start="
-                f"{'null' if start is None else start} it says nothing; set both or neither"
+            yield Problem(
+                "teacher_temperature_warmup_steps",
+                f"with teacher_temperature_start="
+                f"{'null' if start is None else start} it says nothing; set both or neither",
+                warmup,
+                depends_on=("teacher_temperature_start",),
             )
 
-    def problems_with(self, student_temperature: float) -> Iterator[str]:
+    def problems_with(self, student_temperature: float) -> Iterator[Problem]:
         """What the student's temperature excludes."""
         for name in ("teacher_temperature", "teacher_temperature_start"):
             temperature = getattr(self, name)
             if temperature is not None and temperature >= student_temperature:
-                yield (
-                    f"{name}={temperature}: student_temperature={student_temperature} must be above it, or the "
-                    "teacher says nothing more definite than the student; set it lower"
+                yield Problem(
+                    name,
+                    f"student_temperature={student_temperature} must be above it, or the "
+                    "teacher says nothing more definite than the student; set it lower",
+                    temperature,
+                    depends_on=("student_temperature",),
                 )
 
     def temperature_at(self, global_step: int) -> float:

@@ -19,6 +19,7 @@ from torchtune import utils
 
 from recipe_utils.parallel import process_group
 from recipe_utils.parallel.fsdp import GradientSync
+from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.settings import ROOM, Count
 
 _log = utils.get_logger("INFO")
@@ -59,28 +60,32 @@ class RankSettings:
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """How long a rank waits for another; null takes PyTorch's."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys and with this machine."""
         try:
             resolve_device(self.device)
-        except ValueError as error:
-            yield str(error)
+        except ConfigError as error:
+            yield from error.problems
         if self.context_parallel_dim != 1:
-            yield (
-                f"context_parallel_dim={self.context_parallel_dim}: PyTorch's ring attention has no CPU "
-                "kernel, so this could not be tested and is left out; set it to 1"
+            yield Problem(
+                "context_parallel_dim",
+                "PyTorch's ring attention has no CPU "
+                "kernel, so this could not be tested and is left out; set it to 1",
+                self.context_parallel_dim,
             )
         try:
             _ = self.dims
-        except ValueError as error:
-            yield str(error)
+        except ConfigError as error:
+            yield from error.problems
 
-    def problems_without_stages(self) -> Iterator[str]:
+    def problems_without_stages(self) -> Iterator[Problem]:
         """Of a recipe that cuts no model into pipeline stages."""
         if self.pipeline_parallel_dim > 1:
-            yield (
-                f"pipeline_parallel_dim={self.pipeline_parallel_dim}: this recipe has no pipeline stages; set "
-                "it to 1, and data_parallel_shard_dim to more ranks"
+            yield Problem(
+                "pipeline_parallel_dim",
+                "this recipe has no pipeline stages; set "
+                "it to 1, and data_parallel_shard_dim to more ranks",
+                self.pipeline_parallel_dim,
             )
 
     @property
@@ -96,7 +101,7 @@ class RankSettings:
         """Ranks along each dimension, of as many processes as the launcher has started.
 
         Raises:
-            ValueError: the dimensions do not make up the number of processes.
+            ConfigError: the dimensions do not make up the number of processes.
         """
         return resolve_parallel_dims(
             process_group.world_size_from_env(),
@@ -222,15 +227,21 @@ def resolve_device(device: str | None) -> torch.device:
     """The device of this rank; None takes what the machine has.
 
     Raises:
-        ValueError: a device that is not there. (torchtune would go on with the CPU.)
+        ConfigError: a device that is not there. (torchtune would go on with the CPU.)
     """
     try:
         found = utils.get_device(device=device)
     except Exception as error:
-        raise ValueError(f"device={device}: {error}; set it to a device of this machine") from None
+        raise ConfigError(
+            Problem("device", f"{error}; set it to a device of this machine", device)
+        ) from None
     if device is not None and found.type != torch.device(device).type:
-        raise ValueError(
-            f"device={device}: this machine has none that PyTorch can use; set device={found.type}"
+        raise ConfigError(
+            Problem(
+                "device",
+                f"this machine has none that PyTorch can use; set device={found.type}",
+                device,
+            )
         )
     return found
 
@@ -252,7 +263,7 @@ def resolve_parallel_dims(
         pipeline_parallel_dim: ranks that each have some of the layers.
 
     Raises:
-        ValueError: a dimension below 1, or a product other than the world size.
+        ConfigError: a dimension below 1, or a product other than the world size.
     """
     for name, dim in (
         ("data_parallel_replicate_dim", data_parallel_replicate_dim),
@@ -260,23 +271,39 @@ def resolve_parallel_dims(
         ("pipeline_parallel_dim", pipeline_parallel_dim),
     ):
         if dim < 1:
-            raise ValueError(f"{name}={dim}: it must be at least 1; leave it out for 1")
+            raise ConfigError(Problem(name, "it must be at least 1; leave it out for 1", dim))
     others = data_parallel_replicate_dim * tensor_parallel_dim * pipeline_parallel_dim
     shard = data_parallel_shard_dim
     if shard == -1:
         shard = max(world_size // others, 1)
     if shard < 1:
-        raise ValueError(
-            f"data_parallel_shard_dim={shard}: it must be at least 1, or -1 for what the other "
-            "dimensions leave"
+        raise ConfigError(
+            Problem(
+                "data_parallel_shard_dim",
+                "it must be at least 1, or -1 for what the other dimensions leave",
+                shard,
+            )
         )
     if shard * others != world_size:
         pipeline = f" * {pipeline_parallel_dim=}" if pipeline_parallel_dim > 1 else ""
-        raise ValueError(
+        product = (
             f"data_parallel_replicate_dim={data_parallel_replicate_dim} * data_parallel_shard_dim="
-            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}{pipeline}: they make "
-            f"{shard * others} ranks, but {world_size} run; set them so that their product is "
-            f"{world_size}, or start {shard * others} processes (--nproc_per_node)"
+            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}{pipeline}"
+        )
+        names = (
+            "data_parallel_replicate_dim",
+            "data_parallel_shard_dim",
+            "tensor_parallel_dim",
+            "pipeline_parallel_dim",
+        )
+        raise ConfigError(
+            Problem(
+                product,
+                f"they make "
+                f"{shard * others} ranks, but {world_size} run; set them so that their product is "
+                f"{world_size}, or start {shard * others} processes (--nproc_per_node)",
+                depends_on=names,
+            )
         )
     return ParallelDims(
         data_parallel_replicate_dim, shard, tensor_parallel_dim, pipeline_parallel_dim

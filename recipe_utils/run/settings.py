@@ -9,6 +9,8 @@ from pydantic.dataclasses import dataclass
 from recipe_utils.files import problems_with_folder
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.keys import FilePath
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, Count, Positive
 
 PROFILER = "torchtune.training.setup_torch_profiler"
@@ -18,7 +20,7 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 class RunSettings:
     """How long a training goes, what it logs, and when it saves what."""
 
-    output_dir: str
+    output_dir: FilePath
     """Where checkpoints and exported models go; all ranks must see the same folder."""
     epochs: Count = 1
     """Passes over the dataset."""
@@ -67,27 +69,48 @@ class RunSettings:
     resume_with_other_model: bool = False
     """Goes on although ``model`` is not that of the checkpoint, if its weights fit."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Whether the output folder can be made and written to; makes it."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
-            yield "sample_prompts, sample_every_n_steps: one is of no use without the other; set both"
+            keys = ("sample_prompts", "sample_every_n_steps")
+            yield Problem(
+                ", ".join(keys), "one is of no use without the other; set both", depends_on=keys
+            )
         if self.keep_best_checkpoint and self.run_val_every_n_steps is None:
-            yield "keep_best_checkpoint=True: set run_val_every_n_steps, too"
-
-    def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[str]:
-        """What is wrong with validation data and ranks."""
-        if self.run_val_every_n_steps is not None and dataset_val is None:
-            yield f"run_val_every_n_steps={self.run_val_every_n_steps}: set dataset_val, too"
-        if self.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
-            yield (
-                f"sample_prompts: no answers with pipeline_parallel_dim={ranks.pipeline_parallel_dim}, a schedule "
-                "takes whole update steps; leave the key out, and ask exported models"
+            yield Problem(
+                "keep_best_checkpoint",
+                "set run_val_every_n_steps, too",
+                True,
+                ("run_val_every_n_steps",),
             )
 
-    def problems_without_text(self) -> Iterator[str]:
+    def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:
+        """What is wrong with validation data and ranks."""
+        if self.run_val_every_n_steps is not None and dataset_val is None:
+            yield Problem(
+                "run_val_every_n_steps",
+                "set dataset_val, too",
+                self.run_val_every_n_steps,
+                ("dataset_val",),
+            )
+        if self.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
+            yield Problem(
+                "sample_prompts",
+                f"no answers with pipeline_parallel_dim={ranks.pipeline_parallel_dim}, a schedule "
+                "takes whole update steps; leave the key out, and ask exported models",
+                depends_on=("pipeline_parallel_dim",),
+            )
+
+    def problems_without_text(self) -> Iterator[Problem]:
         """Of a recipe whose model says no text and has no ``val_loss``."""
         if self.sample_prompts is not None:
-            yield "sample_prompts: a vision transformer answers nothing; leave the key out"
+            yield Problem(
+                "sample_prompts", "a vision transformer answers nothing; leave the key out"
+            )
         if self.keep_best_checkpoint:
-            yield "keep_best_checkpoint=True: there is no val_loss here; set export_every_n_steps instead"
+            yield Problem(
+                "keep_best_checkpoint",
+                "there is no val_loss here; set export_every_n_steps instead",
+                True,
+            )

@@ -2,7 +2,7 @@
 
 import sys
 
-from recipe_utils.settings.settings import key_table, settings_of
+from recipe_utils.settings.describe import key_table, settings_of
 
 
 def main() -> None:

@@ -1,38 +1,55 @@
-"""Components of a config, checked against their signatures before anything is made of them.
+"""Components of a config, checked against their signatures before they are built.
 
-A component is a mapping with a dotted path at ``_component_`` and the arguments that it is called with.
+A component is a mapping with a dotted path at ``_component_``, and the arguments of the call.
 """
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from os import PathLike
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-MOVED = {
-    "recipe_utils.docstrings.docstring_dataset": "recipe_utils.embedded.stdlib_docs.docstring_dataset",
-    "recipe_utils.docstrings.docstring_tokenizer": "recipe_utils.embedded.stdlib_docs.docstring_tokenizer",
-    "recipe_utils.fresh_weights.fresh_llama_checkpointer": (
-        "recipe_utils.embedded.fresh_weights.fresh_llama_checkpointer"
-    ),
-}
-"""Where components that configs of 0.1 name are today."""
+from recipe_utils.settings.problems import Problem
+
+PATHS = frozenset(
+    [
+        "adapter_checkpoint",
+        "cache_dir",
+        "checkpoint_dir",
+        "checkpoint_files",
+        "data_dir",
+        "data_files",
+        "generation_config_path",
+        "image_dir",
+        "log_dir",
+        "merges_file",
+        "merges_path",
+        "output_dir",
+        "path",
+        "recipe_checkpoint",
+        "special_tokens_path",
+        "tokenizer_config_json_path",
+        "tokenizer_json_path",
+        "vocab_path",
+    ]
+)
+"""Arguments that are paths although their annotation in torchtune or datasets is ``str``."""
 
 
 @dataclass(frozen=True)
 class MadeWith:
-    """Marks a key as a component, and says what the recipe adds to its arguments.
+    """Marks a key as a component, and names the arguments that the recipe adds.
 
     Attributes:
-        num_positional: arguments that come first.
-        keywords: names of others.
-        default: path of the component where the config names none.
+        num_positional: number of positional arguments.
+        keywords: names of keyword arguments.
+        default: path of the component if the config has no ``_component_``.
     """
 
     num_positional: int = 0
@@ -41,17 +58,15 @@ class MadeWith:
 
 
 Component = Annotated[dict[str, Any], MadeWith()]
-"""A component that gets no arguments but the config's."""
+"""A component to which the recipe adds no arguments."""
 
 
 def component_at(path: str) -> Any:
-    """What is at a dotted path.
+    """Returns the object at a dotted path.
 
     Raises:
-        ValueError: nothing is; says where it is today if it has moved.
+        ValueError: there is none.
     """
-    if path in MOVED:
-        raise ValueError(f"it has moved; set it to {MOVED[path]}")
     try:
         return _get_component_from_path(path)
     except InstantiationError as error:
@@ -59,35 +74,50 @@ def component_at(path: str) -> Any:
         raise ValueError(" ".join(lines)) from error
 
 
-def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[str]:
-    """Yields what is wrong with a component, by its key, without making it.
+def names_of_paths(component: Mapping[Any, Any]) -> set[str]:
+    """Returns the names of a component's arguments that are paths."""
+    try:
+        hints = _hints(component_at(str(component.get("_component_"))))
+    except ValueError:
+        hints = {}
+    return {name for name in component if name in PATHS or _allows_path(hints.get(name))}
+
+
+def _allows_path(hint: Any) -> bool:
+    kind = get_origin(hint) or hint
+    if isinstance(kind, type) and issubclass(kind, PathLike):
+        return True
+    return any(map(_allows_path, get_args(hint)))
+
+
+def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Problem]:
+    """Yields the problems of a component, or of a list of them, without building it.
 
     Args:
-        key: of the config.
-        value: at the key; null is fine here.
-        made_with: what the recipe adds.
+        key: config key.
+        value: its value; null is allowed.
+        made_with: arguments that the recipe adds.
     """
     if isinstance(value, list):
         for index, part in enumerate(value):
             yield from check_component(f"{key}[{index}]", part, made_with)
         if not value:
-            yield f"{key}=[]: it is empty; set it to a component (_component_: ...)"
+            yield Problem(key, "it is empty; set it to a component (_component_: ...)", value)
         return
     if value is None:
         return
-    if not isinstance(value, dict) or not isinstance(
-        value.get("_component_", made_with.default), str
-    ):
-        yield f"{key}={value}: it must be a component (_component_: ...)"
+    path = value.get("_component_", made_with.default) if isinstance(value, dict) else None
+    if not isinstance(path, str):
+        yield Problem(key, "it must be a component (_component_: ...)", value)
         return
-    path = str(value.get("_component_", made_with.default))
     try:
         made = component_at(path)
     except ValueError as error:
-        yield f"{key}._component_={path}: {error}"
+        yield Problem(f"{key}._component_", str(error), path)
         return
     if not callable(made):
-        yield f"{key}._component_={path}: it is a {type(made).__name__}, which nothing is made of"
+        text = f"it is a {type(made).__name__}, which cannot be called"
+        yield Problem(f"{key}._component_", text, path)
         return
     arguments = {name: argument for name, argument in value.items() if name != "_component_"}
     yield from _check_arguments(key, made, arguments, made_with)
@@ -95,7 +125,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[str]:
 
 def _check_arguments(
     key: str, made: Any, arguments: Mapping[str, Any], made_with: MadeWith
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     try:
         parameters = dict(inspect.signature(made).parameters)
     except (TypeError, ValueError):  # some callables of C have no signature
@@ -114,17 +144,17 @@ def _check_arguments(
             if not takes_any:
                 similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
                 hint = f"did you mean {similar[0]}?" if similar else "take it out"
-                yield f"{key}.{name}: {name_of_made} has no such argument; {hint}"
+                yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {hint}")
             continue
         hint = hints.get(name, Any)
         if argument != by_name[name].default and not fits(argument, hint):
-            wanted = getattr(hint, "__name__", str(hint).replace("typing.", ""))
-            if get_origin(hint) is not None:
-                wanted = str(hint).replace("typing.", "")
-            yield f"{key}.{name}={argument!r}: {name_of_made} takes {wanted}"
+            wanted = str(hint).replace("typing.", "")
+            if get_origin(hint) is None:
+                wanted = getattr(hint, "__name__", wanted)
+            yield Problem(f"{key}.{name}", f"{name_of_made} takes {wanted}", repr(argument))
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in {*arguments, *from_recipe}:
-            yield f"{key}.{name}: it is missing; {name_of_made} needs it"
+            yield Problem(f"{key}.{name}", f"it is missing; {name_of_made} needs it")
 
 
 def _hints(made: Any) -> dict[str, Any]:
@@ -135,41 +165,25 @@ def _hints(made: Any) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value as YAML gives it can be meant for a parameter with this annotation.
+    """Returns False if a value from YAML cannot be meant for a parameter with this annotation.
 
-    Lists stand for tuples and other sequences, strings for paths and members of enumerations. True for
-    annotations that say nothing about such values.
+    Strict JSON has the rules of YAML: a list is a tuple, a string a path or the value of an enumeration, an int a
+    float; but ``"3"`` and True are no int. Components in the value, and annotations that pydantic does not support,
+    are not checked.
     """
-    origin, args = get_origin(hint), get_args(hint)
-    if hint in (Any, object, inspect.Parameter.empty) or isinstance(hint, (str, TypeVar)):
+    if _has_component(value):
         return True
-    if origin in (Union, UnionType):
-        return any(fits(value, arg) for arg in args)
-    if origin is Annotated:
-        return fits(value, args[0])
-    if origin is Literal:
-        return value in args
-    if value is None:
-        return hint is NoneType
-    kind = origin or hint
-    if not isinstance(kind, type) or (isinstance(value, dict) and "_component_" in value):
-        return True
-    if kind in (bool, str):
-        return isinstance(value, kind)
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else (int, float)) and not isinstance(
-            value, bool
-        )
-    if issubclass(kind, Mapping):
-        return isinstance(value, dict) and all(fits(v, args[1]) for v in value.values() if args)
-    if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
-        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
-    if isinstance(value, list):
-        is_sequence = issubclass(list, kind) or issubclass(kind, (Sequence, set, frozenset))
-        return is_sequence and all(fits(item, args[0]) for item in value if args)
-    if issubclass(kind, (PathLike, Enum)):
-        return isinstance(value, str)
     try:
-        return isinstance(value, kind)
-    except TypeError:  # a protocol that cannot be asked
+        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return False
+    except Exception:  # pydantic raises many kinds for annotations, and TypeError for protocols
         return True
+    return True
+
+
+def _has_component(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "_component_" in value or any(map(_has_component, value.values()))
+    return isinstance(value, list) and any(map(_has_component, value))

@@ -28,6 +28,11 @@ class Problem:
     value: Any = _UNSET
     depends_on: tuple[str, ...] = ()
 
+    @property
+    def root(self) -> str:
+        """The key in the config, without arguments and indices."""
+        return self.key.replace("[", ".").partition(".")[0]
+
     def __str__(self) -> str:
         shown = "" if self.value is _UNSET else f"={self.value}"
         return f"{self.key}{shown}: {self.text}"
@@ -37,10 +42,17 @@ class ConfigError(ValueError):
     """All problems of a config, one per line."""
 
     def __init__(self, *problems: Problem | str) -> None:
-        self.problems = problems
+        self.problems: tuple[Problem, ...] = tuple(
+            _parsed(p) if isinstance(p, str) else p for p in problems
+        )
         noun = "problem" if len(problems) == 1 else "problems"
-        lines = "".join(f"\n  - {problem}" for problem in problems)
+        lines = "".join(f"\n  - {problem}" for problem in self.problems)
         super().__init__(f"{len(problems)} {noun} in the config:{lines}")
+
+
+def _parsed(problem: str) -> Problem:
+    key, _, text = problem.partition(": ")
+    return Problem(key, text)
 
 
 @contextmanager
@@ -78,7 +90,7 @@ class Build:
     """Builds components of a config and collects their problems. See :func:`collected_problems`."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem | str] = []
+        self.problems: list[Problem] = []
 
     def __call__(
         self, key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs

@@ -399,7 +399,7 @@ def refusal(config):
     try:
         run_recipe(config)
     except ConfigError as error:
-        return error.problems
+        return [*map(str, error.problems)]
     except CheckpointError as error:
         return (str(error),)
     return ()

@@ -207,7 +207,7 @@ def test_all_that_is_wrong_with_keys_comes_at_once(tiny_config):
     config = step_of_16(tiny_config, batch_size=6, ema_momentum=2, gram_over="batch")
     with pytest.raises(ConfigError) as error:
         recipe_class(recipe=DINO)(OmegaConf.create(config))
-    assert [text.split(":")[0] for text in error.value.problems] == [
+    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
         "ema_momentum=2",
         "gram_over=batch",
         "global_batch_size=16",

@@ -488,7 +488,7 @@ def test_all_that_is_wrong_with_keys_comes_at_once(tiny_kd_config):
     config = tiny_kd_config(kd_ratio=2.0, teacher_cache="x", kd_loss={**OURS, "temp": 1})
     with pytest.raises(ConfigError) as error:
         recipe_class(recipe=KD)(OmegaConf.create(config))
-    assert [text.split(":")[0] for text in error.value.problems] == [
+    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
         "kd_loss.temp",
         "kd_ratio=2.0",
         "teacher_cache=x",

@@ -200,7 +200,7 @@ def test_stock_configs_are_right_but_for_what_this_machine_lacks(stock, tmp_path
     try:
         read_settings(cfg, settings_of(recipe_for(stock)))
     except ConfigError as error:
-        for problem in error.problems:
+        for problem in map(str, error.problems):
             assert re.search(
                 "^device=cuda|No module named '(bitsandbytes|torchvision)'",
                 problem,

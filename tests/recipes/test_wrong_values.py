@@ -54,7 +54,7 @@ def is_documented(recipe, key, value):
         if value is None:
             fits = kind == "null"
         elif isinstance(value, str):
-            fits = kind in ("str", value)
+            fits = kind in ("str", "path", value)
         elif isinstance(value, (int, float)):
             fits = kind == "float" or (kind == "int" and isinstance(value, int))
             fits &= value >= float(least or "-inf") and value > float(bound or "-inf")
@@ -103,7 +103,7 @@ def problems_of(recipe, config):
     try:
         read_settings(OmegaConf.create(config), settings_of(recipe))
     except ConfigError as error:
-        return error.problems
+        return tuple(map(str, error.problems))
     return ()
 
 

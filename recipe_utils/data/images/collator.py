@@ -37,6 +37,7 @@ from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, check_keys
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import Component
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM
 
 _GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
@@ -65,34 +66,48 @@ class ViewSettings:
         low, high = self.mask_ratio or (0.1, 0.5)
         return low, high
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong by itself that a type does not say."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
-            yield (
-                f"mask_ratio={ratio}: it must be the smallest and the largest share, both from 0 to 1; such as "
-                "[0.1, 0.5]"
+            yield Problem(
+                "mask_ratio",
+                "it must be the smallest and the largest share, both from 0 to 1; such as "
+                "[0.1, 0.5]",
+                ratio,
             )
 
-    def problems_with(self, data: DataSettings) -> Iterator[str]:
+    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
         """What of the data's keys views cannot have."""
         size = self.koleo_group_size
         if size is not None and data.batch_size % size:
-            yield (
-                f"koleo_group_size={size}: a group is whole in a microbatch, and batch_size={data.batch_size} is no "
+            yield Problem(
+                "koleo_group_size",
+                f"a group is whole in a microbatch, and batch_size={data.batch_size} is no "
                 f"multiple of it; set batch_size to {(data.batch_size // size + 1) * size}, or koleo_group_size to "
-                "a divisor of it or to null"
+                "a divisor of it or to null",
+                size,
+                depends_on=("batch_size",),
             )
         if data.plans_by_tokens:
-            yield (
-                f"microbatching={data.microbatching}: all images have as many tokens; set microbatching=in_order"
+            yield Problem(
+                "microbatching",
+                "all images have as many tokens; set microbatching=in_order",
+                data.microbatching,
             )
         if data.collate_fn != DataSettings.collate_fn:
-            yield f"collate_fn={data.collate_fn}: views are collated in one way only; leave the key out"
+            yield Problem(
+                "collate_fn",
+                "views are collated in one way only; leave the key out",
+                data.collate_fn,
+            )
         if self.transform.get("image_transform") is not None and data.num_workers == 0:
-            yield (
-                "num_workers=0: transform.image_transform draws from torch's global generator, from which the "
-                "training draws at the same time; set num_workers to 1 or more"
+            yield Problem(
+                "num_workers",
+                "transform.image_transform draws from torch's global generator, from which the "
+                "training draws at the same time; set num_workers to 1 or more",
+                0,
+                ("transform",),
             )
 
 

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from recipe_utils.data.loader.plan import PLANS, MicrobatchCost, Plan
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import component_at
+from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.settings import ROOM, Count, CountOrZero, Positive
 
 
@@ -70,49 +71,60 @@ class DataSettings:
         """True if samples move between data-parallel ranks."""
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """Yields contradictions between the keys."""
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
-            yield (
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: microbatching=in_order "
-                "counts samples, not tokens; set microbatching=packed or least_padding"
+            yield Problem(
+                "max_tokens_per_microbatch",
+                "microbatching=in_order "
+                "counts samples, not tokens; set microbatching=packed or least_padding",
+                self.max_tokens_per_microbatch,
+                depends_on=("microbatching",),
             )
         if not self.plans_by_tokens and self.balance_over_ranks:
-            yield (
-                "balance_over_ranks=True: microbatching=in_order keeps every sample on its rank; set "
-                "microbatching=packed or least_padding"
+            yield Problem(
+                "balance_over_ranks",
+                "microbatching=in_order keeps every sample on its rank; set "
+                "microbatching=packed or least_padding",
+                True,
+                depends_on=("microbatching",),
             )
         if self.microbatch_overhead_slots is not None and self.microbatching != "least_padding":
-            yield (
-                f"microbatch_overhead_slots={self.microbatch_overhead_slots}: "
+            yield Problem(
+                "microbatch_overhead_slots",
                 f"microbatching={self.microbatching} does not use it; remove the key, or set "
-                "microbatching=least_padding"
+                "microbatching=least_padding",
+                self.microbatch_overhead_slots,
+                depends_on=("microbatching",),
             )
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
-            yield (
-                f"collate_fn={self.collate_fn}: microbatching=packed does not use it; remove the "
-                "key, or set microbatching=least_padding"
+            yield Problem(
+                "collate_fn",
+                "microbatching=packed does not use it; remove the "
+                "key, or set microbatching=least_padding",
+                self.collate_fn,
+                depends_on=("microbatching",),
             )
         if "left_pad_sequence" in self.collate_fn:
-            yield f"collate_fn={self.collate_fn}: it pads for inference; remove the key"
+            yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
         try:
             component_at(self.collate_fn)
         except ValueError as error:
-            yield f"collate_fn={self.collate_fn}: {error}"
+            yield Problem("collate_fn", f"{error}", self.collate_fn)
 
-    def problems_with(self, ranks: RankSettings) -> Iterator[str]:
+    def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
         """Yields what is wrong with the batch size on these ranks."""
         if ranks.dims_or_none is not None:
             try:
                 self.num_accumulated(ranks.dims_or_none.dp_degree)
-            except ValueError as error:
-                yield str(error)
+            except ConfigError as error:
+                yield from error.problems
 
     def num_accumulated(self, dp_degree: int) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
 
         Raises:
-            ValueError: ``global_batch_size`` is not divisible, or contradicts ``gradient_accumulation_steps``.
+            ConfigError: ``global_batch_size`` is not divisible, or contradicts ``gradient_accumulation_steps``.
         """
         steps, total = self.gradient_accumulation_steps, self.global_batch_size
         if total is None:
@@ -120,17 +132,27 @@ class DataSettings:
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
         if rest:
-            raise ValueError(
-                f"global_batch_size={total}: it is not a multiple of batch_size={self.batch_size} * "
-                f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
-                f"{max(needed, 1) * per_pass} and {(max(needed, 1) + 1) * per_pass}"
+            raise ConfigError(
+                Problem(
+                    "global_batch_size",
+                    f"it is not a multiple of batch_size={self.batch_size} * "
+                    f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
+                    f"{max(needed, 1) * per_pass} and {(max(needed, 1) + 1) * per_pass}",
+                    total,
+                    ("batch_size",),
+                )
             )
         if steps not in (None, needed):
-            raise ValueError(
-                f"global_batch_size={total}: batch_size={self.batch_size} * "
-                f"gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks = "
-                f"{per_pass * (steps or 1)}; set only one of the two keys "
-                "(~gradient_accumulation_steps on the command line removes that one)"
+            raise ConfigError(
+                Problem(
+                    "global_batch_size",
+                    f"batch_size={self.batch_size} * "
+                    f"gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks = "
+                    f"{per_pass * (steps or 1)}; set only one of the two keys "
+                    "(~gradient_accumulation_steps on the command line removes that one)",
+                    total,
+                    ("batch_size", "gradient_accumulation_steps"),
+                )
             )
         return needed
 

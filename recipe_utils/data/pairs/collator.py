@@ -30,6 +30,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM
 
 IGNORE_INDEX = -100
@@ -49,15 +50,22 @@ class PairSettings:
         """Whether what both sides begin with is computed once."""
         return data.is_packed and self.prefix_sharing is not False
 
-    def problems_with(self, data: DataSettings) -> Iterator[str]:
+    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
         """What of the data's keys pairs cannot have."""
         if self.prefix_sharing and not data.is_packed:
-            yield (
-                f"prefix_sharing=True: microbatching={data.microbatching} gives each side a row of its own; "
-                "set microbatching=packed"
+            yield Problem(
+                "prefix_sharing",
+                f"microbatching={data.microbatching} gives each side a row of its own; "
+                "set microbatching=packed",
+                True,
+                depends_on=("microbatching",),
             )
         if data.collate_fn != DataSettings.collate_fn:
-            yield f"collate_fn={data.collate_fn}: pairs are collated in one way only; leave the key out"
+            yield Problem(
+                "collate_fn",
+                "pairs are collated in one way only; leave the key out",
+                data.collate_fn,
+            )
 
 
 class KnownLogProbs(Protocol):

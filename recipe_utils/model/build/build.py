@@ -37,6 +37,7 @@ from recipe_utils.model.pipeline.stages import (
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
 from recipe_utils.settings.components import Component
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, Count
 
 _log = get_logger("INFO")
@@ -116,26 +117,40 @@ class ModelSettings:
         """Module name pattern -> style."""
         return dict(config.instantiate(OmegaConf.create(self.tensor_parallel_plan)))
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            yield (
-                "enable_activation_offloading=True: it needs enable_activation_checkpointing=True"
+            yield Problem(
+                "enable_activation_offloading",
+                "it needs enable_activation_checkpointing=True",
+                True,
+                depends_on=("enable_activation_checkpointing",),
             )
         if self.enable_activation_checkpointing and self.ac_mode is not None:
-            yield (
-                f"ac_mode={self.ac_mode}: enable_activation_checkpointing=True recomputes all layers "
-                "already; set one of the two to null or False"
+            yield Problem(
+                "ac_mode",
+                "enable_activation_checkpointing=True recomputes all layers "
+                "already; set one of the two to null or False",
+                self.ac_mode,
+                depends_on=("enable_activation_checkpointing",),
             )
         if self.ac_mode == "selective" and self.ac_option is None:
-            yield "ac_mode=selective: set ac_option, too: every how many-th layer is recomputed"
+            yield Problem(
+                "ac_mode",
+                "set ac_option, too: every how many-th layer is recomputed",
+                "selective",
+                ("ac_option",),
+            )
         if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
-            yield (
-                f"weights_dtype={self.weights_dtype}: dtype={self.dtype or 'fp32'} would compute in more digits "
-                "than the weights keep; set weights_dtype to null, or dtype to what the weights are"
+            yield Problem(
+                "weights_dtype",
+                f"dtype={self.dtype or 'fp32'} would compute in more digits "
+                "than the weights keep; set weights_dtype to null, or dtype to what the weights are",
+                self.weights_dtype,
+                depends_on=("dtype",),
             )
 
-    def problems_with(self, ranks: RankSettings) -> Iterator[str]:
+    def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
         """What is wrong on this device, and with tensor parallelism."""
         try:
             device = resolve_device(ranks.device)
@@ -144,39 +159,57 @@ class ModelSettings:
         tensor_parallel_dim = ranks.tensor_parallel_dim
         yield from self._problems_of_kernels(device)
         if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
-            yield (
-                "enable_activation_offloading=True: it does not go with pipeline_parallel_dim="
-                f"{ranks.pipeline_parallel_dim}; set it to False"
+            yield Problem(
+                "enable_activation_offloading",
+                "it does not go with pipeline_parallel_dim="
+                f"{ranks.pipeline_parallel_dim}; set it to False",
+                True,
+                depends_on=("pipeline_parallel_dim",),
             )
         if self.enable_activation_offloading and device.type != "cuda":
-            yield "enable_activation_offloading=True: it needs device=cuda; set it to False"
+            yield Problem(
+                "enable_activation_offloading",
+                "it needs device=cuda; set it to False",
+                True,
+                depends_on=("device",),
+            )
         if self.dtype is not None:
             try:
                 training.get_dtype(self.dtype, device=device)
             except Exception as error:
-                yield f"dtype={self.dtype}: {error}; set it to fp32"
+                yield Problem("dtype", f"{error}; set it to fp32", self.dtype)
         if tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
-            yield (
-                f"tensor_parallel_dim={tensor_parallel_dim}: set tensor_parallel_plan, too, such as "
-                "torchtune.models.llama3.base_llama_tp_plan"
+            yield Problem(
+                "tensor_parallel_dim",
+                "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan",
+                tensor_parallel_dim,
+                depends_on=("tensor_parallel_plan",),
             )
 
-    def _problems_of_kernels(self, device: torch.device) -> Iterator[str]:
+    def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
         way = self.packed_attention
         if way in ("varlen", "flex") and device.type != "cuda":
-            yield (
-                f"packed_attention={way}: it needs device=cuda; on device={device.type} leave it out, or set "
-                "packed_attention=by_document"
+            yield Problem(
+                "packed_attention",
+                f"it needs device=cuda; on device={device.type} leave it out, or set "
+                "packed_attention=by_document",
+                way,
+                depends_on=("device",),
             )
         if way == "varlen" and self.dtype != "bf16":
-            yield (
-                f"packed_attention=varlen: FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
-                "dtype=bf16, or packed_attention=flex"
+            yield Problem(
+                "packed_attention",
+                f"FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
+                "dtype=bf16, or packed_attention=flex",
+                "varlen",
+                depends_on=("dtype",),
             )
         missing = missing_for_triton()
         by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
         if self.compile and device.type == "cuda" and by_triton and missing is not None:
-            yield f"compile=True: Triton needs {missing}; install that, or set compile=False"
+            yield Problem(
+                "compile", f"Triton needs {missing}; install that, or set compile=False", True
+            )
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:

@@ -25,6 +25,8 @@ from recipe_utils.model.build.weights import check_weights, crc32_of_weights, lo
 from recipe_utils.model.frozen.reference_cache import ReferenceCache
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.keys import FilePath
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, naming
 
 _log = get_logger("INFO")
@@ -40,19 +42,21 @@ class ReferenceSettings:
     reference: Literal["live", "offload", "cached"] = "live"
     """``live``: of a model that stays on the device; ``offload``: that is there between update steps only;
     ``cached``: of each pair computed once, and kept on the disk."""
-    reference_cache_dir: str | None = None
+    reference_cache_dir: FilePath | None = None
     """Where ``cached`` keeps them, for any training with this reference; null is ``output_dir``/reference."""
     precompute_reference: bool = False
     """With ``cached``: in one pass over all data before training, not as it goes."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys, and whether the folder can be written to."""
         if self.reference != "cached":
             for key in ("reference_cache_dir", "precompute_reference"):
                 if getattr(self, key):
-                    yield (
-                        f"{key}={getattr(self, key)}: reference={self.reference} keeps nothing; set "
-                        "reference=cached"
+                    yield Problem(
+                        key,
+                        f"reference={self.reference} keeps nothing; set reference=cached",
+                        getattr(self, key),
+                        depends_on=("reference",),
                     )
         elif self.reference_cache_dir is not None:
             yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
@@ -72,7 +76,7 @@ class Reference:
     """
 
     def __init__(
-        self, settings: ReferenceSettings, loss_fn: Any, output_dir: str, ranks: Ranks
+        self, settings: ReferenceSettings, loss_fn: Any, output_dir: Path, ranks: Ranks
     ) -> None:
         self._settings = settings
         self._folder = Path(settings.reference_cache_dir or Path(output_dir, "reference"))

@@ -33,6 +33,8 @@ from recipe_utils.model.frozen.hidden_states import FrozenModel, output_layer_al
 from recipe_utils.model.frozen.kept_teacher import KeptTeacher, TopK
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.keys import FilePath
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import ROOM, Count, naming
 
 _log = get_logger("INFO")
@@ -57,26 +59,28 @@ class TeacherSettings:
     teacher_cache: Literal["hidden", "top_k"] | None = None
     """``hidden``: hidden states at all targets, computed in one pass before training and kept on the disk:
     exact; ``top_k``: the likeliest tokens, and all others as one: lossy; null asks at every update step."""
-    teacher_cache_dir: str | None = None
+    teacher_cache_dir: FilePath | None = None
     """Where it is kept, for any training with this teacher; null is ``output_dir``/teacher."""
     teacher_top_k: Count = 64
     """Tokens that ``teacher_cache: top_k`` keeps of each target."""
     teacher_top_k_at_any_temperature: bool = False
     """Insists on ``top_k`` above a temperature of 1, where it keeps a small part of the distribution."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong between the keys, and whether the folder can be written to."""
         if self.teacher_cache_dir is None:
             return
         if self.teacher_cache is None:
-            yield (
-                f"teacher_cache_dir={self.teacher_cache_dir}: teacher_cache=null keeps nothing; set "
-                "teacher_cache=hidden"
+            yield Problem(
+                "teacher_cache_dir",
+                "teacher_cache=null keeps nothing; set teacher_cache=hidden",
+                self.teacher_cache_dir,
+                depends_on=("teacher_cache",),
             )
         else:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
 
-    def problems_with(self, keys: Mapping[str, Any]) -> Iterator[str]:
+    def problems_with(self, keys: Mapping[str, Any]) -> Iterator[Problem]:
         """What a teacher lacks.
 
         Args:
@@ -84,7 +88,11 @@ class TeacherSettings:
         """
         for key, value in keys.items():
             if self.kd_ratio > 0 and value is None:
-                yield f"{key}: it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+                yield Problem(
+                    key,
+                    "it is missing; set it to a component (_component_: ...), or kd_ratio=0",
+                    depends_on=("kd_ratio",),
+                )
 
 
 class Teacher:
@@ -100,7 +108,7 @@ class Teacher:
         output_dir: of the training.
     """
 
-    def __init__(self, settings: TeacherSettings, ranks: Ranks, output_dir: str) -> None:
+    def __init__(self, settings: TeacherSettings, ranks: Ranks, output_dir: Path) -> None:
         self.is_asked = settings.kd_ratio > 0
         self._settings = settings
         self._ranks = ranks

@@ -18,6 +18,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.settings import ROOM
 
 _log = get_logger("INFO")
@@ -50,7 +51,7 @@ class PipelineSettings:
         """Stages over all ranks of a pipeline: one on each, or two with interleaved schedules.
 
         Raises:
-            ValueError: split points that make no such number of stages.
+            ConfigError: split points that make no such number of stages.
         """
         schedule, split_points = (
             self.pipeline_parallel_schedule,
@@ -63,10 +64,15 @@ class PipelineSettings:
         per_rank, rest = divmod(num_stages, num_ranks)
         if rest or (per_rank < 2 if several else per_rank != 1):
             wanted = "two or more" if several else "one"
-            raise ValueError(
-                f"pipeline_parallel_split_points={split_points}: they make {num_stages} stages, but "
-                f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {num_ranks} ranks; "
-                f"give {num_ranks * (2 if several else 1) - 1} points"
+            raise ConfigError(
+                Problem(
+                    "pipeline_parallel_split_points",
+                    f"they make {num_stages} stages, but "
+                    f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {num_ranks} ranks; "
+                    f"give {num_ranks * (2 if several else 1) - 1} points",
+                    split_points,
+                    ("pipeline_parallel_schedule",),
+                )
             )
         return num_stages
 
@@ -99,7 +105,7 @@ class PipelineSettings:
 
         return to_run
 
-    def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[str]:
+    def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[Problem]:
         """What a pipeline of so many ranks lacks or excludes."""
         num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
         if num_ranks == 1:
@@ -107,16 +113,21 @@ class PipelineSettings:
         name = f"pipeline_parallel_dim={num_ranks}"
         # Stages of older ones want one shape for all microbatches.
         if TorchVersion(torch.__version__) < "2.13":
-            yield f"{name}: it needs torch 2.13, this is {torch.__version__}; set it to 1"
+            yield Problem(
+                "pipeline_parallel_dim",
+                f"it needs torch 2.13, this is {torch.__version__}; set it to 1",
+                num_ranks,
+            )
         try:
             num_stages = self.num_stages(num_ranks)
-        except ValueError as error:
-            yield str(error)
+        except ConfigError as error:
+            yield from error.problems
             return
         if ranks.tensor_parallel_dim > 1:
-            yield (
-                f"tensor_parallel_dim={ranks.tensor_parallel_dim}: it does not go with {name}; set one "
-                "of the two to 1"
+            yield Problem(
+                "tensor_parallel_dim",
+                f"it does not go with {name}; set one of the two to 1",
+                ranks.tensor_parallel_dim,
             )
         if not data.plans_by_tokens and dims is not None:
             try:
@@ -126,13 +137,20 @@ class PipelineSettings:
             to_run = self.num_microbatches_to_run(max(num_microbatches, num_ranks), num_ranks)
             if num_microbatches != to_run:
                 samples = num_microbatches * data.batch_size
-                yield (
-                    f"gradient_accumulation_steps={num_microbatches}: {name} with {num_stages} stages "
+                yield Problem(
+                    "gradient_accumulation_steps",
+                    f"{name} with {num_stages} stages "
                     f"and pipeline_parallel_schedule={self.pipeline_parallel_schedule} needs {to_run} "
                     f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
                     f"samples ({samples} on each of {dims.dp_degree} data-parallel ranks, "
                     f"{samples * dims.dp_degree} in all); set gradient_accumulation_steps={to_run} (and a "
-                    "smaller batch_size)"
+                    "smaller batch_size)",
+                    num_microbatches,
+                    depends_on=(
+                        "pipeline_parallel_schedule",
+                        "batch_size",
+                        "global_batch_size",
+                    ),
                 )
 
 

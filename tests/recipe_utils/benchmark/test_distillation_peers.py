@@ -59,7 +59,7 @@ def test_stock_gets_the_losses_that_it_knows(read):
 def test_a_divergence_whose_losses_do_not_compare_is_refused(read, kd_loss, problem):
     with pytest.raises(ConfigError) as caught:
         read(base={"kd_loss": kd_loss})
-    (found,) = caught.value.problems
+    (found,) = map(str, caught.value.problems)
     assert found.startswith(problem)
 
 

@@ -29,7 +29,7 @@ def read(tmp_path):
 def problems(read, *args, **changes):
     with pytest.raises(ConfigError) as caught:
         read(*args, **changes)
-    return caught.value.problems
+    return tuple(map(str, caught.value.problems))
 
 
 def test_changes_of_a_config_may_refer_to_its_keys(read):

@@ -84,7 +84,7 @@ def test_pairs_have_kinds_and_keys_of_their_own(read):
             base={"sft_loss_weight": 1.0},
             peers={"hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl", "padding_free": True}},
         )
-    first, second, third = caught.value.problems
+    first, second, third = map(str, caught.value.problems)
     assert first.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
     assert second == "peers.hf.kind=hf_trainer: set it to one of stock, update_step, trl, limit"
     assert third.startswith("peers.trl.padding_free=True: kind=trl has no such key")

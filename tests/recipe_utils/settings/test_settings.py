@@ -1,5 +1,6 @@
 """A config becomes frozen settings, or one error that says everything that is wrong with it."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -7,14 +8,14 @@ from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.keys import FilePath
+from recipe_utils.settings.problems import Problem
 from recipe_utils.settings.settings import (
     ROOM,
     ConfigError,
     Count,
     Positive,
     key_table,
-    make_all,
-    naming,
     read_settings,
     settings_of,
 )
@@ -35,7 +36,9 @@ class Oven:
 
     def problems(self):
         if self.mode == "grill" and self.num_trays > 1:
-            yield f"num_trays={self.num_trays}: mode=grill takes 1; set num_trays=1"
+            yield Problem(
+                "num_trays", "mode=grill takes 1; set num_trays=1", self.num_trays, ("mode",)
+            )
 
 
 def bake(dough: str, minutes: int, salt: float = 0.1, toppings: tuple[str, ...] = ()) -> str:
@@ -51,10 +54,13 @@ class Settings:
     """What is baked."""
     extra: Component | list[Component] | None = None
     guests: int = 0
+    output_dir: FilePath | None = None
+    text: str | None = None
 
     def problems(self):
         if self.guests > 4 * self.oven.num_trays:
-            yield f"guests={self.guests}: {self.oven.num_trays} trays are too few; set num_trays"
+            text = f"{self.oven.num_trays} trays are too few; set num_trays"
+            yield Problem("guests", text, self.guests, ("num_trays",))
 
 
 BREAD = {"minutes": 30}
@@ -76,7 +82,7 @@ def config(**changes):
 def problems_of(cfg):
     with pytest.raises(ConfigError) as raised:
         read_settings(cfg, Settings)
-    return list(raised.value.problems)
+    return [*map(str, raised.value.problems)]
 
 
 def test_the_flat_config_is_dealt_out_to_the_rooms():
@@ -145,10 +151,6 @@ def test_problems_between_keys_come_once_each_key_is_right_by_itself():
         ({"minutes": ...}, "bread.minutes: it is missing; bake needs it"),
         ({"_component_": "bakery.bakes"}, "bread._component_=bakery.bakes: Error loading"),
         ({"_component_": "bakery.BREAD"}, "bread._component_=bakery.BREAD: it is a dict"),
-        (
-            {"_component_": "recipe_utils.docstrings.docstring_dataset"},
-            "it has moved; set it to recipe_utils.embedded.stdlib_docs.docstring_dataset",
-        ),
     ],
 )
 def test_a_component_s_arguments_are_those_of_its_signature(arguments, expected):
@@ -175,38 +177,13 @@ def test_a_key_of_the_users_own_is_fine_where_another_refers_to_it():
     assert len(problems_of(config(width=3, names=["width"]))) == 1
 
 
-def test_makers_are_all_called_and_their_problems_raised_together_by_key():
-    def fail(error):
-        raise error
-
-    with pytest.raises(ConfigError) as raised:
-        make_all(
-            tokenizer=lambda: fail(ValueError("no such file")),
-            loss=lambda: 3,
-            model=lambda: fail(OSError("disk gone")),
-            dataset=lambda: fail(ValueError("dataset.path=x: not there")),
-        )
-    assert tuple(map(str, raised.value.problems)) == (
-        "tokenizer: no such file",
-        "model: disk gone",
-        "dataset.path=x: not there",
-    )
-    assert make_all(loss=lambda: 3, model=lambda: 4) == (3, 4)
-
-
-def test_a_mistake_inside_a_component_keeps_its_traceback_with_a_note_of_the_key():
-    with pytest.raises(TypeError, match="unsupported operand") as raised:
-        make_all(model=lambda: 1 + "1")
-    assert raised.value.__notes__ == ["raised while model of the config was made"]
-    with pytest.raises(KeyboardInterrupt), naming("model"):
-        raise KeyboardInterrupt
-
-
 def test_the_table_says_type_default_and_meaning_of_every_key():
     assert key_table(Settings).splitlines()[2:] == [
         "| `bread` | component | required | What is baked. |",
         "| `extra` | component or list of component or null | null |  |",
         "| `guests` | int | 0 |  |",
+        "| `output_dir` | path or null | null |  |",
+        "| `text` | str or null | null |  |",
         "| `num_trays` | int >= 1 | 2 | How many `trays` it has. |",
         "| `heat` | float > 0 or null | null | Above the air's. |",
         "| `mode` | fan or grill | fan |  |",
@@ -238,21 +215,30 @@ def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):
 )
 def test_a_tilde_in_front_of_a_path_is_the_home_directory(given, expected, monkeypatch):
     monkeypatch.setenv("HOME", "/home/baker")
-    cfg = OmegaConf.create({"output_dir": given, "log": "${output_dir}/l", "root": "~/runs"})
-    with pytest.raises(ConfigError, match="bread: it is missing"):
-        read_settings(cfg, Settings)
-    assert cfg.output_dir == expected.replace("HOME", "/home/baker")
-    assert cfg.log == f"{cfg.output_dir}/l"
+    cfg = config(output_dir=given, text="${output_dir}/l", root="~/runs", names=["${root}", "~"])
+    settings = read_settings(cfg, Settings)
+    assert cfg.output_dir == str(settings.output_dir) == expected.replace("HOME", "/home/baker")
+    assert settings.text == f"{cfg.output_dir}/l"
+    assert settings.oven.names == ["~/runs", "~"]
 
 
-def test_paths_are_told_by_their_keys_at_any_depth(monkeypatch):
+def open_oven(where: Path | None, note: str, path: str, extra: dict | None = None) -> None:
+    """Has a path by its annotation, and one by its name."""
+
+
+def test_arguments_that_are_paths_are_expanded_at_any_depth(monkeypatch):
     monkeypatch.setenv("HOME", "/home/baker")
-    values = {
-        "checkpoint_dir": "~/a", "checkpoint_files": ["~/b", "c"], "data_files": {"train": ["~/d"]},
-        "path": "~/e", "merges_file": "~/f", "adapter_checkpoint": "~/g", "system_prompt": "~/h", "files": None,
-    }  # fmt: skip
-    cfg = OmegaConf.create({"outer": [{"inner": values}]})
-    with pytest.raises(ConfigError):
-        read_settings(cfg, Settings)
-    expected = str(values).replace("~/", "/home/baker/").replace("/home/baker/h", "~/h")
-    assert str(OmegaConf.to_container(cfg)["outer"][0]["inner"]) == expected
+    inner = {"checkpoint_files": ["~/b", "c"], "data_files": {"train": ["~/d"]}, "dir": "~/e"}
+    oven = {"_component_": "bakery.open_oven", "where": "~/a", "note": "~/n", "path": "~/p"}
+    cfg = config(extra=[{**oven, "extra": inner}])
+    expected = str({**oven, "extra": inner}).replace("~/", "/home/baker/")
+    expected = expected.replace("/home/baker/n", "~/n").replace("/home/baker/e", "~/e")
+    read_settings(cfg, Settings)
+    assert str(OmegaConf.to_container(cfg)["extra"][0]) == expected
+
+
+def test_a_problem_is_reported_although_its_text_contains_a_wrong_key():
+    """The text of num_trays contains "set", of guests "trays"; both words are wrong keys here, too."""
+    problems = problems_of(config(mode="grill", guests=50, names=3, set=1, trays=1))
+    assert "num_trays=2: mode=grill takes 1; set num_trays=1" in problems
+    assert "guests=50: 2 trays are too few; set num_trays" in problems

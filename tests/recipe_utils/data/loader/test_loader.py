@@ -504,7 +504,7 @@ def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own
 )
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, key):
     (problem,) = DataSettings(**settings).problems()
-    assert re.match(key, problem)
+    assert re.match(key, str(problem))
     assert list(DataSettings().problems()) == []
 
 

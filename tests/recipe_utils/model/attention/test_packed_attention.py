@@ -206,7 +206,9 @@ def test_rows_that_cannot_be_computed_are_refused_in_the_forward_too():
     ],
 )  # fmt: skip
 def test_ways_that_a_cpu_has_not_are_refused_by_key(settings, words):
-    problems = "\n".join(ModelSettings(**settings).problems_with(RankSettings(device="cpu")))
+    problems = "\n".join(
+        map(str, ModelSettings(**settings).problems_with(RankSettings(device="cpu")))
+    )
     assert (words in problems) if words else (problems == "")
 
 

@@ -19,7 +19,8 @@ def settings(schedule="1F1B", split_points=None):
 def problems(pipeline, monkeypatch, data=None, world_size=2, **ranks):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     ranks = RankSettings(device="cpu", **{"pipeline_parallel_dim": 2, **ranks})
-    return list(pipeline.problems_with(ranks, data or DataSettings(microbatching="packed")))
+    problems = pipeline.problems_with(ranks, data or DataSettings(microbatching="packed"))
+    return [*map(str, problems)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Describes the config keys of a recipe as a table: ``python -m recipe_utils.settings RECIPE``."""
+
+import os
+import runpy
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from recipe_utils.settings.components import MadeWith
+from recipe_utils.settings.keys import (
+    alternatives_of,
+    is_settings_class,
+    keys_of,
+    settings_classes_of,
+)
+
+
+def settings_of(recipe: str) -> type:
+    """Returns the ``Settings`` of a recipe.
+
+    Args:
+        recipe: a registered name, or the path of a file.
+
+    Raises:
+        ValueError: there is no such recipe, or it has no ``Settings``.
+    """
+    from recipe_utils.tune.registry import RECIPES, recipe_path
+
+    path = str(recipe_path(recipe)) if recipe in RECIPES else recipe
+    if not os.path.isfile(path):
+        names = ", ".join(RECIPES)
+        raise ValueError(f"{recipe}: no recipe of this name or path; there are {names}")
+    found = runpy.run_path(path).get("Settings")
+    if not is_settings_class(found):
+        raise ValueError(f"{recipe}: it has no Settings")
+    assert isinstance(found, type)
+    return found
+
+
+def key_table(recipe_settings: type) -> str:
+    """Returns all keys of a recipe as a Markdown table: key, type, default, meaning."""
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    *parts, own = settings_classes_of(recipe_settings)
+    for part in [own, *parts]:
+        for key, spec in keys_of(part).items():
+            default = "null" if spec.default is None else spec.default
+            if spec.is_required():
+                default = "required"
+            meaning = " ".join((spec.description or "").split()).replace("``", "`")
+            lines.append(f"| `{key}` | {type_in_words(spec)} | {default} | {meaning} |")
+    return "\n".join(lines)
+
+
+def type_in_words(spec: FieldInfo) -> str:
+    """Returns a key's type in words, such as ``int >= 1 or null``."""
+    return " or ".join(map(_in_words, alternatives_of(spec)))
+
+
+def _in_words(annotation: Any) -> str:
+    if annotation is NoneType:
+        return "null"
+    if get_origin(annotation) is Literal:
+        return " or ".join(str(option) for option in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        flat = [m for given in metadata for m in getattr(given, "metadata", [given])]
+        if any(isinstance(m, MadeWith) for m in flat):
+            return "component"
+        bounds = [f"> {m.gt}" for m in flat if hasattr(m, "gt")]
+        bounds += [f">= {m.ge}" for m in flat if hasattr(m, "ge")]
+        return " ".join([_in_words(inner), *bounds])
+    if get_origin(annotation) is dict:
+        return "mapping"
+    if get_origin(annotation) is list:
+        return f"list of {_in_words(*get_args(annotation))}"
+    return getattr(annotation, "__name__", str(annotation)).replace("Path", "path")

@@ -1,0 +1,224 @@
+"""Reads the flat YAML of a config into the settings classes of a recipe, and checks it."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from recipe_utils.settings.components import MadeWith, check_component, names_of_paths
+from recipe_utils.settings.describe import type_in_words
+from recipe_utils.settings.keys import (
+    AS_WRITTEN,
+    STRICT,
+    OnlyWith,
+    all_keys_of,
+    alternatives_of,
+    keys_of,
+    metadata_of,
+    settings_classes_of,
+)
+from recipe_utils.settings.problems import ConfigError, Problem
+
+T = TypeVar("T")
+
+
+def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
+    """Builds a recipe's settings from its config.
+
+    A settings class may have a method ``problems()`` that yields a :class:`Problem` for each wrong combination of
+    its keys. Problems that follow from a value that is wrong by itself are not reported. A key that the recipe
+    does not have is allowed if another value refers to it as ``${key}``.
+
+    Args:
+        cfg: the config. It is changed: ``~`` in front of a path becomes the home directory.
+        settings_class: a pydantic dataclass. Its fields are settings classes or keys.
+
+    Raises:
+        ConfigError: has every unknown and every missing key, every value of a wrong type or out of bounds, every
+            component whose arguments do not match its signature, every key without effect, and everything that
+            ``problems()`` yields.
+    """
+    _drop_null_components(cfg)
+    values, problems = _check_keys(cfg, settings_class)
+    wrong = {problem.root for problem in problems}
+    known = all_keys_of(settings_class)
+    for key in [key for key in known if key in values and key not in wrong]:
+        problem = _check_value(key, values[key], known[key])
+        if problem is not None:
+            problems.append(problem)
+            wrong.add(key)
+
+    # Defaults replace wrong values, so that problems of the other keys can be found.
+    good = {key: value for key, value in values.items() if key not in wrong}
+    parts: dict[type, Any] = {}
+    for part in settings_classes_of(settings_class):
+        hints, specs = get_type_hints(part), keys_of(part)
+        arguments = {name: parts[hint] for name, hint in hints.items() if hint in parts}
+        arguments |= {key: good[key] for key in specs if key in good}
+        if all(key in good for key, spec in specs.items() if spec.is_required()) and all(
+            name in arguments for name in hints.keys() - specs.keys()
+        ):
+            parts[part] = part(**arguments)
+
+    found = [*_without_effect(good, known)]
+    for instance in parts.values():
+        found += getattr(instance, "problems", tuple)()
+    problems += [p for p in found if wrong.isdisjoint({p.root, *p.depends_on})]
+    if problems:
+        raise ConfigError(*problems)
+    settings: T = parts[settings_class]
+    return settings
+
+
+def check_keys(cfg: DictConfig, settings_class: type) -> list[Problem]:
+    """The problems with the names of a config's keys and with its components; other values are not checked."""
+    return _check_keys(cfg, settings_class)[1]
+
+
+def _check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the resolved values by key, and the problems."""
+    known = all_keys_of(settings_class)
+    _expand_home(cfg, known)
+    values, problems = _resolve(cfg, known)
+    problems += _check_names(OmegaConf.to_container(cfg, resolve=False), known)
+    for key, spec in known.items():
+        made_with = next(metadata_of(spec, MadeWith), None)
+        if made_with is not None and key in values:
+            problems += check_component(key, values[key], made_with)
+    return values, problems
+
+
+def _drop_null_components(cfg: DictConfig) -> None:
+    """Sets components to null whose ``_component_`` is: torchtune makes that of ``KEY=null`` on a command line."""
+    parts: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, part in parts.items():
+        if isinstance(part, dict) and part.get("_component_", "") is None:
+            cfg[key] = None
+
+
+def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
+    """Replaces ``~`` in front of paths: of keys of type Path, and of components' arguments that are paths."""
+    for key, spec in known.items():
+        if key not in cfg:
+            continue
+        if any(
+            (get_origin(part) is Annotated and get_args(part)[0] is Path) or part is Path
+            for part in alternatives_of(spec)
+        ):
+            _expand(cfg, key)
+        elif any(metadata_of(spec, MadeWith)):
+            _expand_arguments(cfg, key)
+
+
+def _expand_arguments(parent: Any, key: Any) -> None:
+    try:
+        value = parent[key]
+    except OmegaConfBaseException:  # reported by _resolve
+        return
+    if isinstance(value, ListConfig):
+        for index in range(len(value)):
+            _expand_arguments(value, index)
+    elif isinstance(value, DictConfig):
+        paths = names_of_paths(value)
+        for name in list(value):
+            (_expand if name in paths else _expand_arguments)(value, name)
+
+
+def _expand(parent: Any, key: Any) -> None:
+    try:
+        value = parent[key]
+    except OmegaConfBaseException:
+        return
+    if isinstance(value, str) and value.startswith("~"):
+        parent[key] = os.path.expanduser(value)
+    elif isinstance(value, DictConfig | ListConfig):
+        for inner in value if isinstance(value, DictConfig) else range(len(value)):
+            _expand(value, inner)
+
+
+def _resolve(
+    cfg: DictConfig, known: Mapping[str, FieldInfo]
+) -> tuple[dict[str, Any], list[Problem]]:
+    values: dict[str, Any] = {}
+    problems = []
+    for key in map(str, cfg):
+        try:
+            value = cfg[key]
+            if OmegaConf.is_config(value):
+                is_resolved = key not in known or AS_WRITTEN not in metadata_of(known[key], object)
+                value = OmegaConf.to_container(value, resolve=is_resolved)
+            values[key] = value
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key, str(error).splitlines()[0]))
+    return values, problems
+
+
+def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
+    referred = set(re.findall(r"\$\{\s*([\w-]+)", str(given)))
+    for key in map(str, given):
+        if key not in known and key not in referred:
+            similar = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "take it out"
+            yield Problem(key, f"this recipe has no such key; {hint}")
+    for key, spec in known.items():
+        if spec.is_required() and given.get(key) is None:
+            is_component = any(metadata_of(spec, MadeWith))
+            what = "a component (_component_: ...)" if is_component else type_in_words(spec)
+            yield Problem(key, f"it is missing; set it to {what}")
+
+
+def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
+    """Checks a value against the type and the bounds of its key."""
+    try:
+        _adapter_of(spec.annotation, tuple(spec.metadata)).validate_python(value)
+        return None
+    except ValidationError as error:
+        bounds: Mapping[str, Any] = error.errors()[0].get("ctx", {})
+    shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
+    options = [
+        option
+        for part in alternatives_of(spec)
+        for option in get_args(part)
+        if get_origin(part) is Literal
+    ]
+    wanted = type_in_words(spec).replace("bool", "True or False")
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
+        if name in bounds:
+            wanted = f"{words} {bounds[name]}".removesuffix(".0")
+    if options and isinstance(value, str):
+        return Problem(key, f"unknown; set it to one of {', '.join(map(str, options))}", shown)
+    if value is None:
+        return Problem(key, f"it must be {wanted}; leave it out for {spec.default}", "null")
+    # 'False' and '3' are strings here
+    return Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
+
+
+def _adapter_of(annotation: Any, metadata: tuple[Any, ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[annotation, *metadata] if metadata else annotation, config=STRICT)
+
+
+def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
+    for key, spec in known.items():
+        if good.get(key) in (None, spec.default):
+            continue
+        for needed in metadata_of(spec, OnlyWith):
+            if needed.key not in known:
+                continue
+            other = good.get(needed.key, known[needed.key].default)
+            if other in needed.values if needed.values else other not in (None, False):
+                continue
+            shown = "null" if other is None else other
+            to_set = " or ".join(map(str, needed.values)) if needed.values else "a value"
+            yield Problem(
+                key,
+                f"it has no effect with {needed.key}={shown}; set {needed.key} to {to_set}, or leave this key out",
+                good[key],
+                (needed.key,),
+            )
