@@ -1,4 +1,4 @@
-"""How well a frozen backbone's states tell classes apart: by the votes of nearest neighbours, over all ranks."""
+"""k-NN accuracy of a frozen backbone, over all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 
@@ -18,16 +19,16 @@ StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
 
 
 class NearestNeighbors:
-    """Tells the class of images by those whose states are nearest, exact over all ranks.
+    """Classifies images by the nearest states of labelled images, exact over all ranks.
 
     Args:
-        bank: of images with labels, :class:`recipe_utils.data.images.labelled.WholeImages`.
-        images: whose classes are to be told, likewise.
-        num_neighbors: that vote.
-        ranks: of the job.
+        bank: loader of the labelled images that vote.
+        images: loader of the labelled images that are classified.
+        num_neighbors: number of neighbors that vote.
+        ranks: ranks of the job.
 
     Raises:
-        ValueError: more neighbours than there are images.
+        ValueError: more neighbors than images in the bank.
     """
 
     def __init__(
@@ -44,10 +45,20 @@ class NearestNeighbors:
         self._dp_group = ranks.dp_group
 
     def accuracy(self, states_of: StatesOf) -> Tensor:
-        """The share of images whose label their neighbours name, []; the same on all ranks."""
-        (bank, bank_labels), (states, labels) = (
+        """Returns the fraction of images whose label is the one their neighbors vote for [], equal on all ranks.
+
+        Raises:
+            SampleError: so many images of the bank cannot be used that fewer than ``num_neighbors`` are left.
+        """
+        (bank, bank_labels, num_bank), (states, labels, _) = (
             self._of(loader, states_of) for loader in self._loaders
         )
+        if num_bank < self._num_neighbors:  # known on all ranks, so that none waits for the others
+            dataset = self._loaders[0].dataset
+            raise SampleError(
+                f"knn_neighbors={self._num_neighbors}: only {num_bank} of {len(dataset)} images of {dataset.name} "
+                "can be used; set it to fewer, or repair the images"
+            )
         found = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         if self._ranks.has_last_stage:
             bank, bank_labels = (gather_rows(each, self._dp_group) for each in (bank, bank_labels))
@@ -56,18 +67,21 @@ class NearestNeighbors:
         num_right, num_images = mean_over_ranks(found)
         return num_right / num_images.clamp(min=1e-9)
 
-    def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor]:
-        """States [n, d] of this rank's images and their labels [n]; on ranks of earlier stages nothing."""
+    def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
+        """Returns this rank's states [n, d] and labels [n], empty before the last stage; images of all ranks."""
         device = self._ranks.device
         states: list[Tensor] = []
         labels = [torch.empty(0, dtype=torch.int64)]
+        num_images = 0
         with loader.epoch(0) as steps:
             for step in steps:
+                num_images += step.totals["images"]
                 for index, found in sorted(states_of(step.microbatches).items()):
                     targets: Any = step.microbatches[index].targets
                     states.append(found)
                     labels.append(targets.labels)
-        return torch.cat(states) if states else torch.empty(0), torch.cat(labels).to(device)
+        found_states = torch.cat(states) if states else torch.empty(0)
+        return found_states, torch.cat(labels).to(device), num_images
 
 
 @torch.no_grad()
@@ -80,19 +94,19 @@ def num_voted_right(
     temperature: float = 0.07,
     rows_per_chunk: int = 1024,
 ) -> Tensor:
-    """Of how many images the nearest neighbours vote for their label, [].
+    """Returns the number of images whose label gets most votes of their nearest neighbors [].
 
-    Each neighbour's vote weighs exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k of 20
-    as in DINO, arXiv:2104.14294).
+    A vote's weight is exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k = 20 as in DINO,
+    arXiv:2104.14294).
 
     Args:
-        states: of the images, [n, d].
-        labels: theirs, [n], from 0.
-        bank: states of images whose labels are known, [m, d].
-        bank_labels: theirs, [m].
-        num_neighbors: at most m.
-        temperature: of the votes.
-        rows_per_chunk: compared with the bank at once.
+        states: states of the images [n, d].
+        labels: labels of the images [n], from 0.
+        bank: states of labelled images [m, d].
+        bank_labels: their labels [m].
+        num_neighbors: number of neighbors, at most m.
+        temperature: temperature of the votes.
+        rows_per_chunk: images that are compared with the bank at once.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))
@@ -108,12 +122,7 @@ def num_voted_right(
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows [n, ...] of all ranks of a group one after the other; n may differ. Waits for the device.
-
-    Args:
-        rows: of this rank.
-        group: None for this rank alone.
-    """
+    """Returns the rows [n, ...] of all ranks of a group, concatenated; n may differ. Waits for the device."""
     if group is None:
         return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(group.size())]

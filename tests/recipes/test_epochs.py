@@ -1,6 +1,7 @@
 """Every sample exactly once per epoch; short, empty and left-out update steps."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import tiny
@@ -110,7 +111,18 @@ def test_max_steps_per_epoch_counts_update_steps_and_the_schedule_knows_the_tota
     assert logged[3]["lr"] == pytest.approx(0.005)  # half way down a cosine over 6 steps
 
 
-def test_validation_loss_is_exact_over_all_ranks(tiny_config):
+def run_recipe_in(dtype, config):
+    with tiny.float64_throughout() if dtype == "fp64" else nullcontext():
+        return run_recipe({**config, "dtype": dtype})
+
+
+LAYOUTS = [(1, {}), (2, {}), (2, {"pipeline_parallel_dim": 2}), (4, {})]
+
+
+@pytest.mark.parametrize(("world_size", "dims"), LAYOUTS)
+@pytest.mark.parametrize(("dtype", "error"), [("fp32", 1e-6), ("fp64", 1e-13)])
+def test_losses_are_exact_over_all_ranks(world_size, dims, dtype, error, tiny_config):
+    """Those of training and of validation, summed in the precision of the model."""
     config = tiny_config(
         dataset=data(16),
         dataset_val=data(7, seed=5),
@@ -119,12 +131,20 @@ def test_validation_loss_is_exact_over_all_ranks(tiny_config):
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
         global_batch_size=8,
         gradient_accumulation_steps=...,
+        shuffle=False,
+        **dims,
     )
-    loss, _ = tiny.big_batch_gradients(tiny.tiny_model(), tiny.make_samples(7, seed=5))
-    for world_size in (1, 2, 4):
-        logged = run_distributed(run_recipe, world_size, config)[0]
-        val_losses = [m["val_loss"] for m in logged if "val_loss" in m]
-        assert val_losses == pytest.approx([loss], rel=1e-6)
+    with tiny.float64_throughout():
+        model = tiny.tiny_model().double()
+        samples = tiny.make_samples(16), tiny.make_samples(7, seed=5)
+        expected = [
+            tiny.big_batch_gradients(model, each)[0]
+            for each in (samples[0][:8], samples[0][8:], samples[1])
+        ]
+    logged = run_distributed(run_recipe_in, world_size, dtype, config)[0]
+    losses = [m["loss"] for m in logged if "loss" in m]
+    val_losses = [m["val_loss"] for m in logged if "val_loss" in m]
+    assert [*losses, *val_losses] == pytest.approx(expected, rel=error)
 
 
 @pytest.mark.parametrize("enable_async_checkpointing", [False, True])

@@ -10,6 +10,7 @@ from recipe_runs import DPO, KD, SFT, ListLogger, keep_messages, recipe_class, r
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.settings.settings import ConfigError
 
+CPU = torch.device("cpu")
 PROMPTS = ["Why?", "What does it do, and for how long?", "x"]
 ASKING = {"sample_prompts": PROMPTS, "sample_every_n_steps": 2, "sample_max_new_tokens": 6}
 
@@ -37,20 +38,42 @@ def test_answers_are_those_of_the_likeliest_tokens_one_by_one(sizes):
     model = tiny.tiny_model(getattr(tiny, sizes), seed=3).eval()
     expected = [one_by_one(model, prompt, 12) for prompt in PROMPTS]
     model.train()
-    assert generate(model, tiny.tiny_tokenizer(), PROMPTS, 12) == expected
+    assert generate(model, tiny.tiny_tokenizer(), PROMPTS, 12, CPU) == expected
     assert model.training
     assert len(set(expected)) == len(PROMPTS)
 
 
 def test_an_answer_ends_where_the_tokenizer_says_or_the_model_can_take_no_more():
     model = tiny.tiny_model(seed=3).eval()
-    (whole,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 12)
+    (whole,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 12, CPU)
     tokenizer = tiny.tiny_tokenizer()
     tokenizer.stop_tokens = [int(whole.split()[3])]
     end = whole.split().index(whole.split()[3])
-    assert generate(model, tokenizer, ["Why?"], 12) == [" ".join(whole.split()[:end])]
-    (longest,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 1000)
+    assert generate(model, tokenizer, ["Why?"], 12, CPU) == [" ".join(whole.split()[:end])]
+    (longest,) = generate(model, tiny.tiny_tokenizer(), ["Why?"], 1000, CPU)
     assert len(longest.split()) <= 64 - len("Why?")
+
+
+class Offloaded(torch.nn.Module):
+    """Computes on another device than its parameters are on, as with ``fsdp_cpu_offload``."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.norm, self.max_seq_len = model.norm, model.max_seq_len
+        self.offloaded = torch.nn.Parameter(torch.zeros(1, device="meta"))
+        self.compute = model.forward
+
+    def parameters(self, recurse=True):
+        yield self.offloaded
+
+    def forward(self, tokens):
+        return self.compute(tokens)
+
+
+def test_inputs_are_on_the_device_of_the_ranks_not_of_offloaded_parameters():
+    model = tiny.tiny_model(seed=3)
+    expected = generate(model, tiny.tiny_tokenizer(), PROMPTS, 3, CPU)
+    assert generate(Offloaded(model), tiny.tiny_tokenizer(), PROMPTS, 3, CPU) == expected
 
 
 def answers_and_losses(config, recipe=SFT):

@@ -1,11 +1,20 @@
 """Neighbours vote as a plain loop over images says, and over ranks as on one."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.evaluation.nearest_neighbors import gather_rows, num_voted_right
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.evaluation.nearest_neighbors import (
+    NearestNeighbors,
+    gather_rows,
+    num_voted_right,
+)
 
 
 def drawn(num, seed, num_classes=4, dim=6):
@@ -82,3 +91,22 @@ def test_rows_of_uneven_ranks_come_one_after_the_other():
             ]
             assert torch.equal(found[2 * index], torch.cat(of_ranks))
             assert torch.equal(found[2 * index + 1], torch.cat(of_ranks)[:, 0])
+
+
+class Images(list):
+    name = "dataset_knn"
+
+
+def loader_of(num_images, num_skipped):
+    """One update step of a dataset of which some images cannot be used."""
+    states, labels = drawn(num_images - num_skipped, seed=0)
+    microbatch = SimpleNamespace(states=states, targets=SimpleNamespace(labels=labels))
+    step = UpdateStep(0, (microbatch,), {"images": len(labels)}, dp_degree=1)
+    return SimpleNamespace(dataset=Images(range(num_images)), epoch=lambda _: nullcontext([step]))
+
+
+def test_too_few_images_that_can_be_used_are_named():
+    ranks = SimpleNamespace(dp_group=None, device=torch.device("cpu"), has_last_stage=True)
+    neighbors = NearestNeighbors(loader_of(20, 9), loader_of(5, 0), 12, ranks)
+    with pytest.raises(SampleError, match="knn_neighbors=12: only 11 of 20 images of dataset_knn"):
+        neighbors.accuracy(lambda microbatches: {0: microbatches[0].states})
