@@ -2,7 +2,7 @@
 
 One folder per floor: ``data`` makes update steps, ``model``, ``loss`` and ``optim`` are what a step goes
 through, ``parallel`` is the ranks, ``checkpoint`` the disk, ``run`` the notebook of a training. Settings
-stand beside the code that takes them (:mod:`recipe_utils.settings.settings`).
+stand beside the code that takes them (:mod:`recipe_utils.settings`).
 
 This file imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` wherever torchtune
 is imported.

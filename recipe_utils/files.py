@@ -2,17 +2,14 @@
 
 import json
 import os
-import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from recipe_utils.settings.problems import Problem
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -50,19 +47,6 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise CheckpointError(f"{name} is no dtype")
     return _DTYPES[name]
-
-
-def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
-    """Makes the folder that a config names; yields why it cannot be made or written to, by its key."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        reason = os.strerror(getattr(error, "errno", 0) or 0)
-        yield Problem(
-            key, f"it cannot be written to ({reason}); set it to a directory of yours", folder
-        )
 
 
 def write_atomically(path: Path, content: bytes) -> FileFacts:

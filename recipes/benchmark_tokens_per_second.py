@@ -45,7 +45,8 @@ from recipe_utils.benchmark.peers import DISTILLATION, PAIRS
 from recipe_utils.benchmark.start_adapters import write_fresh_adapters
 from recipe_utils.benchmark.worker import write_spec
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.settings.settings import ROOM, Count, Positive, read_settings
+from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, config_path
 
 log = utils.get_logger("INFO")
@@ -57,7 +58,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class Settings:
     """The config's keys. The YAML is flat."""
 
@@ -78,7 +79,7 @@ class BenchmarkTokensPerSecond:
         cfg: the config.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: lists everything in the config that cannot work.
+        recipe_utils.settings.problems.ConfigError: lists everything in the config that cannot work.
     """
 
     def __init__(self, cfg: DictConfig) -> None:

@@ -58,15 +58,16 @@ from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component, MadeWith
+from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, collected_problems, naming
-from recipe_utils.settings.settings import ROOM, read_settings
+from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "full_finetune_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class Settings:
     """Keys of the config, which is flat. Each class documents and checks its own keys."""
 

@@ -17,7 +17,9 @@ from torchtune.modules.peft import get_adapter_params
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.model.vision.vision_transformer import with_heads
-from recipe_utils.settings.settings import all_keys_of, read_settings, settings_of
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.keys import all_keys_of
+from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

@@ -25,10 +25,9 @@ from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, PAIRS, why_skipped
 from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_order
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
-from recipe_utils.files import problems_with_folder
-from recipe_utils.settings.keys import FilePath
-from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import AS_WRITTEN, ROOM, ConfigError, Count, check_keys
+from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath
+from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
+from recipe_utils.settings.read import check_keys
 
 # Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
 # last steps would be timed without any such work.
@@ -49,7 +48,7 @@ class Lineup:
     """What is wrong with the config."""
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class LineupSettings:
     """What is compared."""
 

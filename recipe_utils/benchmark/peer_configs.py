@@ -22,7 +22,9 @@ from recipe_utils.benchmark.peers import (
 from recipe_utils.benchmark.start_adapters import adapters_in
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.settings.settings import all_keys_of, read_settings, settings_of
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.keys import all_keys_of
+from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import config_path
 
 ALL_PEERS = {
@@ -154,7 +156,7 @@ def peer_of(
 
     Raises:
         ValueError: a batch that does not divide, or no checkpointer.
-        recipe_utils.settings.settings.ConfigError: a batch of wrong values.
+        recipe_utils.settings.problems.ConfigError: a batch of wrong values.
         omegaconf.errors.OmegaConfBaseException: a config that does not resolve.
     """
     overrides = {key: value for key, value in settings.items() if key != "kind"}

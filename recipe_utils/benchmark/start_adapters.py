@@ -23,7 +23,7 @@ from recipe_utils.model.adapters.adapters import (
 )
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.settings.components import MadeWith, check_component
-from recipe_utils.settings.settings import ConfigError, naming
+from recipe_utils.settings.problems import ConfigError, naming
 
 
 def adapters_in(config: Mapping[str, Any]) -> Adapters:
@@ -33,7 +33,7 @@ def adapters_in(config: Mapping[str, Any]) -> Adapters:
         config: of a recipe.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: a model that cannot be built.
+        recipe_utils.settings.problems.ConfigError: a model that cannot be built.
     """
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
@@ -54,7 +54,7 @@ def write_fresh_adapters(config: DictConfig, change: float = 0.0) -> None:
             multiplied with around 1. Without it the model with adapters is the one without.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: the weights cannot be read.
+        recipe_utils.settings.problems.ConfigError: the weights cannot be read.
     """
     path = Path(config.checkpointer.adapter_checkpoint)
     without = {k: v for k, v in config.checkpointer.items() if k != "adapter_checkpoint"}

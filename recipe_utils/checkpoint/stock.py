@@ -11,7 +11,7 @@ from torchtune import training
 
 from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.optim.optimizer import OptimizerInBackward, trained_parameters
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 
 def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
@@ -53,7 +53,7 @@ def check_stock_state(saved: Mapping[str, Any]) -> None:
     """Refuses a state that is not of a fine-tuning recipe.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: names what it has not.
+        recipe_utils.settings.problems.ConfigError: names what it has not.
     """
     needed = {training.OPT_KEY, training.SEED_KEY, training.MAX_STEPS_KEY, training.EPOCHS_KEY}
     if needed - saved.keys():
@@ -78,7 +78,7 @@ def load_optimizer_state(
         device: of the model.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: it is the state of an optimizer of other parameters.
+        recipe_utils.settings.problems.ConfigError: it is the state of an optimizer of other parameters.
     """
     trained = trained_parameters(model)
     if isinstance(optimizer, OptimizerInBackward):

@@ -16,12 +16,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune.rlhf.loss import DPOLoss
 
-from recipe_utils.settings.settings import ROOM, Count
+from recipe_utils.settings.keys import STRICT, Count
 
 Losses = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class PreferenceSettings:
     """What a loss of pairs is computed with, besides the loss itself."""
 

@@ -19,8 +19,8 @@ from recipe_utils.loss.gram import gram_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads
 from recipe_utils.loss.spreading import koleo_loss
 from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, Count, Positive
 
 SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
@@ -34,7 +34,7 @@ _KL, _ENTROPY = 0, 3  # places in recipe_utils.loss.distillation.SUMS
 _Weight = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class ObjectiveSettings:
     """What is compared, and how much of it is in the loss."""
 

@@ -16,8 +16,8 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
+from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, Count, Positive
 
 _FASTER = (".lora_b.weight", ".magnitude")
 
@@ -28,7 +28,7 @@ def _infinite_as_float(value: Any) -> Any:
     return float("inf") if value == "inf" else value  # torchtune takes the word, too
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class OptimizerSettings:
     """How gradients become weights."""
 

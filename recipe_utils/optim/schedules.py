@@ -9,15 +9,15 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_utils.settings.keys import STRICT, CountOrZero, Positive
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, CountOrZero, Positive
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0)]
 _Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class ScheduleSettings:
     """What follows the number of update steps, besides the learning rate."""
 

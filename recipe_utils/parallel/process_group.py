@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchtune.training import get_distributed_backend
 
 from recipe_utils.files import CheckpointError
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 _POLL_SECONDS = 0.001

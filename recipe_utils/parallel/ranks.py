@@ -19,8 +19,8 @@ from torchtune import utils
 
 from recipe_utils.parallel import process_group
 from recipe_utils.parallel.fsdp import GradientSync
+from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.settings.settings import ROOM, Count
 
 _log = utils.get_logger("INFO")
 
@@ -39,7 +39,7 @@ class ParallelDims(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class RankSettings:
     """What each rank computes on, and how the ranks divide the work."""
 

@@ -19,7 +19,7 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 
 class Resume:
@@ -34,7 +34,7 @@ class Resume:
         log: is told what is passed over.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: there is none where there must be one, none of several is whole, or a
+        recipe_utils.settings.problems.ConfigError: there is none where there must be one, none of several is whole, or a
             stock recipe's state with pipeline stages.
     """
 
@@ -73,7 +73,7 @@ class Resume:
         """What a new run is known by; puts aside what another one has left, unless that is gone on from.
 
         Raises:
-            recipe_utils.settings.settings.ConfigError: it could not be moved.
+            recipe_utils.settings.problems.ConfigError: it could not be moved.
         """
         run_id, problem = "", None
         if self._ranks.is_zero:

@@ -6,17 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.files import problems_with_folder
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.keys import FilePath
-from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, Count, Positive
+from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive
+from recipe_utils.settings.problems import Problem, problems_with_folder
 
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class RunSettings:
     """How long a training goes, what it logs, and when it saves what."""
 

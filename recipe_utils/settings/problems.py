@@ -1,8 +1,11 @@
 """Problems of a config: collected by key, raised together."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -53,6 +56,18 @@ class ConfigError(ValueError):
 def _parsed(problem: str) -> Problem:
     key, _, text = problem.partition(": ")
     return Problem(key, text)
+
+
+def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
+    """Creates the folder that a key names, and yields a problem if that fails or it is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = os.strerror(getattr(error, "errno", 0) or 0)
+        text = f"it cannot be written to ({reason}); set it to a directory of yours"
+        yield Problem(key, text, folder)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from recipe_runs import (
 
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.adapters import adapters
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 TIED = tiny.adapted(tiny.MODEL)
 UNTIED = tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True)

@@ -22,7 +22,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.loss.self_distillation import SUMS
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 PP_2 = {"pipeline_parallel_dim": 2}
 LAYOUTS = {

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, recipe_class, run_recipe
 
 from recipe_utils.checkpoint.dinov3_vit import DINOv3Checkpointer
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 HELD_OUT = {
     "dataset_val": {"_component_": "tiny.tiny_images", "num_images": 9},

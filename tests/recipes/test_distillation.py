@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.checkpoint.folder import read_marker
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 METRICS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38, "num_without_targets": 3}

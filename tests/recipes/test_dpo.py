@@ -21,7 +21,7 @@ from recipe_runs import (
 from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
 from torchtune.modules.peft import get_adapter_params
 
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
 GLOBAL_BATCH = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}

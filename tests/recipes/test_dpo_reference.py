@@ -16,7 +16,7 @@ from recipe_runs import DPO, ListLogger, recipe_class, run_recipe, run_recipe_ke
 from safetensors.torch import load_file, save_file
 
 from recipe_utils.files import CheckpointError
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 PLANS = {
     "in_order": {"microbatching": "in_order"},

@@ -24,7 +24,9 @@ from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.distillation import make_distillation_loss
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
-from recipe_utils.settings.settings import ConfigError, read_settings, settings_of
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 130}
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

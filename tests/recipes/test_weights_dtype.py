@@ -28,7 +28,7 @@ from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.kernels import speed_up_layers
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 MIXED = {"dtype": "bf16", "weights_dtype": "fp32"}
 RECORDED = {**STEP_OF_16, **MIXED, "batch_size": 2, "optimizer": RECORDING_SGD}

@@ -28,7 +28,7 @@ from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.folder import MARKER, check_checksums
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.registry import config_path
 
 RESUME = {"resume_from_checkpoint": True}

@@ -15,7 +15,9 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, run_recipe
 
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.settings.settings import ConfigError, key_table, read_settings, settings_of
+from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 RECIPES = (SFT, DPO, KD, DINO)
 VALUES = ["hello", "False", 1.5, -1, 0, None, [], {}, 10**30]

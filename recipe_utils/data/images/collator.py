@@ -37,14 +37,14 @@ from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, check_keys
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import Component
+from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM
 
 _GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
 """Of an image's crops."""
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class ViewSettings:
     """What is made of an image."""
 

@@ -11,11 +11,11 @@ from pydantic.dataclasses import dataclass
 from recipe_utils.data.loader.plan import PLANS, MicrobatchCost, Plan
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import component_at
+from recipe_utils.settings.keys import STRICT, Count, CountOrZero, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.settings.settings import ROOM, Count, CountOrZero, Positive
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class DataSettings:
     """Keys of the data loader."""
 

@@ -30,8 +30,8 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
+from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM
 
 IGNORE_INDEX = -100
 """The label of positions that are no targets, in torchtune's preference datasets."""
@@ -39,7 +39,7 @@ IGNORE_INDEX = -100
 _SIDES = ("chosen", "rejected")
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class PairSettings:
     """How pairs become microbatches, besides what is said of samples of any kind."""
 
@@ -109,7 +109,7 @@ class PairCollator:
         known: log-probabilities of a reference that need not be computed any more; None if all must be.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: ``microbatching: packed`` cannot be with this model.
+        recipe_utils.settings.problems.ConfigError: ``microbatching: packed`` cannot be with this model.
     """
 
     counts = (

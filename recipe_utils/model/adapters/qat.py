@@ -14,7 +14,7 @@ from torchtune.modules.peft import LoRALinear
 from torchtune.training.quantization import get_quantizer_mode
 
 from recipe_utils.model.adapters.nf4 import is_quantised
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 
 def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
@@ -27,7 +27,7 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
         quantizer: component of one of torchtune's quantizers for training (QAT).
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: a model without LoRA, or with a base that is quantised
+        recipe_utils.settings.problems.ConfigError: a model without LoRA, or with a base that is quantised
             already; a quantizer that cannot be trained with or whose groups do not divide a weight.
     """
     path = quantizer["_component_"]

@@ -29,7 +29,7 @@ from recipe_utils.model.attention.packed_attention import (
     raise_recompile_limit,
     self_attentions,
 )
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 _log = get_logger("INFO")
 
@@ -71,7 +71,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
             positions restart with each document, so only documents must keep to that.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: in the forward: rows are packed, and this machine or this model
+        recipe_utils.settings.problems.ConfigError: in the forward: rows are packed, and this machine or this model
             lacks what that takes.
     """
     attention = choose(model, device)

@@ -37,13 +37,13 @@ from recipe_utils.model.pipeline.stages import (
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
 from recipe_utils.settings.components import Component
+from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, Count
 
 _log = get_logger("INFO")
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class ModelSettings:
     """What a model computes in, and how its memory is saved."""
 
@@ -216,7 +216,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     """Calls ``make_model`` without allocating or initialising a weight; adapters leave the rest frozen.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: a model that the ``quantizer`` is not for.
+        recipe_utils.settings.problems.ConfigError: a model that the ``quantizer`` is not for.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantising():

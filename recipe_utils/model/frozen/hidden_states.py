@@ -19,7 +19,7 @@ from recipe_utils.model.frozen.forward_only import ForwardOnly
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.settings import naming
+from recipe_utils.settings.problems import naming
 
 
 class FrozenModel:
@@ -37,7 +37,7 @@ class FrozenModel:
         ranks: of the job.
 
     Raises:
-        recipe_utils.settings.settings.ConfigError: it cannot be cut, split or sharded, or its weights do not fit;
+        recipe_utils.settings.problems.ConfigError: it cannot be cut, split or sharded, or its weights do not fit;
             names ``teacher_model`` or ``teacher_checkpointer``.
     """
 

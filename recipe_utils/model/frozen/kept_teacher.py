@@ -21,7 +21,7 @@ from recipe_utils.model.frozen.cache import TeacherCache
 from recipe_utils.model.frozen.hidden_states import FrozenModel
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.settings import naming
+from recipe_utils.settings.problems import naming
 
 _SECONDS_TO_LOSE = 60.0
 """How much of the pass before training a killed one may lose."""
@@ -115,7 +115,7 @@ class KeptTeacher:
             loaders: of its data.
 
         Raises:
-            recipe_utils.settings.settings.ConfigError: what the teacher said cannot be written; names the file.
+            recipe_utils.settings.problems.ConfigError: what the teacher said cannot be written; names the file.
         """
         self._is_filling = True
         self._written_seconds = time.monotonic()

@@ -18,16 +18,14 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.files import problems_with_folder
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import check_weights, crc32_of_weights, load_weights
 from recipe_utils.model.frozen.reference_cache import ReferenceCache
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.keys import FilePath
-from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, naming
+from recipe_utils.settings.keys import STRICT, FilePath
+from recipe_utils.settings.problems import Problem, naming, problems_with_folder
 
 _log = get_logger("INFO")
 
@@ -35,7 +33,7 @@ _SHARE_SECONDS = 60.0
 """How much of the computing of log-probabilities a killed training may lose."""
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class ReferenceSettings:
     """Where the reference's log-probabilities come from."""
 
@@ -140,7 +138,7 @@ class Reference:
             What a reference of its own is known by, so that a resumed training has the same one.
 
         Raises:
-            recipe_utils.settings.settings.ConfigError: its weights do not fit the model.
+            recipe_utils.settings.problems.ConfigError: its weights do not fit the model.
         """
         if not self._is_needed:
             return {}

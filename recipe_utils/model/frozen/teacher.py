@@ -22,7 +22,6 @@ from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.files import problems_with_folder
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
@@ -33,14 +32,13 @@ from recipe_utils.model.frozen.hidden_states import FrozenModel, output_layer_al
 from recipe_utils.model.frozen.kept_teacher import KeptTeacher, TopK
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.keys import FilePath
-from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import ROOM, Count, naming
+from recipe_utils.settings.keys import STRICT, Count, FilePath
+from recipe_utils.settings.problems import Problem, naming, problems_with_folder
 
 _log = get_logger("INFO")
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class TeacherSettings:
     """How much is learned from a teacher, and where what it says comes from."""
 
@@ -220,7 +218,7 @@ class Teacher:
             What its weights are known by, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.settings.ConfigError: its weights do not fit, or it cannot be built or kept so.
+            recipe_utils.settings.problems.ConfigError: its weights do not fit, or it cannot be built or kept so.
         """
         if not self.is_asked:
             return {}

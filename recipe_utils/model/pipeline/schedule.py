@@ -18,8 +18,8 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.settings.settings import ROOM
 
 _log = get_logger("INFO")
 
@@ -31,7 +31,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class PipelineSettings:
     """How the ranks of a pipeline divide the layers and take turns."""
 

@@ -25,7 +25,7 @@ from torchtune.modules import (
 )
 
 from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 PATCH, MASKED_PATCH = 0, 1
 """Kinds of tokens: a patch as it is, and one that the mask token stands for."""
@@ -405,7 +405,7 @@ def with_heads(
         ibot: likewise for patches.
 
     The builder raises a ValueError for another model, see
-    :func:`check_vision_transformer`, and a :class:`recipe_utils.settings.settings.ConfigError` for an argument of a head.
+    :func:`check_vision_transformer`, and a :class:`recipe_utils.settings.problems.ConfigError` for an argument of a head.
     """
 
     def make() -> nn.Module:

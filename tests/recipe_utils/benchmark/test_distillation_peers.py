@@ -11,7 +11,8 @@ from recipe_utils.benchmark.crafted_distillation import CraftedDistillation
 from recipe_utils.benchmark.distillation_peers import StockLossLogger
 from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.lineup import LineupSettings
-from recipe_utils.settings.settings import ConfigError, read_settings
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 OURS = {"_component_": "recipe_utils.loss.LinearDistillationLoss"}
 

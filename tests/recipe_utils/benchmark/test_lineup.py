@@ -5,7 +5,8 @@ from omegaconf import OmegaConf
 from recipe_runs import tiny_config
 
 from recipe_utils.benchmark.lineup import LineupSettings
-from recipe_utils.settings.settings import ConfigError, read_settings
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from recipe_utils.benchmark.matrix_peak import (
     tflops,
     useful_flops,
 )
-from recipe_utils.settings.settings import read_settings
+from recipe_utils.settings.read import read_settings
 
 WIDTH = 32
 CPU = torch.device("cpu")

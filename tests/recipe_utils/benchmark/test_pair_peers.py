@@ -11,7 +11,8 @@ from recipe_utils.benchmark.lineup import LineupSettings
 from recipe_utils.benchmark.real_lengths import PRESETS, PairsOfRealLengths
 from recipe_utils.benchmark.token_audit import contents_of_pairs
 from recipe_utils.data.pairs.collator import num_shared_tokens
-from recipe_utils.settings.settings import ConfigError, read_settings
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 SIDES = ("chosen", "rejected")
 

@@ -17,7 +17,7 @@ from recipe_utils.benchmark.start_adapters import (
     write_fresh_adapters,
 )
 from recipe_utils.model.adapters.nf4 import without_quantising
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 DORA = tiny.adapted(tiny.MODEL, use_dora=True)
 QLORA = tiny.adapted(tiny.WIDE_MODEL, quantize_base=True)

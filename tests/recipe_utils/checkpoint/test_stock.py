@@ -15,7 +15,7 @@ from recipe_utils.checkpoint.stock import (
     load_optimizer_state,
 )
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 NUM_STEPS = 6
 OPTIMIZER = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 0.02})

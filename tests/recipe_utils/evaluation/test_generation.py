@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DPO, KD, SFT, ListLogger, keep_messages, recipe_class, run_recipe
 
 from recipe_utils.evaluation.generation import generate
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 CPU = torch.device("cpu")
 PROMPTS = ["Why?", "What does it do, and for how long?", "x"]

@@ -21,7 +21,7 @@ from recipe_utils.parallel.process_group import (
     new_cpu_group,
     world_size_from_env,
 )
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 CPU = torch.device("cpu")

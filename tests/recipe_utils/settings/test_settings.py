@@ -8,20 +8,13 @@ from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.keys import FilePath
-from recipe_utils.settings.problems import Problem
-from recipe_utils.settings.settings import (
-    ROOM,
-    ConfigError,
-    Count,
-    Positive,
-    key_table,
-    read_settings,
-    settings_of,
-)
+from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.read import read_settings
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class Oven:
     """A room."""
 
@@ -45,7 +38,7 @@ def bake(dough: str, minutes: int, salt: float = 0.1, toppings: tuple[str, ...] 
     return f"{dough} {minutes} {salt} {toppings}"
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class Settings:
     """A recipe's."""
 

@@ -29,7 +29,8 @@ from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, updat
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.settings import ConfigError, read_settings
+from recipe_utils.settings.problems import ConfigError
+from recipe_utils.settings.read import read_settings
 
 CROPS = {
     "global_crop_size": 16,

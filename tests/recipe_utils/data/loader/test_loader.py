@@ -22,7 +22,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)

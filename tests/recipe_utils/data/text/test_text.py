@@ -19,7 +19,7 @@ from recipe_utils.data.text.collate import (
 )
 from recipe_utils.data.text.collator import TextCollator, check_sample
 from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=tiny.IGNORE)
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())

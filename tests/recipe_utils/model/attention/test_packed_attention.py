@@ -37,7 +37,7 @@ from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.frozen.teacher import Teacher
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings.settings import ConfigError
+from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = [5, 1, 17, 2]
