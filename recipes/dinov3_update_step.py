@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 import recipe_utils
-from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
+from recipe_utils.data.images.collator import ViewSettings
 from recipe_utils.data.images.crop_rows import layout_of
-from recipe_utils.data.images.folders import load_images
-from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
@@ -41,19 +40,14 @@ from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.vision.average_teacher import AverageTeacher
-from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, layer_of, with_heads
+from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    trained_parameters,
-    try_optimizer,
-)
+from recipe_utils.optim.optimizer import OptimizerSettings, try_optimizer
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.run.build import build_neighbors
+from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.run.run import Run, RunSettings
 from recipe_utils.settings.components import Component
@@ -132,72 +126,51 @@ class DINOv3Recipe:
         modules, objective, updates = settings.modules, settings.objective, settings.updates
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
-        validates = run.validates_on(settings.dataset_val)
 
         # ---- Components: their problems are raised together, each by its key
         with collected_problems() as build:
             whole = build("model", build_on_meta, make_model, modules)
             transform = build("transform", config.instantiate, cfg.transform)
-            self.checkpointer = build(
-                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
-            )
+            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
-            dataset = build("dataset", load_images, cfg.dataset)
-            if validates:
-                cfg_knn = cfg.get("dataset_knn") or cfg.dataset
-                bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
-                images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
 
         # ---- Data: what a sample is, and how update steps are made of samples
-        layout, fill = layout_of(whole), settings.pipeline.fill(ranks)
-        with naming():
-            views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
-        collator = ViewSamples(settings.data, settings.views, layout)
-        self.loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
-        self.loader.log_epoch_size()
-        if validates:
-            self.neighbors = build_neighbors(bank, images, transform, layout, settings, ranks, fill)
-
-        # ---- Models: change modules in prepare(), before they are wrapped, sharded and filled
-        def prepare(head: Any, backbone: nn.Module, has_output: bool) -> None:
-            if has_output:
-                attach_loss(backbone, head, settings.pipeline.splits_backward)
-
-        build = lambda head: build_model(  # noqa: E731 # the student's and the teacher's
-            make_model, partial(prepare, head), modules, ranks, settings.pipeline
+        self.loader, self.neighbors = build_image_loaders(
+            cfg, transform, layout_of(whole), settings, ranks, run
         )
+
+        # ---- Models of student and teacher, which end in different heads
+        def build_with(head: Any) -> nn.Module:
+            def prepare(backbone: nn.Module, has_output: bool) -> None:
+                if has_output:
+                    attach_loss(backbone, head, settings.pipeline.splits_backward)
+
+            return build_model(make_model, prepare, modules, ranks, settings.pipeline)
+
         self.loss_fn = SelfDistillationLoss(objective)
         if modules.compile:
             compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
-            self.model = build(self.loss_fn)
-            self.teacher = AverageTeacher(build, objective, modules, settings.pipeline, ranks)
+            self.model = build_with(self.loss_fn)
+            self.teacher = AverageTeacher(build_with, objective, modules, settings.pipeline, ranks)
         run.open_log(cfg)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
             load_weights(self.model, {training.MODEL_KEY: weights}, modules, ranks.device)
-        # None for a model in one piece
-        self.pipeline = build_pipeline(
-            self.model, settings.pipeline, modules.torch_dtype, ranks, len(SUMS)
-        )
+        of_stages = (settings.pipeline, modules.torch_dtype, ranks, len(SUMS))
+        self.pipeline = build_pipeline(self.model, *of_stages)  # None without stages
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # what a checkpoint holds
-        self.offloading = training.get_act_offloading_ctx_manager(
-            self.model, modules.enable_activation_offloading
-        )
+        self.offloading = modules.offloading(self.model)
 
         # ---- Optimizer, and resume
-        depth_of = partial(layer_of, num_layers=len(whole.layers))
-        groups = settings.schedules.groups(
-            trained_parameters(self.model), updates.optimizer, depth_of, len(whole.layers) + 2
+        self.optimizer = build_optimizer_by_depth(
+            cfg.optimizer, self.model, whole, settings.schedules
         )
-        self.optimizer = config.instantiate(cfg.optimizer, groups)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.models, self.optimizer, self.loader, {}, {})
-        self.lr_scheduler = build_lr_scheduler(
-            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
-        )
+        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
     # ---- The mathematics ------------------------------------------------------------------------
 
@@ -263,6 +236,11 @@ class DINOv3Recipe:
         takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
         return self.loader.samples_per_rank if takes_two else None
 
+    def batch(self, step: UpdateStep) -> dict[str, int]:
+        """Images of an update step: per rank when it is full, and over all ranks."""
+        of_rank, of_all = self.loader.samples_per_rank, step.totals["images"]
+        return {"effective_local_batch": of_rank, "effective_global_batch": of_all}
+
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
         """The share of ``dataset_val`` that nearest neighbours in ``dataset_knn`` name right, as the teacher sees both."""
@@ -282,12 +260,8 @@ class DINOv3Recipe:
                     self.lr_scheduler.step()
                 run.advance(step)
                 if run.should_log():
-                    more = {
-                        **self.settings.schedules.at(run.global_step, run.num_steps),
-                        "effective_local_batch": self.loader.samples_per_rank,
-                        "effective_global_batch": step.totals["images"],
-                    }
-                    run.log(metrics, self.nonfinite, lr, grad_norm, **more)
+                    more = self.settings.schedules.at(run.global_step, run.num_steps)
+                    run.log(metrics, self.nonfinite, lr, grad_norm, **more, **self.batch(step))
                 run.stop_if_nonfinite(self.nonfinite, step, self.models, self.optimizer)
                 if run.should_validate():
                     run.log_validation(self.validate())

@@ -24,7 +24,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config, training
+from torchtune import config
 from tqdm import tqdm
 
 import recipe_utils
@@ -45,12 +45,7 @@ from recipe_utils.model.build.weights import load_model
 from recipe_utils.model.frozen.reference import Reference, ReferenceSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
+from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -131,9 +126,7 @@ class FullDPORecipe:
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             self.loss_fn = loss_fn = build("loss", make_preference_loss, make_loss)
-            self.checkpointer = build(
-                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
-            )
+            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
@@ -162,12 +155,8 @@ class FullDPORecipe:
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks)
         run.open_log(cfg)
-        checkpoint, frozen = load_model(
-            self.model, self.checkpointer, settings.checkpointer, modules, ranks.device, run.seed
-        )
-        self.offloading = training.get_act_offloading_ctx_manager(
-            self.model, modules.enable_activation_offloading
-        )
+        checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        self.offloading = modules.offloading(self.model)
         frozen |= self.reference.set_up(
             self.model,
             make=partial(build_model, make_model, prepare),
@@ -181,9 +170,7 @@ class FullDPORecipe:
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
-        self.lr_scheduler = build_lr_scheduler(
-            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
-        )
+        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         if settings.reference.precompute_reference:
             for loader in filter(None, (self.loader, self.val_loader)):
                 num_steps, steps = loader.one_pass(settings.run.epochs)

@@ -25,7 +25,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config, training
+from torchtune import config
 
 import recipe_utils
 from recipe_utils.data.loader.loader import UpdateStep
@@ -45,12 +45,7 @@ from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
+from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -118,9 +113,7 @@ class FullFinetuneRecipe:
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", config.instantiate, cfg.loss)
-            self.checkpointer = build(
-                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
-            )
+            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
@@ -140,25 +133,18 @@ class FullFinetuneRecipe:
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
-        checkpoint, frozen = load_model(
-            self.model, self.checkpointer, settings.checkpointer, modules, ranks.device, run.seed
-        )
+        checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        # None without stages
         self.pipeline = build_pipeline(self.model, settings.pipeline, modules.torch_dtype, ranks)
-        self.offloading = training.get_act_offloading_ctx_manager(
-            self.model, modules.enable_activation_offloading
-        )
+        self.offloading = modules.offloading(self.model)
 
         # ---- Optimizer, and resume
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
-        self.lr_scheduler = build_lr_scheduler(
-            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
-        )
+        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
     # ---- The mathematics ------------------------------------------------------------------------
 

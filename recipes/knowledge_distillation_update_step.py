@@ -26,7 +26,7 @@ import torch
 from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config, training
+from torchtune import config
 
 import recipe_utils
 from recipe_utils.data.loader.loader import UpdateStep
@@ -48,12 +48,7 @@ from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
+from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
@@ -148,9 +143,7 @@ class KDRecipe:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", config.instantiate, cfg.loss)
             kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-            self.checkpointer = build(
-                "checkpointer", config.instantiate, cfg.checkpointer, **run.from_stock
-            )
+            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
@@ -181,18 +174,14 @@ class KDRecipe:
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
-        checkpoint, frozen = load_model(
-            self.model, self.checkpointer, settings.checkpointer, modules, ranks.device, run.seed
-        )
+        checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
         self.pipeline = build_pipeline(
             self.model, settings.pipeline, modules.torch_dtype, ranks, len(self.metrics)
         )
-        self.offloading = training.get_act_offloading_ctx_manager(
-            self.model, modules.enable_activation_offloading
-        )
+        self.offloading = modules.offloading(self.model)
         frozen |= self.teacher.set_up(whole, loss_fn, collator, settings.teacher_model)
 
         # ---- Optimizer, and resume
@@ -200,9 +189,7 @@ class KDRecipe:
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
-        self.lr_scheduler = build_lr_scheduler(
-            cfg.get("lr_scheduler"), self.optimizer, run.num_steps, run.global_step
-        )
+        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.teacher.fill(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- The mathematics ------------------------------------------------------------------------
@@ -294,10 +281,8 @@ class KDRecipe:
                     self.lr_scheduler.step()
                 run.advance(step)
                 if run.should_log():
-                    more = {
-                        "num_tokens": step.totals["target_tokens"],
-                        "teacher_seconds": self.teacher.read_seconds(),
-                    }
+                    more = {"num_tokens": step.totals["target_tokens"]}
+                    more |= {"teacher_seconds": self.teacher.read_seconds()}
                     run.log(metrics, self.nonfinite, lr, grad_norm, **more)
                 run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
                 if run.should_validate():

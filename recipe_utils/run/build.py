@@ -1,15 +1,24 @@
 """Builds the loaders of a recipe's datasets, for training and validation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config
 
+from recipe_utils.data.images.collator import Views, ViewSamples
 from recipe_utils.data.images.crop_rows import TokenLayout
+from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.labelled import ImageSamples, WholeImages
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
+from recipe_utils.model.vision.vision_transformer import layer_of
+from recipe_utils.optim.optimizer import trained_parameters
+from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.run import Run
 from recipe_utils.settings.problems import collected_problems, naming
@@ -50,37 +59,67 @@ def build_loaders(
     return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
 
 
-def build_neighbors(
-    bank: Any,
-    images: Any,
+def build_image_loaders(
+    cfg: DictConfig,
     transform: MultiCrop,
     layout: TokenLayout,
     settings: Any,
     ranks: Ranks,
-    fill: Callable[[int], int] | None,
-) -> NearestNeighbors:
-    """Builds the k-NN classifier that validates a backbone.
+    run: Run,
+) -> tuple[UpdateStepLoader, NearestNeighbors | None]:
+    """Builds the loader of views of ``dataset`` and, if training validates, a k-NN classifier.
 
     Args:
-        bank: labelled images that vote.
-        images: labelled images that are classified.
-        transform: resizes and normalises images.
+        cfg: whole config. Images of ``dataset_knn`` (null: ``dataset``) vote for those of ``dataset_val``.
+        transform: makes crops of images.
         layout: the model's tokens.
         settings: settings of the recipe.
         ranks: ranks of the job.
-        fill: pads the number of microbatches for a pipeline schedule.
+        run: decides whether training validates.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the transform does not fit the model, or there are fewer
-            images than neighbors.
+        recipe_utils.settings.problems.ConfigError: problems of all datasets; a transform that does not fit the
+            model; fewer images than neighbors.
     """
-    data = settings.data.of_validation()
-    collator = ImageSamples(data, layout)
+    validates = run.validates_on(settings.dataset_val)
+    with collected_problems() as build:
+        dataset = build("dataset", load_images, cfg.dataset)
+        if validates:
+            cfg_knn = cfg.get("dataset_knn") or cfg.dataset
+            bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
+            images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
+    fill = settings.pipeline.fill(ranks)
     with naming():
+        views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
+        collator: Any = ViewSamples(settings.data, settings.views, layout)
+        loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
+        loader.log_epoch_size()
+        if not validates:
+            return loader, None
+        data = settings.data.of_validation()
+        collator = ImageSamples(data, layout)
         bank, images = (
             UpdateStepLoader(
                 WholeImages(each, transform, layout), collator, data, ranks, name, fill
             )
             for name, each in (("dataset_knn", bank), ("dataset_val", images))
         )
-        return NearestNeighbors(bank, images, settings.objective.knn_neighbors, ranks)
+        return loader, NearestNeighbors(bank, images, settings.objective.knn_neighbors, ranks)
+
+
+def build_optimizer_by_depth(
+    cfg: DictConfig, model: nn.Module, whole: Any, schedules: ScheduleSettings
+) -> Optimizer:
+    """Builds the optimizer of a vision transformer, with learning rates by depth.
+
+    Args:
+        cfg: component of the optimizer.
+        model: model, or stages of it, on its device.
+        whole: whole model, on any device.
+        schedules: ``layerwise_lr_decay``.
+    """
+    num_layers = len(whole.layers)
+    depth_of = partial(layer_of, num_layers=num_layers)
+    groups = schedules.groups(trained_parameters(model), cfg, depth_of, num_layers + 2)
+    optimizer: Optimizer = config.instantiate(cfg, groups)
+    return optimizer

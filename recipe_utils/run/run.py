@@ -24,6 +24,7 @@ from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
+from recipe_utils.optim.optimizer import build_lr_scheduler
 from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.entry_point import set_on_signals
@@ -293,10 +294,13 @@ class Run:
             "device": self._ranks.device,
         }
 
-    @property
-    def from_stock(self) -> dict[str, bool]:
-        """Arguments of a checkpointer besides those in the config."""
-        return {"should_load_recipe_state": self.resumes_from_stock}
+    def build_checkpointer(self, cfg: DictConfig) -> Any:
+        """Builds a checkpointer, which also loads a stock recipe's state if training resumes from one."""
+        return config.instantiate(cfg, should_load_recipe_state=self.resumes_from_stock)
+
+    def build_lr_scheduler(self, cfg: DictConfig | None, optimizer: AnyOptimizer) -> Any:
+        """Builds the learning-rate schedule at the run's position; None for a constant rate."""
+        return build_lr_scheduler(cfg, optimizer, self.num_steps, self.global_step)
 
     def validates_on(self, dataset_val: Any) -> bool:
         """Returns whether there are validations. Warns about data that are not used."""

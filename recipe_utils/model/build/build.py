@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -112,6 +113,13 @@ class ModelSettings:
             weights_dtype=None,
             **changes,
         )
+
+    def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Context of the forward, in which activations are offloaded if configured."""
+        context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(
+            model, self.enable_activation_offloading
+        )
+        return context
 
     def make_tensor_parallel_plan(self) -> dict[str, Any]:
         """Module name pattern -> style."""

@@ -22,28 +22,31 @@ from recipe_utils.model.adapters.adapters import (
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.pipeline.stages import Stages, adapters_of
 from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
 
 def load_model(
-    model: nn.Module,
-    checkpointer: Any,
-    cfg_checkpointer: Mapping[str, Any],
-    settings: ModelSettings,
-    device: torch.device,
-    seed: int,
+    model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
+    Args:
+        model: after :func:`recipe_utils.model.build.build.build_model`.
+        checkpointer: a torchtune checkpointer.
+        settings: settings of the recipe, with ``checkpointer`` and ``modules``.
+        ranks: ranks of the job.
+        seed: seed of fresh adapters.
+
     Returns:
-        What the checkpointer has loaded besides weights, and the fingerprints of weights that are not trained.
+        What the checkpointer has loaded besides weights, and fingerprints of weights that are not trained.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the model.
     """
     with naming("checkpointer"):
-        checkpoint = load_checkpoint(checkpointer, cfg_checkpointer)
-        frozen = load_weights(model, checkpoint, settings, device, seed)
+        checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
+        frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed)
     return checkpoint, frozen
 
 
