@@ -159,16 +159,15 @@ class FullFinetuneRecipe:
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step.
 
-        Returns:
-            This rank's part of the loss, whose mean over all ranks is the mean loss per target token [nats];
-            and the gradient norm before clipping, None if the backward steps.
+        Returns this rank's part of the loss, whose mean over all ranks is the mean loss per target token
+        [nats], and the gradient norm before clipping; None if the backward steps.
         """
         # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
         # so every target weighs the same and the accumulated gradient is final.
         scale = step.scale("target_tokens")
         loss = torch.zeros(1, dtype=self.settings.modules.sums_dtype, device=self.ranks.device)
         if self.pipeline is not None:
-            # One schedule for all microbatches, so that its bubble is paid once per update step.
+            # One schedule for all microbatches: its bubble is paid once per update step.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
             loss += sums * scale
         else:
