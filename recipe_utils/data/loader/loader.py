@@ -52,11 +52,13 @@ class Collator(Protocol):
     its first, stay on one rank. Losses that couple samples need it.
     """
 
-    counts: Sequence[str]
-    """Names of the counts of its microbatches; update steps have their totals. A sample whose first count is 0 has
-    nothing to train on."""
-    fingerprint_keys: Sequence[str]
-    """Keys of a sample that are hashed to recognize the dataset when training resumes."""
+    @property
+    def counts(self) -> Sequence[str]:
+        """Names of the counts of its microbatches; a sample whose first count is 0 has nothing to train on."""
+
+    @property
+    def fingerprint_keys(self) -> Sequence[str]:
+        """Keys of a sample that are hashed to recognize the dataset when training resumes."""
 
     def plan(self, lengths: Sequence[int], num_ranks: int, /) -> list[Microbatches]:
         """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.loader.plan`."""

@@ -73,44 +73,27 @@ class DataSettings:
 
     def problems(self) -> Iterator[Problem]:
         """Yields contradictions between the keys."""
+        plan = f"microbatching={self.microbatching}"
+
+        def unused(key: str, text: str) -> Problem:
+            return Problem(key, f"{plan} {text}", getattr(self, key), ("microbatching",))
+
+        instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
-            yield Problem(
-                "max_tokens_per_microbatch",
-                "microbatching=in_order "
-                "counts samples, not tokens; set microbatching=packed or least_padding",
-                self.max_tokens_per_microbatch,
-                depends_on=("microbatching",),
-            )
+            yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
-            yield Problem(
-                "balance_over_ranks",
-                "microbatching=in_order keeps every sample on its rank; set "
-                "microbatching=packed or least_padding",
-                True,
-                depends_on=("microbatching",),
-            )
-        if self.microbatch_overhead_slots is not None and self.microbatching != "least_padding":
-            yield Problem(
-                "microbatch_overhead_slots",
-                f"microbatching={self.microbatching} does not use it; remove the key, or set "
-                "microbatching=least_padding",
-                self.microbatch_overhead_slots,
-                depends_on=("microbatching",),
-            )
+            yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
+        not_used = "does not use it; remove the key, or set microbatching=least_padding"
+        if self.microbatching != "least_padding" and self.microbatch_overhead_slots is not None:
+            yield unused("microbatch_overhead_slots", not_used)
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
-            yield Problem(
-                "collate_fn",
-                "microbatching=packed does not use it; remove the "
-                "key, or set microbatching=least_padding",
-                self.collate_fn,
-                depends_on=("microbatching",),
-            )
+            yield unused("collate_fn", not_used)
         if "left_pad_sequence" in self.collate_fn:
             yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
         try:
             component_at(self.collate_fn)
         except ValueError as error:
-            yield Problem("collate_fn", f"{error}", self.collate_fn)
+            yield Problem("collate_fn", str(error), self.collate_fn)
 
     def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
         """Yields what is wrong with the batch size on these ranks."""
@@ -131,29 +114,22 @@ class DataSettings:
             return steps or 1
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
+        text = None
         if rest:
-            raise ConfigError(
-                Problem(
-                    "global_batch_size",
-                    f"it is not a multiple of batch_size={self.batch_size} * "
-                    f"{dp_degree} data-parallel ranks = {per_pass}; the nearest multiples are "
-                    f"{max(needed, 1) * per_pass} and {(max(needed, 1) + 1) * per_pass}",
-                    total,
-                    ("batch_size",),
-                )
+            text = (
+                f"it is not a multiple of batch_size={self.batch_size} * {dp_degree} data-parallel ranks = "
+                f"{per_pass}; the nearest multiples are {max(needed, 1) * per_pass} and "
+                f"{(max(needed, 1) + 1) * per_pass}"
             )
-        if steps not in (None, needed):
-            raise ConfigError(
-                Problem(
-                    "global_batch_size",
-                    f"batch_size={self.batch_size} * "
-                    f"gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks = "
-                    f"{per_pass * (steps or 1)}; set only one of the two keys "
-                    "(~gradient_accumulation_steps on the command line removes that one)",
-                    total,
-                    ("batch_size", "gradient_accumulation_steps"),
-                )
+        elif steps not in (None, needed):
+            text = (
+                f"batch_size={self.batch_size} * gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks "
+                f"= {per_pass * (steps or 1)}; set only one of the two keys (~gradient_accumulation_steps on the "
+                "command line removes that one)"
             )
+        if text is not None:
+            depends_on = ("batch_size", "gradient_accumulation_steps")
+            raise ConfigError(Problem("global_batch_size", text, total, depends_on))
         return needed
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
@@ -186,15 +162,14 @@ class DataSettings:
                 "recipe_utils.benchmark.microbatch_cost measures it, and microbatch_overhead_slots sets it"
             )
 
-    def of_one_pass(self) -> "DataSettings":
-        """Returns settings for all samples in dataset order, with the batch size of update steps."""
-        return replace(self, last_update_step="train", max_steps_per_epoch=None, shuffle=False)
-
     def of_validation(self) -> "DataSettings":
         """Returns settings for all samples in dataset order, ``batch_size_val`` on each rank at a time."""
         return replace(
-            self.of_one_pass(),
+            self,
             batch_size=self.batch_size_val or self.batch_size,
             gradient_accumulation_steps=None,
             global_batch_size=None,
+            last_update_step="train",
+            max_steps_per_epoch=None,
+            shuffle=False,
         )

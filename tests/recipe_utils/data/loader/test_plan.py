@@ -17,7 +17,7 @@ OVER_RANKS = st.sampled_from(["least_padding", "packed"])
 COST = MicrobatchCost(64, 300)
 
 
-def num_slots(name, lengths, microbatch):
+def num_positions(name, lengths, microbatch):
     of_samples = [lengths[position] for position in microbatch]
     return sum(of_samples) if name == "packed" else len(of_samples) * max(of_samples)
 
@@ -50,7 +50,7 @@ def test_no_microbatch_exceeds_the_bound_but_a_single_long_sample(
 ):
     ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=max_tokens, cost=COST)
     for microbatch in chain.from_iterable(ranks):
-        assert num_slots(name, lengths, microbatch) <= max_tokens or len(microbatch) == 1
+        assert num_positions(name, lengths, microbatch) <= max_tokens or len(microbatch) == 1
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 2000), OVER_RANKS)

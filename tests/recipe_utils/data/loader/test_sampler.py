@@ -16,12 +16,17 @@ from recipe_utils.data.loader.sampler import (
     update_step_indices,
 )
 
-SIZES_AND_RANKS = list(itertools.product([1, 2, 3, 7, 16, 19, 48], [1, 2, 3, 4, 8]))
+SIZES_AND_RANKS = list(itertools.product([1, 7, 16, 19], [1, 3, 8]))
 
 
-@pytest.mark.parametrize("sampler_class", [DistributedSampler, StatefulDistributedSampler])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("epoch", [0, 5])
+@pytest.mark.parametrize(
+    ("sampler_class", "shuffle", "epoch"),
+    [
+        (DistributedSampler, True, 5),
+        (DistributedSampler, False, 0),
+        (StatefulDistributedSampler, True, 0),
+    ],
+)
 def test_each_rank_visits_the_samples_in_the_order_of_the_stock_samplers(
     sampler_class, shuffle, epoch
 ):
@@ -108,7 +113,7 @@ def test_an_epoch_without_update_steps_is_refused():
 
 
 @pytest.mark.parametrize("dp_degree", [1, 2, 4])
-@pytest.mark.parametrize(("num_samples", "block"), [(37, 16), (64, 16), (37, 8), (128, 2), (3, 4)])
+@pytest.mark.parametrize(("num_samples", "block"), [(37, 16), (64, 16), (128, 2), (3, 4)])
 def test_blocks_of_an_update_step_are_whole_on_a_rank_and_the_same_on_any_number(
     num_samples, block, dp_degree
 ):
