@@ -1,21 +1,41 @@
-"""The README's first commands: the embedded default trains on real text, saves, loads and answers."""
+"""The README's commands: the embedded defaults train on real text, export and answer."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torchtune
+from distributed_runs import run_distributed
 from omegaconf import OmegaConf
+from programs import tune_run_here
+from recipe_runs import keep_messages, run_recipe
 from torchtune import config
-from warm_tune import tune
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from recipe_utils.run.log import read_metrics
 from recipe_utils.tune.registry import config_path
 
+FULL = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
+LORA = ("lora_finetune_update_step", "llama3_2/5M_lora_update_step")
+DPO = ("full_dpo_update_step", "llama3_2/5M_full_dpo_update_step")
+KD = ("knowledge_distillation_update_step", "llama3_2/5M_to_1M_KD_update_step")
+GENERATE = str(Path(torchtune.__file__).parents[1] / "recipes" / "generate.py")
 
-def tune_run(*arguments):
-    done = tune("run", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+
+def train(default, folder, *overrides):
+    recipe, name = default
+    code, screen = tune_run_here(recipe, config_path(name), f"output_dir={folder}", *overrides)
+    assert code == 0, screen
+
+
+def answer(*overrides):
+    path = config_path("llama3_2/5M_generation")
+    code, screen = tune_run_here(GENERATE, path, "max_new_tokens=5", *overrides)
+    assert code == 0, screen
+    assert "Time for inference" in screen
+    return screen
 
 
 def logged(folder, name):
@@ -28,213 +48,150 @@ def logged(folder, name):
 def trained(tmp_path_factory):
     """Output folder of the embedded default after 10 of its update steps."""
     folder = tmp_path_factory.mktemp("embedded")
-    tune_run(
-        "full_finetune_update_step",
-        "--config",
-        "llama3_2/5M_full_update_step",
-        f"output_dir={folder}",
-        "max_steps_per_epoch=10",
-        "run_val_every_n_steps=3",
-        "export_every_n_steps=9",
-    )
+    each = ("run_val_every_n_steps=3", "export_every_n_steps=9")
+    train(FULL, folder, "max_steps_per_epoch=10", *each)
     return folder
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_pipeline_stages_log_the_losses_of_one_process(num_stages, one_process_losses, trained):
-    assert len(one_process_losses) == 10
-    staged = short_losses(trained, num_stages)
-    assert staged == pytest.approx(one_process_losses, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def one_process_losses(trained):
-    return short_losses(trained, 1)
-
-
-def short_losses(trained, num_stages):
-    """Losses of 10 small update steps from the weights that ``trained`` started from."""
-    output_dir = trained / f"stages_{num_stages}"
-    tune_run(
-        *(["--nproc_per_node", str(num_stages)] if num_stages > 1 else []),
-        "full_finetune_update_step",
-        "--config",
-        "llama3_2/5M_full_update_step",
-        f"output_dir={output_dir}",
-        f"checkpoint_dir={trained}/fresh",
-        f"docstrings_path={trained}/docstrings.json",
-        f"pipeline_parallel_dim={num_stages}",
-        "batch_size=2",
-        "global_batch_size=8",
-        "~gradient_accumulation_steps",
-        "max_tokens_per_microbatch=512",
-        "max_steps_per_epoch=10",
-        "run_val_every_n_steps=null",
-    )
-    return logged(output_dir, "loss")
-
-
 def test_train_and_validation_loss_fall(trained):
-    losses = logged(trained, "loss")
-    val_losses = logged(trained, "val_loss")
+    losses, val_losses = logged(trained, "loss"), logged(trained, "val_loss")
     assert len(losses) == 10
-    assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096): fresh weights know nothing
+    assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096), that of fresh weights
     assert losses[-1] < 7.5
     assert len(val_losses) == 3
     assert val_losses[-1] < val_losses[0] - 0.2
 
 
-def test_the_readme_s_next_command_samples_from_the_checkpoint(trained):
-    printed = tune_run(
-        "generate",
-        "--config",
-        "llama3_2/5M_generation",
-        f"output_dir={trained}",
-        "max_new_tokens=5",
-        "prompt.user=What does `os.path.join` do?",
-    )
-    assert "What does `os.path.join` do?\n\n" in printed
-    assert "Time for inference" in printed
+def test_generate_loads_the_model(trained):
+    screen = answer(f"output_dir={trained}", "prompt.user=What does `os.path.join` do?")
+    assert "What does `os.path.join` do?\n\n" in screen
     assert not list((trained / "epoch_0").glob(".*"))
 
 
-@pytest.fixture(scope="module")
-def adapted(trained, tmp_path_factory):
-    """Output folder of the embedded default of LoRA after 12 of its update steps, on ``trained``."""
-    folder = tmp_path_factory.mktemp("adapted")
-    tune_run(
-        "lora_finetune_update_step",
-        "--config",
-        "llama3_2/5M_lora_update_step",
-        f"output_dir={folder}",
-        f"checkpoint_dir={trained}/epoch_0",
-        "max_steps_per_epoch=12",
-        "run_val_every_n_steps=4",
-    )
-    return folder
-
-
-def test_adapters_lower_the_validation_loss_of_text_of_another_kind(adapted):
-    val_losses = logged(adapted, "val_loss")
-    assert len(val_losses) == 3
-    assert val_losses[-1] < val_losses[0] - 0.2
-
-
-def test_the_readme_s_last_command_samples_from_the_model_with_its_adapters_merged(adapted):
-    printed = tune_run(
-        "generate",
-        "--config",
-        "llama3_2/5M_generation",
-        f"checkpoint_dir={adapted}/epoch_0",
-        f"output_dir={adapted}",
-        "max_new_tokens=5",
-        "prompt.user=Write `shlex.join`.",
-    )
-    assert "Write `shlex.join`.\n\n" in printed
-
-
-@pytest.fixture(scope="module")
-def preferring(tmp_path_factory):
-    """Output folder of the embedded default of preference tuning after 25 of its update steps."""
-    folder = tmp_path_factory.mktemp("preferring")
-    tune_run(
-        "full_dpo_update_step",
-        "--config",
-        "llama3_2/5M_full_dpo_update_step",
-        f"output_dir={folder}",
-        "max_steps_per_epoch=25",
-        "run_val_every_n_steps=25",
-    )
-    return folder
-
-
-def test_preference_tuning_starts_where_model_and_reference_are_one_and_exports(preferring):
-    losses = logged(preferring, "loss")
-    assert len(losses) == 25
-    assert losses[0] == pytest.approx(math.log(2))
-    assert (preferring / "epoch_0" / "model-00001-of-00001.safetensors").exists()
-
-
-def test_answers_in_their_right_order_are_preferred_on_held_out_pairs(preferring):
-    (loss,) = logged(preferring, "val_loss")
-    (accuracy,) = logged(preferring, "val_rewards/accuracies")
-    assert float(loss) < math.log(2) - 0.02
-    assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
-
-
-@pytest.fixture(scope="module")
-def distilled(trained, tmp_path_factory):
-    """Output folder of the embedded default of distillation after 20 of its update steps, ``trained`` being the teacher."""
-    folder = tmp_path_factory.mktemp("distilled")
-    tune_run(
-        "knowledge_distillation_update_step",
-        "--config",
-        "llama3_2/5M_to_1M_KD_update_step",
-        f"output_dir={folder}",
-        f"teacher_dir={trained}/epoch_0",
-        "max_steps_per_epoch=20",
-        "run_val_every_n_steps=10",
-    )
-    return folder
-
-
-def test_the_student_comes_nearer_to_its_teacher_on_held_out_text(distilled):
-    divergences = logged(distilled, "val_kd_loss")
-    assert len(divergences) == 2
-    assert divergences[1] < divergences[0] / 2
-
-
-def test_the_student_s_export_has_its_teacher_s_tokenizer_and_samples(distilled, trained):
-    tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (distilled, trained)]
-    assert tokenizers[0].read_text() == tokenizers[1].read_text()
-    printed = tune_run(
-        "generate",
-        "--config",
-        "llama3_2/5M_generation",
-        *("model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2"),
-        *("model.embed_dim=128", "model.intermediate_dim=384"),
-        f"output_dir={distilled}",
-        "max_new_tokens=5",
-    )
-    assert "What does `os.path.join` do?" in printed
-    assert "Time for inference" in printed
-
-
 @pytest.mark.parametrize(
-    ("recipe", "default", "key"),
-    [
-        ("lora_finetune_update_step", "llama3_2/5M_lora_update_step", "checkpoint_dir"),
-        (
-            "knowledge_distillation_update_step",
-            "llama3_2/5M_to_1M_KD_update_step",
-            "teacher_dir",
-        ),
-    ],
+    "exported", ["epoch_0", pytest.param("export_step_9", marks=pytest.mark.slow)]
 )
-def test_where_the_first_default_was_not_trained_the_error_says_how(recipe, default, key, tmp_path):
-    done = tune(
-        *("run", recipe, "--config", default),
-        *(f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there"),
-    )
-    assert done.returncode == 2
-    said = done.stdout + done.stderr
-    assert "first: tune run full_finetune_update_step --config llama3_2/5M_full_update_step" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "not_there").exists()
-
-
-@pytest.mark.parametrize("exported", ["epoch_0", "export_step_9"])
-def test_what_is_exported_loads_in_transformers_with_equal_logits(exported, trained):
-    transformers = pytest.importorskip("transformers")
+def test_exports_load_in_transformers_with_equal_logits(exported, trained):
     cfg = OmegaConf.load(config_path("llama3_2/5M_generation"))
     cfg.output_dir = str(trained)
     model = config.instantiate(cfg.model)
     cfg.checkpoint_dir = str(trained / exported)
     model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
-    hugging_face = transformers.LlamaForCausalLM.from_pretrained(trained / exported)
+    hugging_face = LlamaForCausalLM.from_pretrained(trained / exported)
     tokens = torch.randint(4096, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (model(tokens) - hugging_face(tokens).logits).abs().max() < 1e-4
     text = "What does `os.path.join` do? — 你好"
-    ids = transformers.AutoTokenizer.from_pretrained(trained / exported)(text).input_ids
+    ids = AutoTokenizer.from_pretrained(trained / exported)(text).input_ids
     assert ids == config.instantiate(cfg.tokenizer).encode(text, add_eos=False)
+
+
+def short_run(trained, num_stages):
+    """10 small update steps from the weights that ``trained`` started from."""
+    train(
+        FULL,
+        trained / f"stages_{num_stages}",
+        f"checkpoint_dir={trained}/fresh",
+        f"docstrings_path={trained}/docstrings.json",
+        f"pipeline_parallel_dim={num_stages}",
+        *("batch_size=2", "global_batch_size=8", "~gradient_accumulation_steps"),
+        *("max_tokens_per_microbatch=512", "max_steps_per_epoch=10", "run_val_every_n_steps=null"),
+    )
+
+
+@pytest.mark.slow
+def test_pipeline_stages_log_the_losses_of_one_process(trained):
+    for num_stages in (1, 2, 4):
+        run_distributed(short_run, num_stages, trained, num_stages)
+    expected = logged(trained / "stages_1", "loss")
+    assert len(expected) == 10
+    for num_stages in (2, 4):
+        losses = logged(trained / f"stages_{num_stages}", "loss")
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(trained, tmp_path):
+    each = ("max_steps_per_epoch=12", "run_val_every_n_steps=4")
+    train(LORA, tmp_path, f"checkpoint_dir={trained}/epoch_0", *each)
+    val_losses = logged(tmp_path, "val_loss")
+    assert len(val_losses) == 3
+    assert val_losses[-1] < val_losses[0] - 0.2
+    folders = (f"checkpoint_dir={tmp_path}/epoch_0", f"output_dir={tmp_path}")
+    assert "Write `shlex.join`.\n\n" in answer(*folders, "prompt.user=Write `shlex.join`.")
+
+
+@pytest.mark.slow
+def test_preferences_of_held_out_pairs_are_learned(tmp_path):
+    train(DPO, tmp_path, "max_steps_per_epoch=25", "run_val_every_n_steps=25")
+    losses = logged(tmp_path, "loss")
+    assert len(losses) == 25
+    assert losses[0] == pytest.approx(math.log(2))  # model and reference are one
+    assert (tmp_path / "epoch_0" / "model-00001-of-00001.safetensors").exists()
+    (loss,), (accuracy,) = logged(tmp_path, "val_loss"), logged(tmp_path, "val_rewards/accuracies")
+    assert float(loss) < math.log(2) - 0.02
+    assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
+
+
+@pytest.mark.slow
+def test_the_student_approaches_its_teacher_and_has_its_tokenizer(trained, tmp_path):
+    each = ("max_steps_per_epoch=20", "run_val_every_n_steps=10")
+    train(KD, tmp_path, f"teacher_dir={trained}/epoch_0", *each)
+    divergences = logged(tmp_path, "val_kd_loss")
+    assert len(divergences) == 2
+    assert divergences[1] < divergences[0] / 2
+    tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (tmp_path, trained)]
+    assert tokenizers[0].read_text() == tokenizers[1].read_text()
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128, "intermediate_dim": 384}  # fmt: skip
+    model = [f"model.{key}={value}" for key, value in sizes.items()]
+    assert "What does `os.path.join` do?" in answer(*model, f"output_dir={tmp_path}")
+
+
+@pytest.mark.parametrize(("default", "key"), [(LORA, "checkpoint_dir"), (KD, "teacher_dir")])
+def test_without_the_first_default_the_error_has_its_command(default, key, tmp_path):
+    recipe, name = default
+    folders = (f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there")
+    code, screen = tune_run_here(recipe, config_path(name), *folders)
+    assert code == 2
+    command = "tune run full_finetune_update_step --config llama3_2/5M_full_update_step"
+    assert f"first: {command}" in screen
+    assert "Traceback" not in screen
+    assert not (tmp_path / "not_there").exists()
+
+
+def small_default(folder, vocab_size=300, **model):
+    """Two update steps of the default, with a small model and few of its texts."""
+    changed = OmegaConf.load(config_path(FULL[1]))
+    pairs = [(f"What does `f{i}` do?", f"It returns the item number {i}.") for i in range(80)]
+    (folder / "docstrings.json").write_text(json.dumps(pairs))
+    sizes = {"embed_dim": 64, "intermediate_dim": 96, "num_layers": 2, "max_seq_len": 64}
+    changed.model.update({"vocab_size": vocab_size, **sizes, **model})
+    changed.update({"output_dir": str(folder), "max_steps_per_epoch": 2})
+    return OmegaConf.to_container(changed)
+
+
+@pytest.mark.slow
+def test_a_default_that_changed_in_its_folder_exports_the_model_that_was_trained(tmp_path):
+    run_recipe(small_default(tmp_path, num_heads=8))
+    changed = small_default(tmp_path, vocab_size=290, num_heads=4, rope_base=20_000)
+    with keep_messages() as messages:
+        run_recipe(changed)
+    export = tmp_path / "epoch_0"
+    described = json.loads((export / "config.json").read_text())
+    names = ("num_attention_heads", "rope_theta", "vocab_size")
+    assert [described[name] for name in names] == [4, 20_000, 290]
+    assert len(json.loads((export / "tokenizer.json").read_text())["model"]["vocab"]) == 280
+    assert not [path.name for path in export.iterdir() if path.name.startswith(".")]
+    text = " ".join(messages)
+    assert "model.num_heads is 4 and was 8" in text
+    assert "vocab_size is 290 and was 300" in text
+
+    checkpointer = torchtune.training.FullModelHFCheckpointer(
+        str(export), ["model-00001-of-00001.safetensors"], "LLAMA3_2", str(tmp_path / "unused")
+    )
+    model = config.instantiate(OmegaConf.create(changed).model)
+    model.load_state_dict(checkpointer.load_checkpoint()["model"])
+    theirs = AutoModelForCausalLM.from_pretrained(export)
+    tokens = torch.randint(280, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)

@@ -1,0 +1,72 @@
+"""Recipes as users start them: as programs of their own, or in this process, which saves their imports."""
+
+import contextlib
+import io
+import logging
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtune.utils import get_logger
+
+from recipe_utils.tune.registry import recipe_path
+
+TUNE = str(Path(sys.executable).with_name("tune"))
+Popen = subprocess.Popen
+
+
+def tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[str]:
+    """Output and exit code of ``tune`` with these arguments."""
+    return subprocess.run(
+        [TUNE, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def tune_run_here(recipe: str, *arguments: Any, cwd: Any = ".") -> tuple[int, str]:
+    """Exit code and output of ``tune run RECIPE --config ...`` in this process, without a launcher."""
+    path = str(recipe if recipe.endswith(".py") else recipe_path(recipe))
+    known = set(sys.modules)
+    screen = io.StringIO()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(cwd)
+        patches.setattr(sys, "argv", [path, "--config", *map(str, arguments)])
+        patches.setattr(sys, "path", [*sys.path, os.getcwd()])
+        patches.setattr(get_logger(), "handlers", [logging.StreamHandler(screen)])
+        patches.setattr(get_logger(), "filters", [])
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
+            try:
+                runpy.run_path(path, run_name="__main__")
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+    for name in set(sys.modules) - known:  # modules of the test's folder
+        if str(cwd) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+    return code, screen.getvalue()
+
+
+def lines_on(screen: str) -> list[str]:
+    """What stands on the screen, without empty lines; each state of a progress bar is a line."""
+    return [line for line in screen.replace("\r", "\n").splitlines() if line.strip()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that another has started."""
+    command = ["ps", "--ppid", str(pid), "-o", "pid="]
+    return [
+        int(child)
+        for child in subprocess.run(command, capture_output=True, check=False).stdout.split()
+    ]

@@ -1,0 +1,218 @@
+"""A run shows little; what the user can fix is reported once, last and without a traceback."""
+
+import json
+import re
+
+import pytest
+import tiny
+import yaml
+from programs import lines_on, tune_run_here
+from recipe_runs import KD, SFT, tiny_kd_config
+from recipe_runs import tiny_config as make_tiny_config
+
+DISK_LOGGER = {
+    "_component_": "torchtune.training.metric_logging.DiskLogger",
+    "log_dir": "${output_dir}/logs",
+}
+
+
+@pytest.fixture
+def run(weights_folder, tmp_path):
+    """Runs a tiny config, changed in its file and then on the command line."""
+
+    def run_with(changes, *overrides, recipe=SFT, make=make_tiny_config):
+        given = make(weights_folder, metric_logger=DISK_LOGGER, **changes)
+        given["output_dir"] = given["checkpointer"]["output_dir"] = str(tmp_path / "out")
+        (tmp_path / "my.yaml").write_text(yaml.safe_dump(given))
+        return tune_run_here(recipe, "my.yaml", *overrides, cwd=tmp_path)
+
+    return run_with
+
+
+@pytest.fixture(scope="module")
+def whole(weights_folder, tmp_path_factory):
+    """A folder, and what is shown of three epochs."""
+    folder = tmp_path_factory.mktemp("whole")
+    given = make_tiny_config(
+        weights_folder,
+        metric_logger=DISK_LOGGER,
+        dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 8},
+        run_val_every_n_steps=2,
+        epochs=3,
+        keep_best_checkpoint=True,
+        gradient_accumulation_steps=4,
+        sample_prompts=["Why?"],
+        sample_every_n_steps=5,
+        microbatching="packed",
+        max_tokens_per_microbatch=32,
+    )
+    given["output_dir"] = given["checkpointer"]["output_dir"] = str(folder / "out")
+    (folder / "my.yaml").write_text(yaml.safe_dump(given))
+    code, screen = tune_run_here(SFT, "my.yaml", cwd=folder)
+    assert code == 0, screen
+    metrics = (folder / "out/logs/metrics.jsonl").read_text().splitlines()
+    return folder, screen, {line["step"]: line for line in map(json.loads, metrics)}
+
+
+def test_the_config_is_shown_once_and_nothing_superfluous(whole):
+    _, screen, _ = whole
+    assert screen.count("with resolved config") == 1
+    for noise in ("export.tmp", "Profiling disabled", "successfully", "Saving final"):
+        assert noise not in screen
+
+
+def test_messages_have_lines_of_their_own_and_warnings_their_level(whole):
+    _, screen, _ = whole
+    assert any(line.startswith("warning: max_tokens_per_micro") for line in lines_on(screen))
+    for start in ("Exported to ", "update step 5 | Why? -> ", "Update step: "):
+        assert any(line.startswith(start) for line in lines_on(screen)), start
+
+
+def test_the_progress_bar_shows_the_update_step_that_is_done(whole):
+    _, screen, metrics = whole
+    pattern = (
+        r"epoch (\d) of 3 \| loss (\d\.\d{3}) \| lr 1\.0e-2 \| [\d.]+k? tok/s"
+        r"(?: \| val (\d\.\d\d))? +\d+%\|.*?\| (\d)/4 "
+    )
+    shown = re.findall(pattern, screen)
+    assert len(shown) > 3
+    for epoch, loss, val, done in shown:
+        of_step = metrics[4 * (int(epoch) - 1) + int(done)]
+        assert loss == f"{of_step['loss']:.3f}"
+        until = [m for step, m in metrics.items() if step <= of_step["step"] and "val_loss" in m]
+        assert val == (f"{until[-1]['val_loss']:.2f}" if until else "")
+
+
+def test_the_end_has_a_summary_and_a_command_that_loads_the_model(whole):
+    folder, screen, metrics = whole
+    done, val, model, ask = lines_on(screen)[-4:]
+    num_tokens = sum(line["num_tokens"] for line in metrics.values())
+    assert re.fullmatch(
+        rf"12 update steps, {num_tokens:,} target tokens in .* s: [\d,]+ tokens/s", done
+    )
+    losses = {step: m["val_loss"] for step, m in metrics.items() if "val_loss" in m}
+    first, *_, last = losses.values()
+    best = min(losses, key=losses.get)
+    expected = f"first {first:.3f}, last {last:.3f}, best {losses[best]:.3f} (update step {best})"
+    assert val == f"val_loss: {expected}"
+    assert model == f"Model: {folder}/out/epoch_2"
+    assert f"tune run generate --config {folder}/out/generation.yaml prompt.user='...'" in ask
+    generation = yaml.safe_load((folder / "out/generation.yaml").read_text())
+    assert generation["checkpointer"]["checkpoint_dir"] == f"{folder}/out/epoch_2"
+    assert generation["model"] == tiny.MODEL
+
+
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 32}
+BAD = {**DATA, "replace": {"9": {"tokens": [1, 900], "labels": [1, 1]}}}
+DEADLY = {"_component_": "tiny.killing_dataset", "num_samples": 32, "index": 9, "folder": None}
+SCHEDULE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+GIVEN = {
+    "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
+    "max_steps_per_epoch": 3,
+    "shuffle": False,
+    "model": {**tiny.MODEL, "rope_base": 10_000},
+}
+ERRORS = {  # changes in the file and on the command line, exit code, start of the last line
+    "sample": ({"dataset": BAD}, [], 1, "error: sample 9 of dataset: token 900 is outside"),
+    "sample of a worker": ({"dataset": BAD}, ["num_workers=1"], 1, "error: sample 9 of dataset: token 900 is"),
+    "worker": ({"dataset": DEADLY}, ["num_workers=1"], 1, "error: num_workers=1: a DataLoader worker"),
+    "gradient": ({}, ["optimizer.lr=1e30", "log_every_n_steps=100"], 1, "error: "),
+    "key": ({}, ["batchsize=3"], 2, "  - batchsize: this recipe has no such key; did you mean batch_size?"),
+    "data": ({"dataset": {**DATA, "num_without_targets": 32}}, [], 2, "  - dataset: none of its 32 samples can be trained on"),
+    "checkpoint": ({}, ["resume_from_checkpoint=True"], 2, "  - resume_from_checkpoint=True: there is no"),
+    "key to remove": ({}, ["~lr_schedule"], 2, "  - ~lr_schedule: the config has no such key to"),
+    "part to remove": ({}, ["~model.rope_bas"], 2, "  - ~model.rope_bas: the config has no such key to"),
+    "override": ({}, ["epochs"], 2, "  - command line or YAML: Command-line overrides must be in the form"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_the_user_can_fix_is_reported_once_and_last(case, run, tmp_path):
+    changes, overrides, expected_code, text = ERRORS[case]
+    code, screen = run({**GIVEN, **changes}, *overrides)
+    assert code == expected_code, screen
+    assert "Traceback" not in screen
+    last = lines_on(screen)[-1]
+    assert last.startswith(text)
+    assert screen.count(last) == 1
+    if case == "gradient":
+        assert "on_nonfinite=stop" in last
+    assert not (tmp_path / "out/epoch_0").exists()
+
+
+def test_all_problems_are_reported_together(run):
+    code, screen = run({}, "batchsize=3", "optimizer.lr=fast", "clip_grad_norm=0")
+    assert code == 2
+    assert screen.count("3 problems in the config:") == 1
+    for problem in (
+        "batchsize: this recipe has no such key; did you mean batch_size?",
+        "optimizer.lr='fast': AdamW takes float | torch.Tensor",
+        "clip_grad_norm=0: it must be above 0",
+    ):
+        assert screen.count(f"  - {problem}\n") == 1
+
+
+OWN_DATASET = """
+import tiny
+class Mine(tiny.Samples):
+    def __getitem__(self, index):
+        return self.samples[{5: 'five'}.get(index, index)]
+def mine(tokenizer):
+    return Mine(tiny.make_samples(8))
+"""
+OWN_COMPONENTS = """
+def collate(samples, padding_idx, ignore_idx):
+    raise ArithmeticError('planted')
+def tokenizer(max_seq_len=8):
+    return 1 + '1'
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_traceback_of_a_user_s_dataset_comes_before_the_error(num_workers, run, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_DATASET)
+    data = {"_component_": "mine.mine"}
+    code, screen = run({"shuffle": False, "dataset": data}, f"num_workers={num_workers}")
+    assert code == 1
+    *before, last = lines_on(screen)
+    reason = "list indices must be integers or slices, not str"
+    assert last == f"error: sample 5 of dataset: TypeError: {reason}"
+    assert "mine.py" in " ".join(before)
+    assert screen.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "texts"),
+    [
+        ("collate_fn=mine.collate", ["ArithmeticError: planted"]),
+        (
+            "tokenizer=mine.tokenizer",
+            ["TypeError", "raised while tokenizer of the config was made"],
+        ),
+    ],
+)
+def test_a_bug_in_a_user_s_component_keeps_its_traceback(override, texts, run, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_COMPONENTS)
+    code, screen = run({}, override)
+    assert code == 1
+    assert "Traceback" in screen
+    assert all(text in screen for text in texts)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["~lr_scheduler", "lr_scheduler=null", "~metric_logger", "~model.rope_base", "~seed"],
+)
+def test_components_can_be_removed_on_the_command_line(override, run, tmp_path):
+    code, screen = run(GIVEN, override)
+    assert code == 0, screen
+    if override != "~metric_logger":
+        saved = yaml.safe_load((tmp_path / "out/torchtune_config.yaml").read_text())
+        assert saved.get(re.split(r"[.=]", override.strip("~"))[0]) in (None, tiny.MODEL)
+
+
+@pytest.mark.slow
+def test_a_student_s_generation_config_has_the_student_s_model(run, tmp_path):
+    code, screen = run({"max_steps_per_epoch": 2}, recipe=KD, make=tiny_kd_config)
+    assert code == 0, screen
+    assert yaml.safe_load((tmp_path / "out/generation.yaml").read_text())["model"] == tiny.MODEL
