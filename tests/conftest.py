@@ -164,7 +164,7 @@ def module_config(weights_folder, tmp_path_factory):
 @pytest.fixture
 def started():
     """The launchers that a test starts; whatever still runs at its end is ended."""
-    from warm_tune import children_of
+    from programs import children_of
 
     processes = []
     yield processes

@@ -1,8 +1,4 @@
-"""A training that is killed at any moment, through `tune run`, resumes as if it had not been.
-
-All processes here are warm, see warm_tune.py, so that a kill rarely falls into the seconds of imports, where it
-finds nothing to leave behind.
-"""
+"""A training that is killed at any moment, through `tune run`, resumes as if it had not been."""
 
 import os
 import signal
@@ -12,9 +8,10 @@ import time
 import pytest
 import tiny
 import yaml
+from big_batch_of_views import step_of_16
 from kill_and_resume import kill_and_resume, logging_to, losses_in
-from recipe_runs import KD, SFT, tiny_config, tiny_kd_config
-from warm_tune import TUNE, Popen, children_of
+from programs import TUNE, Popen, children_of
+from recipe_runs import DINO, KD, SFT, tiny_config, tiny_kd_config
 
 
 def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
@@ -32,40 +29,61 @@ def write_config(weights_folder, tmp_path, make=tiny_config, **changes):
     return path
 
 
+SHORT = {"max_steps_per_epoch": 30}
+IN_STAGES = {"pipeline_parallel_dim": 2}
+CASES = {  # recipe, ranks, kills, changes
+    "all weights": (SFT, 1, 2, SHORT),
+    "dora, asynchronous": (
+        SFT,
+        2,
+        3,
+        {
+            **SHORT,
+            "enable_async_checkpointing": True,
+            "model": tiny.adapted(tiny.MODEL, use_dora=True),
+        },
+    ),
+    "distillation in stages": (KD, 2, 3, {**SHORT, **IN_STAGES, "teacher_cache": "hidden"}),
+    "images": (DINO, 1, 3, {}),
+    "images in stages": (DINO, 2, 3, IN_STAGES),
+}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "num_ranks", "changes"),
-    [
-        (SFT, 1, {"max_steps_per_epoch": 30}),
-        pytest.param(
-            SFT,
-            2,
-            {
-                "enable_async_checkpointing": True,
-                "model": tiny.adapted(tiny.MODEL, use_dora=True),
-                "max_steps_per_epoch": 30,
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            KD,
-            2,
-            {"teacher_cache": "hidden", "pipeline_parallel_dim": 2, "max_steps_per_epoch": 30},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["all-weights", "dora-asynchronous", "distillation-in-stages"],
+    "case", ["all weights"] + [pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:]]
 )
-def test_losses_after_kills_are_those_of_an_undisturbed_run(
-    recipe, num_ranks, changes, weights_folder, tmp_path
-):
-    make = tiny_kd_config if recipe == KD else tiny_config
-    path = write_config(
-        weights_folder, tmp_path, make, save_every_n_steps=2, export_every_n_steps=3, **changes
-    )
-    found = kill_and_resume([recipe, "--config", str(path)], tmp_path, 3, num_ranks)
-    assert found.kills == 3
+def test_losses_after_kills_are_those_of_an_undisturbed_run(case, weights_folder, tmp_path):
+    recipe, num_ranks, num_kills, changes = CASES[case]
+    changes = {"save_every_n_steps": 2, "export_every_n_steps": 3, **changes}
+    if recipe == DINO:
+        path = write_config_of_images(weights_folder, tmp_path, **changes)
+    else:
+        make = tiny_kd_config if recipe == KD else tiny_config
+        path = write_config(weights_folder, tmp_path, make, **changes)
+    found = kill_and_resume([recipe, "--config", str(path)], tmp_path, num_kills, num_ranks)
+    assert found.kills == num_kills
     assert found.lost_steps == found.different_losses == found.different_files == 0
     assert found.files > 0
+
+
+def write_config_of_images(weights_folder, tmp_path, **changes):
+    config = step_of_16(
+        lambda **changes: tiny_config(weights_folder, **changes),
+        dataset={"_component_": "tiny.tiny_images", "num_images": 150},
+        dataset_val={"_component_": "tiny.tiny_images", "num_images": 21, "num_classes": 13},
+        dataset_knn={"_component_": "tiny.tiny_images", "num_images": 31, "num_classes": 13},
+        run_val_every_n_steps=5,
+        knn_neighbors=5,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": 0.003, "weight_decay": 0.04},
+        batch_size=4,
+        epochs=2,
+        dtype="fp32",
+        **changes,
+    )
+    config["checkpointer"]["output_dir"] = "${output_dir}"
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 def start_on_two_ranks(started, *arguments, cwd=None):

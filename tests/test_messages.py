@@ -6,8 +6,9 @@ import re
 import pytest
 import tiny
 import yaml
+from big_batch_of_views import step_of_16
 from programs import lines_on, tune_run_here
-from recipe_runs import KD, SFT, tiny_kd_config
+from recipe_runs import DINO, KD, SFT, tiny_kd_config
 from recipe_runs import tiny_config as make_tiny_config
 
 DISK_LOGGER = {
@@ -216,3 +217,22 @@ def test_a_student_s_generation_config_has_the_student_s_model(run, tmp_path):
     code, screen = run({"max_steps_per_epoch": 2}, recipe=KD, make=tiny_kd_config)
     assert code == 0, screen
     assert yaml.safe_load((tmp_path / "out/generation.yaml").read_text())["model"] == tiny.MODEL
+
+
+@pytest.mark.slow
+def test_the_summary_of_a_training_on_images_is_of_images(tiny_config, tmp_path):
+    images = {"_component_": "tiny.tiny_images", "num_images": 16, "num_classes": 3}
+    config = step_of_16(
+        tiny_config, dataset_val=images, dataset_knn=images, knn_neighbors=5, batch_size=4
+    )
+    del config["metric_logger"]
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({**config, "dtype": "fp32"}))
+    changes = ("run_val_every_n_steps=1", "optimizer=torch.optim.AdamW", "~optimizer.momentum")
+    code, screen = tune_run_here(DINO, "my.yaml", *changes, cwd=tmp_path)
+    assert code == 0, screen
+    assert re.search(r"\d+ update steps, \d+ images in .* s: [\d,]+ images/s", screen)
+    assert re.search(r"knn_accuracy: first \d\.\d{3}, last \d\.\d{3}, best", screen)
+    assert re.search(r"loss \d+\.\d+ \| .*img/s \| knn \d\.\d{3} ", screen)
+    for words in ("target tokens", "tok/s", "Ask it", "val_loss"):
+        assert words not in screen
+    assert not (tmp_path / "out" / "generation.yaml").exists()

@@ -1,7 +1,4 @@
-"""The benchmark as users start it, with tiny models; what it times here means nothing.
-
-It and its peers are warm, see warm_tune.py.
-"""
+"""The benchmark as users start it, with tiny models; what it times here means nothing."""
 
 import contextlib
 import importlib.util
@@ -18,22 +15,12 @@ import pytest
 import tiny
 import yaml
 from omegaconf import OmegaConf
+from programs import TUNE, Popen
 from torchtune import config as torchtune_config
-from warm_tune import TUNE, Popen, preload
 
 RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 HAS_TRL = HAS_HUGGING_FACE and all(importlib.util.find_spec(name) for name in ("peft", "trl"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def peers_find_hugging_face_imported():
-    """Which takes as long as PyTorch itself, in each process of such a peer."""
-    of_trl = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.experimental.gkd")
-    preload(*(of_trl if HAS_TRL else ("transformers.trainer",) if HAS_HUGGING_FACE else ()))
-    yield
-    preload()
-
 
 PEERS = {
     "stock": {"kind": "stock"},

@@ -5,18 +5,23 @@ exporting. Every second kill waits for the next moment at which a checkpoint or 
 """
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
-import subprocess
+import socket
+import sys
 import time
 import zlib
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from warm_tune import TUNE, Popen
+from distributed_runs import fork_context
+from programs import recipe_file
 
 
 @dataclass
@@ -133,34 +138,55 @@ def logging_to(output_dir: Path) -> list[str]:
 
 
 class _Run:
-    """A training in processes of its own."""
+    """A training, by forks of the processes that have imported what it needs."""
 
     def __init__(self, arguments: list[str], output_dir: Path, num_ranks: int) -> None:
         self.output_dir = output_dir
         output_dir.mkdir(parents=True, exist_ok=True)
-        launcher = [f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
-        with (output_dir / "output.txt").open("ab") as log:
-            self._process = Popen(
-                [TUNE, "run", *launcher, *arguments, *logging_to(output_dir)],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = [*arguments, *logging_to(output_dir)]
+        self._ranks = []
+        for rank in range(num_ranks):
+            given = (arguments, str(output_dir / "output.txt"), rank, num_ranks, port)
+            self._ranks.append(fork_context.Process(target=_train, args=given))
+            self._ranks[-1].start()
 
     def wait(self, timeout_seconds: float | None) -> int | None:
         """The exit status; None if the training still runs after the time."""
-        try:
-            return self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
+        wait([rank.sentinel for rank in self._ranks], timeout_seconds)
+        if not any(rank.exitcode is not None for rank in self._ranks):
             return None
+        for rank in self._ranks:
+            rank.join()
+        return max(abs(rank.exitcode or 0) for rank in self._ranks)
 
     def kill(self) -> None:
         """Kills the training and all processes that it has started."""
-        for pid in [self._process.pid, *_descendants(self._process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        for rank in self._ranks:
+            for pid in [rank.pid, *_descendants(rank.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            rank.join()
 
     def output(self) -> str:
-        return (self.output_dir / "output.txt").read_text(errors="replace")[-3000:]
+        """What the training has printed so far."""
+        return (self.output_dir / "output.txt").read_text()
+
+
+def _train(arguments: list[str], output: str, rank: int, num_ranks: int, port: int) -> None:
+    """Runs the recipe's main program as `tune run` or torchrun do."""
+    with open(output, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if num_ranks > 1:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        values = map(str, (rank, rank, num_ranks, num_ranks, port))
+        os.environ.update(zip(names, values, strict=True), MASTER_ADDR="127.0.0.1")
+    multiprocessing.set_start_method(None, force=True)  # that of the fork server's child is its own
+    sys.argv = [recipe_file(arguments[0]), *arguments[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _descendants(pid: int) -> list[int]:

@@ -32,9 +32,14 @@ def tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     )
 
 
+def recipe_file(recipe: str) -> str:
+    """Path of a recipe of this project by its name, or of another's."""
+    return recipe if recipe.endswith(".py") else str(recipe_path(recipe))
+
+
 def tune_run_here(recipe: str, *arguments: Any, cwd: Any = ".") -> tuple[int, str]:
     """Exit code and output of ``tune run RECIPE --config ...`` in this process, without a launcher."""
-    path = str(recipe if recipe.endswith(".py") else recipe_path(recipe))
+    path = recipe_file(recipe)
     known = set(sys.modules)
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patches:

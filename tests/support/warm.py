@@ -7,9 +7,6 @@ import inspect
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import recipe_runs
-import torch.distributed.run  # noqa: F401
-import torchtune._cli.tune  # noqa: F401
-import warm_tune  # noqa: F401
 
 # Which file each module is of: the launcher asks for it, and looks through all of them the first time.
 inspect.stack()
