@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive
+from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem, problems_with_folder
 
 PROFILER = "torchtune.training.setup_torch_profiler"
@@ -36,13 +36,13 @@ class RunSettings:
     """torchtune's; one of its steps is one update step."""
     run_val_every_n_steps: Count | None = None
     """Update steps between validations on ``dataset_val``; null for none."""
-    keep_best_checkpoint: bool = False
+    keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False
     """Exports the model to ``best`` whenever a validation finds a lower ``val_loss`` than all before."""
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
     """What the model is asked every ``sample_every_n_steps``; answers go to the log and ``logs/samples.jsonl``."""
     sample_every_n_steps: Count | None = None
     """Update steps between answers to ``sample_prompts``."""
-    sample_max_new_tokens: Count = 64
+    sample_max_new_tokens: Annotated[Count, OnlyWith("sample_prompts")] = 64
     """Longest answer [tokens]; of each token the likeliest is taken."""
     save_every_n_steps: Count | None = None
     """Update steps between checkpoints; null saves at epoch ends only."""
@@ -74,13 +74,6 @@ class RunSettings:
             keys = ("sample_prompts", "sample_every_n_steps")
             yield Problem(
                 ", ".join(keys), "one is of no use without the other; set both", depends_on=keys
-            )
-        if self.keep_best_checkpoint and self.run_val_every_n_steps is None:
-            yield Problem(
-                "keep_best_checkpoint",
-                "set run_val_every_n_steps, too",
-                True,
-                ("run_val_every_n_steps",),
             )
 
     def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:

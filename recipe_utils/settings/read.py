@@ -218,7 +218,7 @@ def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> 
             to_set = " or ".join(map(str, needed.values)) if needed.values else "a value"
             yield Problem(
                 key,
-                f"it has no effect with {needed.key}={shown}; set {needed.key} to {to_set}, or leave this key out",
+                f"it has no effect with {needed.key}={shown}; set {needed.key} to {to_set}, or remove this key",
                 good[key],
                 (needed.key,),
             )

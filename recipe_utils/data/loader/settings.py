@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from recipe_utils.data.loader.plan import PLANS, MicrobatchCost, Plan
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import component_at
-from recipe_utils.settings.keys import STRICT, Count, CountOrZero, Positive
+from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 
 
@@ -25,7 +25,7 @@ class DataSettings:
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
     global_batch_size: Count | None = None
     """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
-    batch_size_val: Count | None = None
+    batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
     """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted by length and
@@ -33,7 +33,9 @@ class DataSettings:
     max_tokens_per_microbatch: Count | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows times the longest row.
     Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
-    microbatch_overhead_slots: Positive | None = None
+    microbatch_overhead_slots: Annotated[
+        Positive | None, OnlyWith("microbatching", ("least_padding",))
+    ] = None
     """Cost of one more microbatch for ``least_padding``, in positions. Default: 75 on CPU (measured), 400 elsewhere (an
     estimate). ``python -m recipe_utils.benchmark.microbatch_cost`` measures it."""
     balance_over_ranks: bool | None = None
@@ -83,11 +85,9 @@ class DataSettings:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
-        not_used = "does not use it; remove the key, or set microbatching=least_padding"
-        if self.microbatching != "least_padding" and self.microbatch_overhead_slots is not None:
-            yield unused("microbatch_overhead_slots", not_used)
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
-            yield unused("collate_fn", not_used)
+            instead = "remove the key, or set microbatching=least_padding"
+            yield unused("collate_fn", f"does not use it; {instead}")
         if "left_pad_sequence" in self.collate_fn:
             yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
         try:

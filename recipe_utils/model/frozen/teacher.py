@@ -32,7 +32,7 @@ from recipe_utils.model.frozen.hidden_states import FrozenModel, output_layer_al
 from recipe_utils.model.frozen.kept_teacher import KeptTeacher, TopK
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.keys import STRICT, Count, FilePath
+from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, naming, problems_with_folder
 
 _log = get_logger("INFO")
@@ -59,9 +59,9 @@ class TeacherSettings:
     exact; ``top_k``: the likeliest tokens, and all others as one: lossy; null asks at every update step."""
     teacher_cache_dir: FilePath | None = None
     """Where it is kept, for any training with this teacher; null is ``output_dir``/teacher."""
-    teacher_top_k: Count = 64
+    teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
     """Tokens that ``teacher_cache: top_k`` keeps of each target."""
-    teacher_top_k_at_any_temperature: bool = False
+    teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
     """Insists on ``top_k`` above a temperature of 1, where it keeps a small part of the distribution."""
 
     def problems(self) -> Iterator[Problem]:

@@ -79,7 +79,6 @@ def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own
         ({"microbatching": "packed", "collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
         ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn=.*pads for inference"),
         ({"collate_fn": "nowhere.collate"}, "collate_fn=nowhere.collate: "),
-        ({"microbatch_overhead_slots": 5.0}, "microbatch_overhead_slots=5.0: "),
     ],
 )
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, key):
