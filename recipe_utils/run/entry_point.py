@@ -21,7 +21,7 @@ from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import tell_last, world_size_from_env
-from recipe_utils.run.screen import set_up_screen
+from recipe_utils.run.log import set_up_screen
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE
 

@@ -1,14 +1,18 @@
-"""What a training says: messages, metrics for the logger of the config and in a file, answers to prompts."""
+"""Output of a run: messages, the progress bar, metrics for loggers and in a file, answers to prompts."""
 
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtune.utils import get_logger
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from recipe_utils.files import write_atomically
 
@@ -18,11 +22,11 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Log:
-    """Only rank 0's says anything. What cannot be written is told once, and is no reason to stop.
+    """Messages and metrics of a run, written by rank 0 only. A failure to write is warned of once.
 
     Args:
-        folder: of the files.
-        is_shown: whether this is rank 0.
+        folder: folder of the files.
+        is_shown: True on rank 0.
     """
 
     def __init__(self, folder: Path, is_shown: bool) -> None:
@@ -33,30 +37,30 @@ class Log:
         self._begins_at: tuple[int, str] | None = None
 
     def info(self, text: str) -> None:
-        """Says a line, unless it is empty."""
+        """Logs a line, unless it is empty."""
         if text and self._is_shown:
             _log.info(text)
 
     def warn(self, text: str) -> None:
-        """Says a warning, unless it is empty."""
+        """Logs a warning, unless it is empty."""
         if text and self._is_shown:
             _log.warning(text)
 
     def add(self, name: str, metric_logger: Any) -> None:
-        """Takes a logger of torchtune's interface, called ``name`` where it fails."""
+        """Adds a torchtune metric logger; warnings call it ``name``."""
         self._writers[name] = metric_logger
 
     def begin(self, global_step: int, run_id: str) -> None:
-        """Says where the run is when metrics come: their file is made, or gone on with, at the first of them."""
+        """Sets the position of the run. The metrics file is opened at the first metrics."""
         self._begins_at = (global_step, run_id) if self._is_shown else None
 
     def log_config(self, cfg: Any) -> None:
-        """Gives the config to the loggers."""
+        """Passes the config to the loggers."""
         for name in self._writers:
             self._call(name, "log_config", cfg)
 
     def write(self, step: int, metrics: Mapping[str, Any], also: Mapping[str, Any]) -> None:
-        """Metrics of an update step; those in ``also`` go to the file alone."""
+        """Writes metrics of an update step; those in ``also`` only to the file."""
         if self._begins_at is not None:
             begins_at, self._begins_at = self._begins_at, None
             try:
@@ -68,7 +72,7 @@ class Log:
             self._call(name, "log_dict", {**own, **metrics}, step=step)
 
     def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
-        """Says what a model makes of prompts, and keeps it in ``samples.jsonl``."""
+        """Logs answers to prompts, also in ``samples.jsonl``."""
         for prompt, answer in zip(prompts, answers, strict=True):
             self.info(f"update step {step} | {prompt} -> {' '.join(answer.split())}")
         if self._is_shown:
@@ -99,17 +103,14 @@ class Log:
 
 
 class MetricsFile:
-    """All metrics as one JSON object a line and update step, in the order of steps.
+    """All metrics, one JSON object per update step and line.
 
-    A training that goes on drops what the file says of later steps, and a line that a kill has cut off.
+    On resume, lines of later steps and a line that was cut off are dropped.
 
     Args:
-        path: of the file.
-        global_step: where the training is; 0 renames a file that is there, as ``NAME_before_RUN``.
-        run_id: of the run.
-
-    Raises:
-        OSError: it cannot be written.
+        path: path of the file.
+        global_step: position of the run; at 0 an existing file is renamed to ``NAME_before_RUN``.
+        run_id: id of the run.
     """
 
     def __init__(self, path: Path, global_step: int, run_id: str) -> None:
@@ -126,10 +127,10 @@ class MetricsFile:
         self._last_begins = self._file.tell() - len(_as_line(self._last).encode()) * bool(kept)
 
     def log_config(self, cfg: Any) -> None:
-        """Is in the checkpoints and in ``torchtune_config.yaml``."""
+        """Does nothing: the config is in the checkpoints and in ``torchtune_config.yaml``."""
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        """Adds to the update step's line, if that is the last, or begins it."""
+        """Adds to the update step's line if it is the last, else begins one."""
         found = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in payload.items()
@@ -154,11 +155,7 @@ def _as_line(metrics: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, but for one that a kill has cut off.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Returns the lines of a metrics file, without one that was cut off."""
     lines = []
     for text in path.read_text("utf-8", "replace").splitlines():
         try:
@@ -168,3 +165,72 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
+
+
+# ---- Terminal ---------------------------------------------------------------------------------------
+
+_NOISE = (
+    " Profiling disabled.",
+    # They name a temporary folder; Run logs the final one.
+    "Model checkpoint of size",
+    "Adapter checkpoint of size",
+    "Saving final epoch checkpoint",
+    "The full model checkpoint, including all weights",
+)
+"""Prefixes of torchtune's messages that are not shown."""
+
+
+class _ByLevel(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"{record.levelname.lower()}: {text}" if record.levelno > logging.INFO else text
+
+
+def set_up_screen() -> None:
+    """Makes torchtune's logger, which is ours, too, mark warnings and drop noise."""
+    logger = get_logger()
+    for handler in logger.handlers:
+        handler.setFormatter(_ByLevel())
+    logger.addFilter(_is_no_noise)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOISE)
+
+
+@contextmanager
+def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
+    """A bar of the epoch's update steps, ``initial`` of which are done. ``TQDM_DISABLE=1`` hides it, too."""
+    hidden = {} if shown else {"disable": True}
+    with (
+        logging_redirect_tqdm([get_logger()]),
+        tqdm(
+            total=total,
+            initial=initial,
+            bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+            **hidden,
+        ) as bar,
+    ):
+        yield bar
+
+
+def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int) -> str:
+    """Returns the text before the bar: ``epoch 1 of 3 | loss 5.732 | lr 1.2e-4 | 12.3k tok/s | val 5.81``.
+
+    ``metrics`` are those of the last log line and validation; rates in them are per rank.
+    """
+    parts = [f"epoch {epoch + 1} of {num_epochs}"]
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.3f}")
+    if "lr" in metrics:
+        mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
+        parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
+    for counted, unit in (("tokens", "tok"), ("images", "img")):
+        if f"{counted}_per_second_per_gpu" in metrics:
+            rate = tqdm.format_sizeof(metrics[f"{counted}_per_second_per_gpu"] * world_size)
+            parts.append(f"{rate} {unit}/s")
+    if "val_loss" in metrics:
+        parts.append(f"val {metrics['val_loss']:.2f}")
+    if "knn_accuracy" in metrics:
+        parts.append(f"knn {metrics['knn_accuracy']:.3f}")
+    return " | ".join(parts) + " "

@@ -1,8 +1,9 @@
-"""What there is to go on from: found, checked, loaded, or put aside where a new run begins."""
+"""Finds, checks and loads the checkpoint to resume from; moves those of earlier runs to a backup."""
 
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,22 @@ from recipe_utils.settings.problems import ConfigError
 
 
 class Resume:
-    """The newest whole checkpoint of a recipe, if the config asks for it. All ranks together.
+    """The newest complete checkpoint of a recipe, if training resumes. Call it on all ranks.
 
     Args:
-        recipe: its name; a checkpoint of another one is passed over.
-        settings: of the run.
-        config: the whole config, resolved.
-        ranks: of the job.
-        group: of all ranks, on the CPU.
-        log: is told what is passed over.
+        recipe: name of the recipe; checkpoints of other recipes are skipped.
+        settings: settings of the run.
+        config: whole config, resolved.
+        ranks: ranks of the job.
+        group: a CPU group of all ranks.
+        log: gets warnings about skipped checkpoints.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: there is none where there must be one, none of several is whole, or a
-            stock recipe's state with pipeline stages.
+        recipe_utils.settings.problems.ConfigError: there is no checkpoint, or none is complete; or a stock recipe's
+            state with pipeline stages.
     """
 
-    def __init__(  # what it stands between
+    def __init__(
         self,
         recipe: str,
         settings: RunSettings,
@@ -53,14 +54,14 @@ class Resume:
         self._ranks = ranks
         self._group = group
         self._log = log
-        self._passed_over: list[tuple[Path, str]] = []  # checkpoints that cannot be used, and why
+        self._skipped: list[tuple[Path, str]] = []  # checkpoints that cannot be used, and why
 
         is_asked_for = bool(settings.resume_from_checkpoint)
         self.path = self._find_checkpoint() if is_asked_for else None
         self.from_stock = (
             is_asked_for and self.path is None and finds_stock_state(config["checkpointer"])
         )
-        """Whether it is a state that a stock recipe has saved."""
+        """True if training resumes from a stock recipe's state."""
         if self.path is None and not self.from_stock:
             self._check_that_nothing_is_lost()
         if self.from_stock and ranks.dims.pp > 1:
@@ -69,12 +70,80 @@ class Resume:
                 "without a pipeline; set it to 1 until the next step checkpoint"
             )
 
-    def new_run(self) -> str:
-        """What a new run is known by; puts aside what another one has left, unless that is gone on from.
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        loader: UpdateStepLoader,
+        stock_checkpoint: Mapping[str, Any],
+        frozen: Mapping[str, str],
+        seed: int,
+    ) -> TrainingState:
+        """Loads model and optimizer in place, if training resumes. Returns the state that it starts from.
+
+        Args:
+            model: modules that a checkpoint holds.
+            optimizer: its optimizer.
+            loader: loader of the training data, which must be those of the checkpoint.
+            stock_checkpoint: what the checkpointer has loaded besides weights.
+            frozen: fingerprints of weights that are not trained; must equal those of the checkpoint.
+            seed: seed of this run.
 
         Raises:
-            recipe_utils.settings.problems.ConfigError: it could not be moved.
+            recipe_utils.settings.problems.ConfigError: ranks with different data; a folder that cannot be moved.
+            recipe_utils.files.CheckpointError: no checkpoint can be used, or it does not fit.
         """
+        fingerprint = loader.fingerprint()
+        self._check_that_ranks_see_the_same(fingerprint)
+        state = TrainingState(
+            recipe=self._recipe,
+            global_step=0,
+            epoch=0,
+            samples_consumed=0,
+            seed=seed,
+            data_fingerprint=fingerprint,
+            config=dict(self._config),
+            frozen=dict(frozen),
+            run_id=self._new_run(),  # now that nothing else can be refused
+        )
+        if self.path is not None:
+            found = self._load(model, optimizer, loader, state)
+            if found.seed != seed:
+                self._log.warn(f"seed={seed}: the checkpoint was saved with {found.seed}")
+            self._log_position(found, found.run_id or state.run_id)
+            return replace(
+                found,
+                **{
+                    key: getattr(state, key)
+                    for key in ("seed", "data_fingerprint", "config", "frozen")
+                },
+                run_id=found.run_id or state.run_id,
+            )
+        folder = self._settings.output_dir
+        if self.from_stock:
+            epoch = self._load_stock(model, optimizer, loader, stock_checkpoint, seed)
+            state = replace(state, epoch=epoch, global_step=epoch * loader.steps_per_epoch)
+        else:
+            self._log.info(f"Run {state.run_id} starts in {folder}")
+        if self._settings.resume_from_checkpoint == "auto" and state.global_step == 0:
+            self._log.info(
+                f"resume_from_checkpoint=auto: there is no checkpoint in {folder} yet; starts with the "
+                "checkpointer's weights"
+            )
+        return state
+
+    def _check_that_ranks_see_the_same(self, fingerprint: Mapping[str, Any]) -> None:
+        of_ranks = gather_objects(fingerprint, self._group)
+        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
+        if others:
+            hashes = [of_ranks[rank]["hash_of_samples"] for rank in (0, others[0])]
+            raise ConfigError(
+                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 (hash "
+                f"{hashes[1]} instead of {hashes[0]}); give all ranks the same files and the same tokenizer"
+            )
+
+    def _new_run(self) -> str:
+        """Returns an id. Moves checkpoints of earlier runs to a backup, unless training resumes."""
         run_id, problem = "", None
         if self._ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
@@ -90,27 +159,15 @@ class Resume:
             raise ConfigError(problem)
         return run_id
 
-    def load(  # what a checkpoint must fit
+    def _load(
         self,
         model: nn.Module,
         optimizer: AnyOptimizer,
         loader: UpdateStepLoader,
-        data_fingerprint: Mapping[str, Any],
-        frozen: Mapping[str, str],
+        now: TrainingState,
     ) -> TrainingState:
-        """Loads the checkpoint, or an older one where it turns out to be damaged.
-
-        Args:
-            model: loaded into in place.
-            optimizer: likewise.
-            loader: of the training's update steps.
-            data_fingerprint: of these.
-            frozen: what the weights that are not trained are known by.
-
-        Raises:
-            recipe_utils.files.CheckpointError: none can be used, or it does not fit.
-        """
-        with_data = None if self._settings.resume_with_other_data else data_fingerprint
+        """Loads the checkpoint, or an older one if it turns out to be damaged."""
+        with_data = None if self._settings.resume_with_other_data else now.data_fingerprint
         config = dict(self._config)
         if self._settings.resume_with_other_model:
             del config["model"]
@@ -123,7 +180,7 @@ class Resume:
                     optimizer,
                     recipe=self._recipe,
                     data_fingerprint=with_data,
-                    frozen=frozen,
+                    frozen=now.frozen,
                     config=config,
                     group=self._group,
                 )
@@ -132,9 +189,9 @@ class Resume:
                 self.path = self._find_checkpoint(older_than=self.path)
                 if self.path is None:
                     raise DamagedError(
-                        f"{error}; there is no older one. resume_from_checkpoint=False starts anew"
+                        f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
                     ) from error
-                self._log.warn(f"{error}; passed over")
+                self._log.warn(f"{error}; skipped")
         num_samples = len(loader.dataset)
         if state.samples_consumed >= num_samples + loader.global_batch_size:
             raise ConfigError(
@@ -143,10 +200,10 @@ class Resume:
             )
         return state
 
-    def say_where(self, state: TrainingState, run_id: str) -> None:
-        """Says where the training goes on, and what of the optimizer is the config's from now on."""
+    def _log_position(self, state: TrainingState, run_id: str) -> None:
+        """Logs where training resumes, and options of the optimizer that the config changes."""
         self._log.info(
-            f"Goes on from {self.path}: run {run_id}, epoch {state.epoch + 1}, after update step "
+            f"Resumes from {self.path}: run {run_id}, epoch {state.epoch + 1}, after update step "
             f"{state.global_step}"
         )
         for key in sorted(changed_options(state.config, self._config)):
@@ -156,7 +213,7 @@ class Resume:
             )
             self._log.info(f"optimizer.{key}: {then} in the checkpoint, {now} from now on")
 
-    def load_stock(
+    def _load_stock(
         self,
         model: nn.Module,
         optimizer: AnyOptimizer,
@@ -164,11 +221,7 @@ class Resume:
         saved: Mapping[str, Any],
         seed: int,
     ) -> int:
-        """Loads the recipe state that a stock recipe has saved at the end of an epoch.
-
-        Returns:
-            How many epochs are done.
-        """
+        """Loads the state that a stock recipe has saved at the end of an epoch. Returns the epochs done."""
         check_stock_state(saved)
         load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self._ranks.device)
         for key, here in (
@@ -181,14 +234,14 @@ class Resume:
         return epochs
 
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
-        """The newest whole checkpoint, by names and sizes; the same on all ranks."""
+        """Returns the newest complete checkpoint, by names and sizes; the same on all ranks."""
         found = None
         if self._ranks.is_zero:
             found = find_newest_whole(Path(self._settings.output_dir), self._recipe, older_than)
         path, skipped = gather_objects(found, self._group)[0]
-        self._passed_over = skipped
+        self._skipped = skipped
         for other, reason in skipped:
-            self._log.warn(f"resume_from_checkpoint: {other} is passed over: {reason}")
+            self._log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
 
     def _put_aside(self, run_id: str) -> None:
@@ -201,14 +254,14 @@ class Resume:
             )
 
     def _check_that_nothing_is_lost(self) -> None:
-        """There is no whole checkpoint to go on from. Raises ConfigError, unless that was to be expected."""
+        """Raises ConfigError if there should be a complete checkpoint to resume from."""
         key = f"resume_from_checkpoint={self._settings.resume_from_checkpoint}"
         folder = self._settings.output_dir
-        if self._settings.resume_from_checkpoint and self._passed_over:
+        if self._settings.resume_from_checkpoint and self._skipped:
             raise ConfigError(
                 f"{key}: none of the checkpoints in {folder} can be used ("
-                + "; ".join(f"{path.name}: {reason}" for path, reason in self._passed_over[:3])
-                + f"; {len(self._passed_over)} in all); resume_from_checkpoint=False starts anew"
+                + "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
+                + f"; {len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
             )
         if self._settings.resume_from_checkpoint is True:
             raise ConfigError(

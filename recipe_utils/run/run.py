@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +13,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config, training
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
-from recipe_utils.checkpoint.export import ExportError, export
-from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.model.adapters.merge import contents_of_export
-from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
@@ -28,18 +25,16 @@ from recipe_utils.optim.optimizer import build_lr_scheduler
 from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.entry_point import set_on_signals
+from recipe_utils.run.exports import export_model, log_model, summary_of_training
 from recipe_utils.run.lock import FolderLock, LockedError
-from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
+from recipe_utils.run.log import Log, bar_text, progress_bar
 from recipe_utils.run.resume import Resume
-from recipe_utils.run.screen import bar_text, progress_bar
 from recipe_utils.run.settings import PROFILER, RunSettings
-from recipe_utils.run.summary import (
-    what_validation_said,
-    what_was_done,
-    write_generation_config,
-)
 from recipe_utils.run.throughput import Throughput, UpdateStepProfiler
 from recipe_utils.settings.problems import ConfigError, naming
+
+_POSITION = ("epoch", "samples_consumed", "global_step", "num_tokens_seen", "num_images_seen")
+"""Attributes of a run that a checkpoint holds."""
 
 
 class _Held(NamedTuple):
@@ -136,65 +131,21 @@ class Run:
     ) -> None:
         """Resumes training if that is configured, also within an epoch.
 
-        Args:
-            model: loaded in place.
-            optimizer: loaded in place.
-            loader: loader of the training data, which must be those of the checkpoint.
-            stock_checkpoint: what the checkpointer has loaded besides weights.
-            frozen: fingerprints of weights that are not trained; must equal those of the checkpoint.
-
-        Raises:
-            recipe_utils.settings.problems.ConfigError: a checkpoint that does not fit.
+        Arguments and errors are those of :meth:`recipe_utils.run.resume.Resume.restore`.
         """
-        self._data_fingerprint = loader.fingerprint()
-        self._check_that_ranks_see_the_same()
-        self._frozen = dict(frozen)
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
             self.warn(
                 "save_adapter_weights_only=True: the model has no adapters; exports all weights"
             )
-        self.run_id = self._resume.new_run()  # now that nothing else can be refused
-        if self._resume.path is not None:
-            state = self._resume.load(
-                model, optimizer, loader, self._data_fingerprint, self._frozen
-            )
-            self._go_to(state)
-        elif self.resumes_from_stock:
-            self.epoch = self._resume.load_stock(
-                model, optimizer, loader, stock_checkpoint, self.seed
-            )
-            self.global_step = self.epoch * loader.steps_per_epoch
-        else:
-            self.info(f"Run {self.run_id} starts in {self.settings.output_dir}")
-        if self.settings.resume_from_checkpoint == "auto" and not self.global_step:
-            self.info(
-                f"resume_from_checkpoint=auto: there is no checkpoint in {self.settings.output_dir} yet; "
-                "starts with the checkpointer's weights"
-            )
-
-    def _go_to(self, state: TrainingState) -> None:
-        self.run_id = state.run_id or self.run_id
-        self.epoch = state.epoch
-        self.samples_consumed = state.samples_consumed
-        self.global_step = state.global_step
-        self.num_tokens_seen = state.num_tokens_seen
-        self.num_images_seen = state.num_images_seen
-        self._best_val_loss = state.best_val_loss
-        if state.seed != self.seed:
-            self.warn(f"seed={self.seed}: the checkpoint was saved with {state.seed}")
-        self._resume.say_where(state, self.run_id)
-
-    def _check_that_ranks_see_the_same(self) -> None:
-        of_ranks = gather_objects(self._data_fingerprint, self._group)
-        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
-        if others:
-            hashes = [of_ranks[rank]["hash_of_samples"] for rank in (0, others[0])]
-            raise ConfigError(
-                f"dataset: ranks {', '.join(map(str, others))} see other samples than rank 0 (hash "
-                f"{hashes[1]} instead of {hashes[0]}); give all ranks the same files and the same tokenizer"
-            )
+        self._state = self._resume.restore(
+            model, optimizer, loader, stock_checkpoint, frozen, self.seed
+        )
+        for name in _POSITION:
+            setattr(self, name, getattr(self._state, name))
+        self.run_id = self._state.run_id
+        self._best_val_loss = self._state.best_val_loss
 
     def open_log(self, cfg: DictConfig) -> None:
         """Builds ``metric_logger`` and ``profiler``. Call it once nothing else can fail a check."""
@@ -443,28 +394,20 @@ class Run:
         self, first_step: int, first_tokens: int, first_images: int, began: float
     ) -> None:
         num_steps = self.global_step - first_step
-        epochs, folder = self.settings.epochs, Path(self.settings.output_dir)
         if num_steps:
-            seconds = time.perf_counter() - began
             num_images = self.num_images_seen - first_images
             counted = "images" if num_images else "target tokens"
             num_seen = num_images or self.num_tokens_seen - first_tokens
-            self.info(what_was_done(num_steps, num_seen, seconds, counted))
+            seconds = time.perf_counter() - began
+            self.info(summary_of_training(num_steps, num_seen, seconds, counted))
         elif self._last_export is None:
             self.info(
-                f"Nothing left: {self.epoch} of {epochs} epochs are done; set epochs={self.epoch + 1} to train on"
+                f"Nothing left: {self.epoch} of {self.settings.epochs} epochs are done; set "
+                f"epochs={self.epoch + 1} to train on"
             )
-        if self._last_export is None:  # or this is not rank 0
-            return
-        path, metrics = folder / "generation.yaml", folder / "logs" / METRICS_FILE
-        try:
-            self.info(what_validation_said(read_metrics(metrics) if metrics.exists() else []))
-            self.info(f"Model: {self._last_export}")
-            device = self._ranks.device.type
-            if write_generation_config(self._config, self._last_export, path, device):
-                self.info(f"Ask it: tune run generate --config {path} prompt.user='...'")
-        except OSError as error:
-            self.warn(f"output_dir: {error}")
+        if self._last_export is not None:  # on rank 0
+            output_dir, device = Path(self.settings.output_dir), self._ranks.device.type
+            log_model(self._last_export, output_dir, self._config, device, self._log)
 
     # ---- Checkpoints and exports ------------------------------------------------------------------
 
@@ -555,20 +498,8 @@ class Run:
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Saves a checkpoint to resume from, on any number of ranks."""
         self._write_held()
-        state = TrainingState(
-            recipe=self._recipe,
-            global_step=self.global_step,
-            epoch=self.epoch,
-            samples_consumed=self.samples_consumed,
-            seed=self.seed,
-            data_fingerprint=self._data_fingerprint,
-            config=self._config,
-            frozen=self._frozen,
-            run_id=self.run_id,
-            num_tokens_seen=self.num_tokens_seen,
-            num_images_seen=self.num_images_seen,
-            best_val_loss=self._best_val_loss,
-        )
+        position = {name: getattr(self, name) for name in _POSITION}
+        state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
         except ValueError as error:  # a state that no checkpoint can hold, on all ranks alike
@@ -577,44 +508,20 @@ class Run:
         self._unsaved_since_seconds = None
 
     def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
-        """Saves the model in the checkpointer's format, atomically. Adapters are merged, and saved beside it or alone.
-
-        Returns:
-            The error message, on all ranks alike; None on success.
-        """
+        """Exports a model to a folder; see :func:`recipe_utils.run.exports.export_model`. Returns an error, or None."""
         self._write_held()
         self._report(self._checkpoints.wait())  # which uses the group and the disk
-        adapters = adapters_of(model)
-        adapters_only = self.settings.save_adapter_weights_only and adapters.modules
-        weights = gather_weights(
+        folder, error = export_model(
+            checkpointer,
             model,
-            self._ranks.device,
-            keeps=self._ranks.dp_rank == 0,
+            name,
+            settings=self.settings,
+            dtype=self._config.get("dtype"),
+            ranks=self._ranks,
             group=self._group,
-            only=adapters.trained if adapters_only else None,
+            log=self._log,
         )
-        error = None
-        if nonfinite := [name for name, weight in weights.items() if not weight.isfinite().all()]:
-            error = (
-                f"{name}: not exported, {len(nonfinite)} of {len(weights)} weights are NaN or infinite, "
-                f"{nonfinite[0]} among them"
-            )
-        elif self._ranks.is_zero:
-            asked = self.settings.export_dtype or self._config.get("dtype")
-            dtype = PRECISION_STR_TO_DTYPE.get(asked)
-            try:
-                contents, lost = contents_of_export(weights, adapters, dtype)
-                self._last_export = export(checkpointer, contents, name)
-                self.info(f"Exported to {self._last_export}")
-                if lost > 0.01:
-                    self.warn(
-                        f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
-                        f"weights; export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
-                    )
-            except Exception as failure:  # of any kind: the other ranks wait for it
-                error = str(failure)
-        error = gather_objects(error, self._group)[0]
-        self.warn(error or "")
+        self._last_export = folder or self._last_export
         return error
 
     def _report(self, outcome: SaveOutcome | None) -> None:

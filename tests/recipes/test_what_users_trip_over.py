@@ -203,7 +203,7 @@ def run_with_data_of_the_rank(config):
 
 def test_ranks_that_see_other_samples_are_named(tiny_config):
     for text in run_distributed(run_with_data_of_the_rank, 2, tiny_config()):
-        assert "dataset: ranks 1 see other samples than rank 0" in text
+        assert "dataset: ranks 1 have other samples than rank 0" in text
 
 
 # ---- Gradients and weights that are not finite ----------------------------------------------------
@@ -296,7 +296,7 @@ def test_a_marker_that_is_no_file_is_no_checkpoint(kind, tiny_config):
         with marker.open("wb") as file:
             file.truncate(1 << 40)
     with pytest.raises(
-        ConfigError, match=r"can be used \(step_4: .*complete.json: it .* starts anew"
+        ConfigError, match=r"can be used \(step_4: .*complete.json: it .* starts from scratch"
     ):
         run_recipe({**config, **RESUME})
 

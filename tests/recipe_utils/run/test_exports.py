@@ -1,14 +1,14 @@
-"""What is said at the end and before the bar talks of what was counted: tokens, or images."""
+"""Summary and progress bar name what is counted: tokens or images."""
 
-from recipe_utils.run.screen import bar_text
-from recipe_utils.run.summary import what_validation_said, what_was_done
+from recipe_utils.run.exports import summary_of_training, summary_of_validation
+from recipe_utils.run.log import bar_text
 
 
 def test_the_end_talks_of_tokens_or_of_images():
-    assert what_was_done(12, 4096, 61.0) == (
+    assert summary_of_training(12, 4096, 61.0) == (
         "12 update steps, 4,096 target tokens in 1 min 1 s: 67 tokens/s"
     )
-    assert what_was_done(64, 4096, 58.5, "images") == (
+    assert summary_of_training(64, 4096, 58.5, "images") == (
         "64 update steps, 4,096 images in 58 s: 70 images/s"
     )
 
@@ -16,16 +16,16 @@ def test_the_end_talks_of_tokens_or_of_images():
 def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
     losses = [(2, 3.0), (4, 1.0), (6, 2.0)]
     lines = [{"step": step, "val_loss": value} for step, value in losses]
-    assert what_validation_said([{"step": 1, "loss": 9.0}, *lines]) == (
+    assert summary_of_validation([{"step": 1, "loss": 9.0}, *lines]) == (
         "val_loss: first 3.000, last 2.000, best 1.000 (update step 4)"
     )
     lines = [
         {"step": step, "knn_accuracy": value} for step, value in ((2, 0.0), (4, 0.9), (6, 0.9))
     ]
-    assert what_validation_said([*lines, {"step": 8, "knn_accuracy": None}]) == (
+    assert summary_of_validation([*lines, {"step": 8, "knn_accuracy": None}]) == (
         "knn_accuracy: first 0.000, last 0.900, best 0.900 (update step 4)"
     )
-    assert what_validation_said([{"step": 1, "loss": 9.0, "val_loss": None}]) == ""
+    assert summary_of_validation([{"step": 1, "loss": 9.0, "val_loss": None}]) == ""
 
 
 def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
