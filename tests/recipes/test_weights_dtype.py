@@ -1,6 +1,5 @@
 """``weights_dtype``: weights, summed gradients and optimizer state are wider than what the model computes in."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,35 +20,30 @@ from recipe_runs import (
     run_recipe,
     save_weights,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.func import functional_call
 
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.adapters.adapters import find_adapters
+from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.kernels import speed_up_layers
 from recipe_utils.settings.problems import ConfigError
+
+FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Since 2.15 it sums what a kernel returns in fp32 (that of norm scales) without a cast to the bf16 weight's dtype."""
 
 MIXED = {"dtype": "bf16", "weights_dtype": "fp32"}
 RECORDED = {**STEP_OF_16, **MIXED, "batch_size": 2, "optimizer": RECORDING_SGD}
 
 
-def reduce_in_bf16(model):
-    """As ``MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)``."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-            group.mp_policy = replace(group.mp_policy, reduce_dtype=torch.bfloat16)
-
-
-def gradients_and_steps(config, change=None, mutation=()):
+def gradients_and_steps(config):
     """The full gradients of each update step by name, and the update steps that they are of."""
     tiny.RecordingSGD.recorded.clear()
     cfg = OmegaConf.create(config)
-    made = recipe_class(*mutation)(cfg)
+    made = recipe_class()(cfg)
     with made.run:
         made.setup(cfg)
-        if change is not None:
-            change(made.model)
         with made.loader.epoch(0) as steps:
             steps = list(steps)
         parts = made.model.values() if made.pipeline is not None else [made.model]
@@ -71,11 +65,13 @@ def of_all(configs):
 def bf16_gradients(model, microbatch, scale):
     """Of one microbatch, with fp32 weights that are cast by hand; in fp32."""
     leaves = {name: p.detach().bfloat16().requires_grad_() for name, p in model.named_parameters()}
+    if FSDP2_KEEPS_WIDER_GRADIENTS:
+        for leaf in leaves.values():
+            leaf.grad_dtype = torch.float32
     sums = functional_call(
         model, leaves, kwargs={**microbatch.inputs, "targets": microbatch.targets}
     )
     (sums * scale).sum().backward()
-    assert {leaf.grad.dtype for leaf in leaves.values()} == {torch.bfloat16}
     return {name: leaf.grad.float() for name, leaf in leaves.items()}
 
 
@@ -117,38 +113,39 @@ def error(gradients, expected):
 
 
 ONE_PROCESS = {
-    "as it is": {},
-    "one sync": {"gradient_sync": "last_microbatch"},
-    "recomputed": {"enable_activation_checkpointing": True},
-    "every second layer recomputed": {"ac_mode": "selective", "ac_option": 2},
+    "tied": {"model": tiny.MODEL},
+    "one sync": {"model": tiny.UNTIED_MODEL, "gradient_sync": "last_microbatch"},
+    "recomputed": {"model": tiny.UNTIED_MODEL, "enable_activation_checkpointing": True},
+    "every second layer": {"model": tiny.MODEL, "ac_mode": "selective", "ac_option": 2},
 }
 
 
-@pytest.mark.parametrize("sizes", [tiny.MODEL, tiny.UNTIED_MODEL], ids=["tied", "untied"])
-def test_on_one_process_gradients_are_those_of_weights_cast_by_hand(sizes, tiny_config):
-    for changes in ONE_PROCESS.values():
-        gradients, steps = gradients_and_steps(tiny_config(model=sizes, **{**RECORDED, **changes}))
-        expected = reference(sizes, [steps], sums_each_microbatch=False)
-        assert len(gradients) == len(expected) == 2
-        assert all(map(equal, gradients, expected))
+@pytest.mark.parametrize("kind", ONE_PROCESS)
+def test_on_one_process_gradients_are_those_of_weights_cast_by_hand(kind, tiny_config):
+    config = tiny_config(**RECORDED, **ONE_PROCESS[kind])
+    gradients, steps = gradients_and_steps(config)
+    expected = reference(config["model"], [steps], sums_each_microbatch=False)
+    assert len(gradients) == len(expected) == 2
+    assert all(map(equal, gradients, expected))
 
 
-def test_a_sum_in_bf16_misses_them(tiny_config):
+def test_a_sum_in_bf16_misses_them(tiny_config, monkeypatch):
     config = tiny_config(model=tiny.MODEL, **RECORDED, gradient_sync="last_microbatch")
     gradients, steps = gradients_and_steps(config)
     in_bf16 = reference(tiny.MODEL, [steps], False, accumulate=torch.bfloat16)
     assert error(gradients[0], in_bf16[0]) > 1e-3
 
+    def reducing_in_bf16(**policy):
+        return MixedPrecisionPolicy(**policy | {"reduce_dtype": torch.bfloat16})
+
     expected = reference(tiny.MODEL, [steps], False)
-    gradients, _ = gradients_and_steps(config, change=reduce_in_bf16)
-    assert not equal(gradients[0], expected[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("recipe_utils.parallel.fsdp.MixedPrecisionPolicy", reducing_in_bf16)
+        gradients, _ = gradients_and_steps(config)
     assert error(gradients[0], expected[0]) > 1e-3
 
-    forgets_it = (
-        "build_model(make_model, prepare, modules,",
-        "build_model(make_model, prepare, modules.without_gradients(),",
-    )
-    gradients, _ = gradients_and_steps(config, mutation=forgets_it)
+    monkeypatch.setattr(ModelSettings, "torch_weights_dtype", ModelSettings.torch_dtype)
+    gradients, _ = gradients_and_steps(config)
     assert error(gradients[0], expected[0]) > 1e-3
 
 
@@ -177,6 +174,7 @@ def on_two_ranks(tmp_path_factory):
     return dict(zip(TWO_RANKS, zip(*run_distributed(of_all, 2, configs), strict=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_on_two_ranks_too(layout, on_two_ranks):
     of_ranks = on_two_ranks[layout]
@@ -184,8 +182,10 @@ def test_on_two_ranks_too(layout, on_two_ranks):
     steps = [steps for _, steps in of_ranks][: 2 if holds_other_data else 1]
     expected = reference(tiny.UNTIED_MODEL, steps, sums_each_microbatch=layout == "fsdp")
     for gradients, _ in of_ranks:
-        if layout == "tp":  # its ranks add parts of activations and of their gradients, in bf16
-            assert all(error(g, e) < 0.02 for g, e in zip(gradients, expected, strict=True))
+        if layout == "tp":
+            # Partial sums are rounded to bf16, by up to 2^-9, at 4 all-reduces of 2 ranks, forward and backward.
+            errors = [error(g, e) for g, e in zip(gradients, expected, strict=True)]
+            assert max(errors) < 16 * 2**-9
         else:
             assert all(map(equal, gradients, expected))
     if "stages" in layout:
@@ -226,92 +226,61 @@ def trained_all(cases):
 
 
 WIDE_ADAPTED = tiny.adapted(tiny.WIDE_MODEL)
-IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
-KINDS = {
-    "full": (SFT, {}),
-    "optimizer in the backward": (SFT, IN_BACKWARD),
-    "lora": (SFT, {"model": WIDE_ADAPTED}),
-    "dora": (SFT, {"model": {**WIDE_ADAPTED, "use_dora": True}}),
-    "qlora": (SFT, {"model": {**WIDE_ADAPTED, "quantize_base": True}}),
-    "dpo": (DPO, {}),
-    "dpo of adapters": (DPO, {"model": WIDE_ADAPTED}),
-    "distillation": (KD, {}),
-}
-ON_TWO = {
-    **{kind: KINDS[kind] for kind in ("optimizer in the backward", "qlora", "dpo", "distillation")},
-    "lora, recomputed": (SFT, {"model": WIDE_ADAPTED, "enable_activation_checkpointing": True}),
-    "stages of tied embeddings": (SFT, {"pipeline_parallel_dim": 2}),
+QDORA = {**WIDE_ADAPTED, "quantize_base": True, "use_dora": True}
+KINDS = {  # processes, recipe and config
+    "full": (1, SFT, {}),
+    "qdora": (1, SFT, {"model": QDORA}),
+    "dpo of adapters": (1, DPO, {"model": WIDE_ADAPTED}),
+    "in the backward": (2, SFT, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}),
+    "lora, recomputed": (2, SFT, {"model": WIDE_ADAPTED, "enable_activation_checkpointing": True}),
+    "dpo": (2, DPO, {}),
+    "distillation": (2, KD, {}),
     "stages whose backward is split": (
+        2,
         SFT,
         {
-            "model": tiny.DEEP_MODEL,
+            "model": tiny.DEEP_MODEL,  # tied
             "pipeline_parallel_dim": 2,
             "pipeline_parallel_schedule": "InterleavedZeroBubble",
             "gradient_accumulation_steps": 4,
         },
     ),
-    "stages of a lora": (SFT, {"model": WIDE_ADAPTED, "pipeline_parallel_dim": 2}),
+    "stages of a lora": (2, SFT, {"model": WIDE_ADAPTED, "pipeline_parallel_dim": 2}),
+    "fsdp and tp": (4, SFT, {"model": tiny.UNTIED_MODEL, "tensor_parallel_dim": 2, **TP_PLAN}),
 }
+FAST = ("full", "dpo of adapters")
 
 
-def configs_of(folder, kinds, **changes):
-    """For each kind one in bf16 with fp32 weights, and one in bf16 alone."""
-    make = {
-        SFT: recipe_runs.tiny_config,
-        DPO: recipe_runs.tiny_dpo_config,
-        KD: recipe_runs.tiny_kd_config,
-    }
-    short = {"max_steps_per_epoch": 3, **changes}
-    return [
-        (make[recipe](folder, **{**short, **own, **precision}), recipe)
-        for recipe, own in kinds.values()
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_all_kinds_train_wider_weights(kind, tmp_path):
+    world_size, recipe, own = KINDS[kind]
+    save_weights(tmp_path)
+    make = getattr(
+        recipe_runs, {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}[recipe]
+    )
+    configs = [
+        make(tmp_path, **{"max_steps_per_epoch": 3, **own, **precision})
         for precision in (MIXED, {"dtype": "bf16"})
     ]
-
-
-def check(kind, mixed, in_bf16, is_first=True):
-    losses, dtypes = mixed
+    found = run_distributed(trained_all, world_size, [(config, recipe) for config in configs])
     fp32, bf16 = {"torch.float32"}, {"torch.bfloat16"}
-    assert dtypes["trained"] == dtypes["state"] == fp32
     has_frozen = any(word in kind for word in ("lora", "dora", "adapters"))
-    assert dtypes["frozen"] == (bf16 if has_frozen else set())
-    assert dtypes["others"] == (bf16 if kind in ("dpo", "distillation") else set())
-    if is_first:  # one computes in bf16 either way; the weights are bf16's at the first step
-        assert losses == pytest.approx(in_bf16[0], rel=0.02)
-        assert losses[0] == pytest.approx(in_bf16[0][0], rel=1e-3)
-        assert losses != in_bf16[0]
+    for (_, dtypes), _ in found:
+        assert dtypes["trained"] == dtypes["state"] == fp32
+        assert dtypes["frozen"] == (bf16 if has_frozen else set())
+        assert dtypes["others"] == (bf16 if kind in ("dpo", "distillation") else set())
+
+    # At the first step both have bf16's weights. A bf16 weight below 2 is rounded by up to 2^-9 * 2, 0.4 of AdamW's
+    # update at lr 0.01: to first order the losses differ by less than 0.4 of what training changes.
+    (losses, _), (in_bf16, _) = found[0]
+    assert losses[0] == pytest.approx(in_bf16[0], rel=1e-3)
+    assert losses == pytest.approx(in_bf16, abs=0.4 * (max(in_bf16) - min(in_bf16)))
+    assert losses != in_bf16
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_one_process_all_kinds_train_wider_weights(kind, tmp_path):
-    save_weights(tmp_path)
-    check(kind, *trained_all(configs_of(tmp_path, {kind: KINDS[kind]})))
-
-
-@pytest.fixture(scope="module")
-def kinds_on_two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kinds")
-    save_weights(folder)
-    return run_distributed(trained_all, 2, configs_of(folder, ON_TWO))
-
-
-@pytest.mark.parametrize("kind", ON_TWO)
-def test_on_two_ranks_they_do(kind, kinds_on_two_ranks):
-    for rank, found in enumerate(kinds_on_two_ranks):
-        index = 2 * list(ON_TWO).index(kind)
-        check(kind, found[index], found[index + 1], is_first=rank == 0)
-
-
-def test_shards_of_split_layers_too(tmp_path):
-    """FSDP2 over two, tensor parallel over two."""
-    save_weights(tmp_path)
-    own = {"model": tiny.UNTIED_MODEL, "tensor_parallel_dim": 2, **TP_PLAN}
-    configs = configs_of(tmp_path, {"tp": (SFT, own)})
-    found = run_distributed(trained_all, 4, configs)
-    for rank, (mixed, in_bf16) in enumerate(found):
-        check("tp", mixed, in_bf16, is_first=rank == 0)
-
-
+@pytest.mark.slow
 def test_compiled_layers_compute_in_dtype(tiny_config):
     config = tiny_config(**MIXED, max_steps_per_epoch=2)
     eager = [line["loss"] for line in run_recipe(config)]
@@ -319,7 +288,7 @@ def test_compiled_layers_compute_in_dtype(tiny_config):
     assert [line["loss"] for line in compiled] == pytest.approx(eager, rel=0.01)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 def test_where_it_is_dtype_it_changes_nothing(dtype, tiny_config):
     config = tiny_config(dtype=dtype, max_steps_per_epoch=3)
 
@@ -340,47 +309,31 @@ def loss_and_norm(config):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in run_recipe(config)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_training_goes_on_bit_for_bit(world_size, tiny_config):
+@pytest.mark.slow
+def test_a_resumed_training_is_the_same_bit_for_bit(tiny_config):
     config = tiny_config(**MIXED, max_steps_per_epoch=4, save_every_n_steps=2)
-    whole = run_distributed(loss_and_norm, world_size, config)[0]
+    whole = run_distributed(loss_and_norm, 2, config)[0]
     newest = Path(config["output_dir"], "step_4")
     newest.rename(newest.with_name("put_aside"))
     resumed = {**config, "resume_from_checkpoint": True}
     for changes in ({"weights_dtype": None}, {"dtype": "fp64", "weights_dtype": None}):
         (error, *_) = run_distributed(
-            loss_and_norm, world_size, {**resumed, **changes}, expect_failures=True
+            loss_and_norm, 2, {**resumed, **changes}, expect_failures=True
         )
         assert "set model, dtype and weights_dtype as then" in error
-    assert run_distributed(loss_and_norm, world_size, resumed)[0] == whole[2:]
+    assert run_distributed(loss_and_norm, 2, resumed)[0] == whole[2:]
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32)])
 def test_an_export_is_in_dtype_unless_asked_otherwise(asked, expected, tiny_config):
-    config = tiny_config(**MIXED, export_dtype=asked, max_steps_per_epoch=1)
-    run_recipe(config)
-    (path,) = Path(config["output_dir"], "epoch_0").glob("*.bin")
-    exported = torch.load(path, weights_only=True)
-    assert {weight.dtype for weight in exported.values()} == {expected}
-
-
-def test_adapters_are_exported_as_they_were_trained(tiny_config):
-    """Beside the model that they are merged into, in its own precision."""
-    config = tiny_config(model=WIDE_ADAPTED, **MIXED, max_steps_per_epoch=1)
-    run_recipe(config)
-    folder = Path(config["output_dir"], "epoch_0")
-    adapters = torch.load(folder / "adapter" / "adapter_model.pt", weights_only=True)
-    (path,) = [path for path in folder.glob("*.bin") if "adapter" not in path.name]
-    assert {weight.dtype for weight in adapters.values()} == {torch.float32}
-    assert {w.dtype for w in torch.load(path, weights_only=True).values()} == {torch.bfloat16}
-
-
-def test_wrapped_and_frozen_parameters_are_told_apart(tiny_config):
-    config = tiny_config(model=WIDE_ADAPTED, **MIXED, max_steps_per_epoch=1)
-    cfg = OmegaConf.create(config)
-    made = recipe_class()(cfg)
-    with made.run:
-        made.setup(cfg)
-        adapters = find_adapters(made.model).trained
-        wide = {n for n, p in made.model.named_parameters() if p.dtype == torch.float32}
-        assert wide == adapters
+    """Its adapters are exported as they were trained."""
+    precision = {**MIXED, "export_dtype": asked}
+    run_recipe(tiny_config(model=WIDE_ADAPTED, **precision, max_steps_per_epoch=1))
+    folder = Path(tiny_config()["output_dir"], "epoch_0")
+    (model,) = folder.glob("*.bin")
+    for path, dtype in (
+        (model, expected),
+        (folder / "adapter" / "adapter_model.pt", torch.float32),
+    ):
+        exported = torch.load(path, weights_only=True)
+        assert {weight.dtype for weight in exported.values()} == {dtype}

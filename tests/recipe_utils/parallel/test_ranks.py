@@ -56,7 +56,7 @@ def test_dimensions_that_do_not_make_the_world_size_are_refused_with_both_number
 
 def test_a_device_that_is_there_is_taken():
     assert resolve_device("cpu").type == "cpu"
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert resolve_device(None).type == ("cpu" if accelerator is None else accelerator.type)
 
 
