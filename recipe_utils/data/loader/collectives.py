@@ -4,14 +4,14 @@ One all-reduce per update step sums what losses are divided by (target tokens, p
 rank has the whole update step and how many microbatches each runs. Without that agreement a rank could abandon an
 update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()`` does not clear.
 
-All functions run in the background thread, over a CPU (gloo) group that nothing else uses. Every rank of the group
-must call them once per update step, in the order of the steps.
+The collectives run in the background thread, over a CPU (gloo) group that nothing else uses.
 """
 
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,6 @@ class OtherRankFailedError(RuntimeError):
 
 class AbandonedError(RuntimeError):
     """The caller closed the update steps during a collective."""
-
-
-# ---- Counts -------------------------------------------------------------------------------------
 
 
 class RankCounts(NamedTuple):
@@ -66,43 +63,142 @@ class StepCounts(NamedTuple):
     """Skipped samples over the data-parallel ranks."""
 
 
-def count_over_ranks(
-    local: RankCounts | None,
-    names: Sequence[str],
-    counts_its_data: bool,
-    group: dist.ProcessGroup | None,
-    closed: threading.Event,
-) -> StepCounts:
-    """Sums the counts of an update step over the data-parallel ranks, by one all-reduce.
+@dataclass(frozen=True)
+class StepCollectives:
+    """Collectives of an update step. Every rank of the group must call each once per step, in the order of the steps."""
 
-    Args:
-        local: counts of this rank; None reports that it could not prepare the update step.
-        names: names of the counts.
-        counts_its_data: False on ranks whose data another rank counts (all but the first of a tensor-parallel group).
-        group: CPU group of all ranks.
-        closed: once set, the wait for other ranks ends.
+    names: Sequence[str]
+    """Names of the counts."""
+    counts_its_data: bool
+    """False on ranks whose data another rank counts (all but the first of a tensor-parallel group)."""
+    dp_peers: Sequence[int]
+    """Ranks of the group that samples move between, by data-parallel coordinate; with tensor parallelism those with the
+    same coordinate in their group."""
+    group: dist.ProcessGroup | None
+    """CPU group of all ranks."""
+    closed: threading.Event
+    """Once set, the wait for other ranks ends."""
 
-    Raises:
-        AbandonedError: ``closed`` was set first. The group cannot be used after that.
-        OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get the counts of the others.
-    """
-    row: tuple[int, ...] = ()
-    if local is not None:
-        counts = [local.num_skipped, *(local.counts[name] for name in names)]
-        row = (1, local.num_microbatches, local.stop_requested, local.clock_ms)
-        row += tuple(count if counts_its_data else 0 for count in counts)
-    table = _gather_rows(row, 5 + len(names), group, closed)
+    def count(self, local: RankCounts | None) -> StepCounts:
+        """Sums the counts of an update step over the data-parallel ranks, by one all-reduce.
 
-    ready, num_microbatches, stop, clock_ms, skipped, *columns = table.unbind(1)
-    if local is not None:
-        _check_all_ready(ready)
-    return StepCounts(
-        {name: int(column.sum()) for name, column in zip(names, columns, strict=True)},
-        int(num_microbatches.max()),
-        bool(stop.any()),
-        int(clock_ms[0]) / 1000,
-        int(skipped.sum()),
-    )
+        Args:
+            local: counts of this rank; None reports that it could not prepare the update step.
+
+        Raises:
+            AbandonedError: ``closed`` was set first. The group cannot be used after that.
+            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get the counts of the
+                others.
+        """
+        row: tuple[int, ...] = ()
+        if local is not None:
+            counts = [local.num_skipped, *(local.counts[name] for name in self.names)]
+            row = (1, local.num_microbatches, local.stop_requested, local.clock_ms)
+            row += tuple(count if self.counts_its_data else 0 for count in counts)
+        table = self._gather_rows(row, 5 + len(self.names))
+
+        ready, num_microbatches, stop, clock_ms, skipped, *columns = table.unbind(1)
+        if local is not None:
+            _check_all_ready(ready)
+        return StepCounts(
+            {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)},
+            int(num_microbatches.max()),
+            bool(stop.any()),
+            int(clock_ms[0]) / 1000,
+            int(skipped.sum()),
+        )
+
+    def exchange(
+        self, samples: Sequence[Sample] | None, length_of: LengthOf, plan: Plan, max_samples: int
+    ) -> list[list[Sample]]:
+        """Plans an update step over all ranks and sends each sample to its rank.
+
+        Takes one all-reduce of a small table of lengths and, unless every sample stays, two all-to-alls of bytes. Every
+        rank computes the same plan from the same lengths.
+
+        Args:
+            samples: samples of this rank; None reports that it could not load them.
+            length_of: returns a sample's length.
+            plan: pure and deterministic.
+            max_samples: maximum number of samples on a rank.
+
+        Returns:
+            The samples of each microbatch of this rank; empty if it passed None.
+
+        Raises:
+            AbandonedError, OtherRankFailedError: see :meth:`count`.
+        """
+        # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
+        own: list[int] = []
+        if samples is not None:
+            own = [len(samples) + 1, *map(length_of, samples)]
+        table = self._gather_rows(own, 1 + max_samples)
+        if samples is None:
+            return []
+        _check_all_ready(table[:, 0])
+
+        rows = [table[peer].tolist() for peer in self.dp_peers]
+        num_samples = [row[0] - 1 for row in rows]
+        lengths = [length for row in rows for length in row[1 : row[0]]]
+        owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
+        planned = plan(lengths, len(self.dp_peers))
+        me = list(self.dp_peers).index(dist.get_rank(self.group))
+        held = dict(enumerate(samples, start=sum(num_samples[:me])))
+
+        moves = [
+            [p for microbatch in microbatches for p in microbatch if owner[p] != to]
+            for to, microbatches in enumerate(planned)
+        ]
+        if any(moves):
+            outgoing = [b""] * len(table)
+            for peer, positions in zip(self.dp_peers, moves, strict=True):
+                leaving = {p: held[p] for p in positions if owner[p] == me}
+                if leaving:
+                    outgoing[peer] = pickle.dumps(leaving)
+            for part in self._all_to_all(outgoing):
+                held.update(pickle.loads(part) if part else {})
+        return [[held[p] for p in microbatch] for microbatch in planned[me]]
+
+    def _gather_rows(self, row: Sequence[int], width: int) -> torch.Tensor:
+        """Returns every rank's row, [ranks, width] int64, by one sum of a table in which each fills its own."""
+        table = torch.zeros(dist.get_world_size(self.group), width, dtype=torch.int64)
+        table[dist.get_rank(self.group), : len(row)] = torch.tensor(row, dtype=torch.int64)
+        self._wait(dist.all_reduce(table, group=self.group, async_op=True))
+        return table
+
+    def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytes]:
+        """Sends ``outgoing[r]`` to each rank r; returns what each rank sent to this one."""
+        sizes = torch.tensor([len(part) for part in outgoing])
+        incoming_sizes = torch.empty_like(sizes)
+        work = dist.all_to_all_single(incoming_sizes, sizes, group=self.group, async_op=True)
+        self._wait(work)
+
+        payload = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)
+        received = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
+        work = dist.all_to_all_single(
+            received,
+            payload[: int(sizes.sum())],
+            output_split_sizes=incoming_sizes.tolist(),
+            input_split_sizes=sizes.tolist(),
+            group=self.group,
+            async_op=True,
+        )
+        self._wait(work)
+        return [bytes(part.numpy()) for part in received.split(incoming_sizes.tolist())]
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Waits for a collective, but not for ranks that may never enter it.
+
+        A rank that fails elsewhere closes its update steps. It must not wait here until the group's timeout, because the
+        other ranks wait for it in another collective.
+        """
+        assert work is not None
+        pause_seconds = _POLL_SECONDS
+        while not work.is_completed():
+            if self.closed.wait(pause_seconds):
+                raise AbandonedError("closed while the ranks agreed on an update step")
+            pause_seconds = min(2 * pause_seconds, _MAX_POLL_SECONDS)
+        work.wait()
 
 
 @contextmanager
@@ -115,130 +211,10 @@ def reporting_failure(collective: Callable[[None], Any]) -> Iterator[None]:
         raise
 
 
-# ---- Samples ------------------------------------------------------------------------------------
-
-
 def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[list[Sample]]:
     """Returns the samples of each microbatch, planned for this rank alone."""
     (microbatches,) = plan([length_of(sample) for sample in samples], 1)
     return [[samples[position] for position in microbatch] for microbatch in microbatches]
-
-
-def exchange_samples(
-    samples: Sequence[Sample] | None,
-    length_of: LengthOf,
-    plan: Plan,
-    max_samples: int,
-    dp_peers: Sequence[int],
-    group: dist.ProcessGroup | None,
-    closed: threading.Event,
-) -> list[list[Sample]]:
-    """Plans one update step over all ranks and sends each sample to its rank.
-
-    Takes one all-reduce of a small table of lengths and, unless every sample stays, two all-to-alls of bytes. Every rank
-    computes the same plan from the same lengths.
-
-    Args:
-        samples: samples of this rank; None reports that it could not load them.
-        length_of: returns a sample's length.
-        plan: pure and deterministic.
-        max_samples: maximum number of samples on a rank.
-        dp_peers: ranks of ``group`` that samples move between, by data-parallel coordinate; with tensor parallelism
-            those with the same coordinate in their group.
-        group: CPU group of all ranks.
-        closed: once set, the wait for other ranks ends.
-
-    Returns:
-        The samples of each microbatch of this rank; empty if it passed None.
-
-    Raises:
-        OtherRankFailedError: another rank passed None.
-        AbandonedError: ``closed`` was set first.
-    """
-    # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
-    own: list[int] = []
-    if samples is not None:
-        own = [len(samples) + 1, *map(length_of, samples)]
-    table = _gather_rows(own, 1 + max_samples, group, closed)
-    if samples is None:
-        return []
-    _check_all_ready(table[:, 0])
-
-    rows = [table[peer].tolist() for peer in dp_peers]
-    num_samples = [row[0] - 1 for row in rows]
-    lengths = [length for row in rows for length in row[1 : row[0]]]
-    owner = [source for source, number in enumerate(num_samples) for _ in range(number)]
-    planned = plan(lengths, len(dp_peers))
-    me = list(dp_peers).index(dist.get_rank(group))
-    held = dict(enumerate(samples, start=sum(num_samples[:me])))
-
-    moves = [
-        [p for microbatch in microbatches for p in microbatch if owner[p] != to]
-        for to, microbatches in enumerate(planned)
-    ]
-    if any(moves):
-        outgoing = [b""] * len(table)
-        for peer, positions in zip(dp_peers, moves, strict=True):
-            leaving = {p: held[p] for p in positions if owner[p] == me}
-            if leaving:
-                outgoing[peer] = pickle.dumps(leaving)
-        for part in _all_to_all(outgoing, group, closed):
-            held.update(pickle.loads(part) if part else {})
-    return [[held[p] for p in microbatch] for microbatch in planned[me]]
-
-
-# ---- Collectives --------------------------------------------------------------------------------
-
-
-def _gather_rows(
-    row: Sequence[int], width: int, group: dist.ProcessGroup | None, closed: threading.Event
-) -> torch.Tensor:
-    """Returns every rank's row, [ranks, width] int64, by one sum of a table in which each fills its own.
-
-    ``row`` has at most ``width`` numbers; zeros follow a shorter one.
-    """
-    table = torch.zeros(dist.get_world_size(group), width, dtype=torch.int64)
-    table[dist.get_rank(group), : len(row)] = torch.tensor(row, dtype=torch.int64)
-    _wait_unless_closed(dist.all_reduce(table, group=group, async_op=True), closed)
-    return table
-
-
-def _all_to_all(
-    outgoing: Sequence[bytes], group: dist.ProcessGroup | None, closed: threading.Event
-) -> list[bytes]:
-    """Sends ``outgoing[r]`` to each rank r; returns what each rank sent to this one."""
-    sizes = torch.tensor([len(part) for part in outgoing])
-    incoming_sizes = torch.empty_like(sizes)
-    work = dist.all_to_all_single(incoming_sizes, sizes, group=group, async_op=True)
-    _wait_unless_closed(work, closed)
-
-    payload = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)
-    received = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
-    work = dist.all_to_all_single(
-        received,
-        payload[: int(sizes.sum())],
-        output_split_sizes=incoming_sizes.tolist(),
-        input_split_sizes=sizes.tolist(),
-        group=group,
-        async_op=True,
-    )
-    _wait_unless_closed(work, closed)
-    return [bytes(part.numpy()) for part in received.split(incoming_sizes.tolist())]
-
-
-def _wait_unless_closed(work: dist.Work | None, closed: threading.Event) -> None:
-    """Waits for a collective, but not for ranks that may never enter it.
-
-    A rank that fails elsewhere closes its update steps. It must not wait here until the group's timeout, because the
-    other ranks wait for it in another collective.
-    """
-    assert work is not None
-    pause_seconds = _POLL_SECONDS
-    while not work.is_completed():
-        if closed.wait(pause_seconds):
-            raise AbandonedError("closed while the ranks agreed on an update step")
-        pause_seconds = min(2 * pause_seconds, _MAX_POLL_SECONDS)
-    work.wait()
 
 
 def _check_all_ready(ready: torch.Tensor) -> None:

@@ -17,8 +17,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.collectives import (
     RankCounts,
-    count_over_ranks,
-    exchange_samples,
+    StepCollectives,
     group_samples,
     reporting_failure,
 )
@@ -290,34 +289,27 @@ class UpdateStepLoader:
         closed: threading.Event,
     ) -> Iterator[UpdateStep]:
         collator, ranks = self._collator, self._ranks
+        together = StepCollectives(
+            collator.counts, ranks.is_dp_leader, ranks.dp_peers, self._group, closed
+        )
         exchange = partial(
-            exchange_samples,
+            together.exchange,
             length_of=collator.length,
             plan=collator.plan,
             max_samples=self.samples_per_rank,
-            dp_peers=ranks.dp_peers,
-            group=self._group,
-            closed=closed,
-        )
-        count = partial(
-            count_over_ranks,
-            names=collator.counts,
-            counts_its_data=ranks.is_dp_leader,
-            group=self._group,
-            closed=closed,
         )
         exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
         may_need_dummies = ranks.dp_degree > 1 or self._num_microbatches_to_run is not None
         samples_per_step = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy = None
         for index, indices in enumerate(indices_per_step, start=first):
-            with reporting_failure(exchange if exchanges else count):
+            with reporting_failure(exchange if exchanges else together.count):
                 samples = next(samples_per_step)
                 if dummy is None and may_need_dummies:
                     # Made before the ranks agree on the step, since nothing may fail after that.
                     dummy = collator.dummy(samples[0] if samples else self.dataset.any_sample())
             exchanged = exchange(samples) if exchanges else None
-            with reporting_failure(count):
+            with reporting_failure(together.count):
                 if exchanged is None:
                     exchanged = group_samples(samples, collator.length, collator.plan)
                 microbatches = [collator.collate(part) for part in exchanged]
@@ -328,7 +320,7 @@ class UpdateStepLoader:
                     time.monotonic_ns() // 1_000_000,
                     num_skipped=len(indices) - len(samples),
                 )
-            agreed = count(local)
+            agreed = together.count(local)
             num_to_run = agreed.max_microbatches
             if self._num_microbatches_to_run is not None:
                 num_to_run = self._num_microbatches_to_run(num_to_run)

@@ -68,11 +68,11 @@ _DEFAULT_COST = MicrobatchCost()
 def plan_in_order(
     lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int
 ) -> list[Microbatches]:
-    """Groups the samples in their order, ``batch_size`` at a time, as the stock recipes do.
+    """Groups the samples in their order, ``batch_size`` at a time, as the stock recipes do; deals them to ranks in turn.
 
     Args:
         lengths: tokens of each sample in the update step, [n].
-        num_ranks: number of ranks, to which microbatches are dealt in turn.
+        num_ranks: number of ranks.
         batch_size: samples per microbatch; the last one may have fewer.
 
     Returns:
@@ -98,6 +98,9 @@ def plan_least_padding(
     round, which limits padding, and as many as level its total with the others'. The longest samples come first, so that
     a lack of memory shows in the first microbatch.
 
+    Returns what :func:`plan_in_order` does; every rank gets the same number of microbatches,
+    unless there are too few samples.
+
     Args:
         lengths: tokens of each sample in the update step, [n].
         num_ranks: number of ranks.
@@ -105,10 +108,6 @@ def plan_least_padding(
         max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times the longest of these
             samples. A longer sample gets a microbatch of its own.
         cost: cost of a microbatch.
-
-    Returns:
-        For each rank its microbatches of positions in ``lengths``, each position exactly once; the same number on every
-        rank, unless there are too few samples.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
@@ -136,12 +135,8 @@ def plan_packed(
     Longest first, each sample goes into the row with the least cost so far (Graham 1969, doi:10.1137/0117039) among
     those with space; if a sample fits in none, one more row per rank is opened.
 
-    Args:
-        lengths: see :func:`plan_least_padding`, as for the other arguments and the result.
-        num_ranks: number of ranks.
-        batch_size: only used if ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: maximum tokens of a row.
-        cost: cost of a microbatch, which is one row.
+    Arguments and the result are those of :func:`plan_least_padding`; a microbatch is one row, and
+    ``max_tokens_per_microbatch`` bounds its tokens.
     """
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
     longest_first = _longest_first(lengths)

@@ -128,8 +128,9 @@ class DataSettings:
                 "command line removes that one)"
             )
         if text is not None:
-            depends_on = ("batch_size", "gradient_accumulation_steps")
-            raise ConfigError(Problem("global_batch_size", text, total, depends_on))
+            depends_on = () if rest else ("gradient_accumulation_steps",)
+            problem = Problem("global_batch_size", text, total, ("batch_size", *depends_on))
+            raise ConfigError(problem)
         return needed
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:

@@ -1,8 +1,9 @@
 """Copies microbatches to the device, one ahead of the computation."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,15 +22,17 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
         trees: trees on the CPU, each taken when its copy starts. Leaves that are not tensors stay as they are.
         device: device whose current stream uses the tensors.
     """
-    copy_stream = _copy_stream(device) if device.type == "cuda" else None
-    ahead: list[_Copy[T]] = []
+    stream = _copy_stream(device) if device.type == "cuda" else None
+    ahead: list[tuple[T, torch.cuda.Event | None]] = []
     for tree in trees:
-        ahead.append(_start_copy(tree, device, copy_stream))
-        del tree
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            copy = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)
+            ahead.append((copy, stream.record_event() if stream is not None else None))
+        del tree, copy
         if len(ahead) == 2:
-            yield _wait_for(ahead.pop(0))
+            yield _wait_for(*ahead.pop(0))
     if ahead:
-        yield _wait_for(ahead.pop())
+        yield _wait_for(*ahead.pop())
 
 
 @cache
@@ -38,29 +41,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Copy(NamedTuple, Generic[T]):
-    tree: T
-    done: torch.cuda.Event | None
-
-
-def _start_copy(tree: T, device: torch.device, stream: torch.cuda.Stream | None) -> _Copy[T]:
-    if stream is None:
-        return _Copy(_to(tree, device), None)
-    with torch.cuda.stream(stream):
-        return _Copy(_to(tree, device), stream.record_event())
-
-
-def _to(tree: T, device: torch.device) -> T:
-    copied: T = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)
-    return copied
-
-
-def _wait_for(copy: _Copy[T]) -> T:
+def _wait_for(tree: T, done: torch.cuda.Event | None) -> T:
     """Makes the current stream, not the host, wait for a copy."""
-    if copy.done is not None:
+    if done is not None:
         current = torch.cuda.current_stream()
-        current.wait_event(copy.done)
-        for leaf in tree_leaves(copy.tree):
+        current.wait_event(done)
+        for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
                 leaf.record_stream(current)  # else the copy stream reuses its memory too early
-    return copy.tree
+    return tree

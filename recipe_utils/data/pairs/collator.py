@@ -199,8 +199,7 @@ class PairCollator:
                 {"tokens": tokens, "labels": labels},
                 f"{name}, {side}",
                 IGNORE_INDEX,
-                self._limits.vocab_size,
-                self._limits.max_seq_len,
+                self._limits,
             )
             # The first token has none before it that it could be predicted from.
             if (labels[1:] == IGNORE_INDEX).all():

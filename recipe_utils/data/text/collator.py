@@ -113,15 +113,7 @@ class TextCollator:
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample unchanged, after :func:`check_sample`."""
-        limits = self.limits
-        check_sample(
-            sample,
-            name,
-            self.ignore_index,
-            limits.vocab_size,
-            limits.max_seq_len,
-            limits.limits_length,
-        )
+        check_sample(sample, name, self.ignore_index, self.limits)
         return sample
 
     def length(self, sample: Sample) -> int:
@@ -151,23 +143,8 @@ class TextCollator:
         return collate_dummy(sample, self._collate, self.ignore_index)
 
 
-def check_sample(
-    sample: Sample,
-    name: str,
-    ignore_index: int,
-    vocab_size: int,
-    max_seq_len: int,
-    limits_length: str = "the model's",
-) -> None:
+def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> None:
     """Checks a sample that would be trained on wrongly or would fail deep inside the model.
-
-    Args:
-        sample: item of the dataset.
-        name: name for the error, such as ``"sample 17 of dataset"``.
-        ignore_index: label of positions that are not targets.
-        vocab_size: number of token embeddings of the model.
-        max_seq_len: longest sequence that the model takes [tokens].
-        limits_length: owner of ``max_seq_len``.
 
     Raises:
         SampleError: not a mapping, not integers, not one label per token, no tokens, more than ``max_seq_len`` tokens, or
@@ -182,16 +159,16 @@ def check_sample(
         raise SampleError(
             f"{name}: {num_labels} labels for {num_tokens} tokens; each token needs one"
         )
-    if num_tokens > max_seq_len:
+    if num_tokens > limits.max_seq_len:
         raise SampleError(
-            f"{name}: {num_tokens} tokens are more than {limits_length} max_seq_len={max_seq_len}; set "
-            f"tokenizer.max_seq_len={max_seq_len} to truncate samples"
+            f"{name}: {num_tokens} tokens are more than {limits.limits_length} "
+            f"max_seq_len={limits.max_seq_len}; set tokenizer.max_seq_len={limits.max_seq_len} to truncate samples"
         )
     targets = labels[labels != ignore_index]
     for what, ids in (("token", tokens), ("label", targets)):
-        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
         if len(outside):
             raise SampleError(
                 f"{name}: {what} {outside[0]} is outside the model's vocabulary of "
-                f"{vocab_size}; use the tokenizer that belongs to the model"
+                f"{limits.vocab_size}; use the tokenizer that belongs to the model"
             )

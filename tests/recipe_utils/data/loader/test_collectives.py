@@ -11,9 +11,8 @@ from recipe_utils.data.loader.collectives import (
     AbandonedError,
     OtherRankFailedError,
     RankCounts,
+    StepCollectives,
     StepCounts,
-    count_over_ranks,
-    exchange_samples,
     group_samples,
 )
 from recipe_utils.data.loader.plan import plan_packed
@@ -28,7 +27,8 @@ CLOCK_OF_RANK_0 = 90.5
 
 
 def count(local, counts_its_data=True, names=NAMES):
-    return count_over_ranks(local, names, counts_its_data, dist.group.WORLD, threading.Event())
+    together = StepCollectives(names, counts_its_data, [], dist.group.WORLD, threading.Event())
+    return together.count(local)
 
 
 def count_in_three_ways():
@@ -78,7 +78,7 @@ def count_without_the_other_rank():
         closed = threading.Event()
         threading.Timer(0.2, closed.set).start()
         try:
-            count_over_ranks(OF_RANK[0], NAMES, True, group, closed)
+            StepCollectives(NAMES, True, [], group, closed).count(OF_RANK[0])
         except AbandonedError as error:
             raised = type(error)
     dist.barrier()  # rank 1 is alive all the time and never counts
@@ -106,9 +106,8 @@ def exchange(samples_of_rank, plan, dp_peers_of_rank=None, length_of=num_tokens)
     rank = dist.get_rank()
     peers = dp_peers_of_rank[rank] if dp_peers_of_rank else list(range(dist.get_world_size()))
     try:
-        return exchange_samples(
-            samples_of_rank[rank], length_of, plan, 4, peers, dist.group.WORLD, threading.Event()
-        )
+        together = StepCollectives((), True, peers, dist.group.WORLD, threading.Event())
+        return together.exchange(samples_of_rank[rank], length_of, plan, max_samples=4)
     except OtherRankFailedError as error:
         return str(error)
 

@@ -5,6 +5,7 @@ import re
 import pytest
 import tiny
 
+from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
     SampleError,
@@ -13,10 +14,13 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.text.collator import check_sample
+from recipe_utils.data.text.limits import ModelLimits
+
+LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 
 
 def prepare(sample, name):
-    check_sample(sample, name, tiny.IGNORE, vocab_size=tiny.VOCAB_SIZE, max_seq_len=64)
+    check_sample(sample, name, tiny.IGNORE, LIMITS)
     return sample
 
 

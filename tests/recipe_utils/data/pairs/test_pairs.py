@@ -314,5 +314,5 @@ def test_a_dataset_of_single_answers_is_told_what_to_be():
     from omegaconf import OmegaConf
 
     with pytest.raises(ValueError, match=r"samples have labels, tokens.*preference_dataset"):
-        load_pairs(OmegaConf.create(cfg), None)
+        load_pairs(OmegaConf.create(cfg), tiny.tiny_tokenizer())
     assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), None)) == 0

@@ -391,7 +391,7 @@ def test_plans_by_estimated_costs_are_warned_of(microbatching, settings, warns):
 )
 def test_an_untrainable_sample_is_refused_by_name(sample, message):
     with pytest.raises(SampleError, match=f"^sample 17 of dataset: .*{message}"):
-        check_sample(sample, "sample 17 of dataset", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+        check_sample(sample, "sample 17 of dataset", tiny.IGNORE, LIMITS)
 
 
 @pytest.mark.parametrize("make", [list, torch.tensor])
@@ -399,7 +399,7 @@ def test_samples_at_the_limits_are_accepted(make):
     tokens = [0, tiny.VOCAB_SIZE - 1] * 32
     for labels in (tokens, [tiny.IGNORE] * 64):
         sample = {"tokens": make(tokens), "labels": make(labels)}
-        check_sample(sample, "sample", tiny.IGNORE, tiny.VOCAB_SIZE, 64)
+        check_sample(sample, "sample", tiny.IGNORE, LIMITS)
 
 
 @pytest.mark.parametrize("make", [list, torch.tensor])
