@@ -25,7 +25,6 @@ from omegaconf import DictConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torchtune import config
-from tqdm import tqdm
 
 import recipe_utils
 from recipe_utils.data.loader.loader import UpdateStep
@@ -35,14 +34,22 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
-from recipe_utils.loss.preference import PreferenceSettings, make_preference_loss
+from recipe_utils.loss.log_probs import LinearLogProbs
+from recipe_utils.loss.preference import (
+    METRICS,
+    PreferenceLoss,
+    PreferenceSettings,
+    make_preference_loss,
+)
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.build.weights import load_model
+from recipe_utils.model.frozen.model import build_frozen_model
 from recipe_utils.model.frozen.reference import Reference, ReferenceSettings
+from recipe_utils.model.pipeline.pipeline import build_pipeline
+from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
@@ -61,11 +68,6 @@ RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
-METRICS = (
-    "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
-    "log_probs/chosen", "log_probs/rejected", "sft_loss",
-)  # fmt: skip
-"""Means over pairs, but the last: over the targets of chosen answers."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,6 +78,7 @@ class Settings:
     pairs: PairSettings  # prefix_sharing
     preference: PreferenceSettings  # sft_loss_weight, tokens_per_chunk
     ranks: RankSettings  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
+    pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
     modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
     reference: ReferenceSettings  # reference, reference_cache_dir, precompute_reference
     updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
@@ -100,8 +103,9 @@ class Settings:
         """Problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.pairs.problems_with(self.data)
-        yield from self.ranks.problems_without_stages()
         yield from self.modules.problems_with(self.ranks)
+        yield from self.pipeline.problems_with(self.ranks, self.data)
+        yield from self.pipeline.problems_with_split_backward()
         yield from self.updates.problems_with(self.data, self.ranks)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
 
@@ -125,7 +129,7 @@ class FullDPORecipe:
         # ---- Components: their problems are raised together, each by its key
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            self.loss_fn = loss_fn = build("loss", make_preference_loss, make_loss)
+            loss_fn = build("loss", make_preference_loss, make_loss)
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
@@ -138,31 +142,39 @@ class FullDPORecipe:
 
         # ---- Data: what a sample is, and how update steps are made of samples
         limits = limits_of(whole, ranks.device, modules.compile)
-        of_pairs = (self.tokenizer, limits, settings.pairs, self.reference)
+        of_pairs = (self.tokenizer, limits, settings.pairs, self.reference.cached)
         collator = PairCollator(settings.data, *of_pairs)
         load = partial(load_pairs, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
         log_probs = LinearLogProbs(settings.preference.tokens_per_chunk)
+        pair_loss = PreferenceLoss(log_probs, loss_fn)
         if modules.compile:
-            compile_loss(log_probs, verbose=ranks.is_zero)
+            compile_loss(pair_loss, verbose=ranks.is_zero)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row)
-            attach_loss(decoder, log_probs)
+            if has_output:
+                attach_loss(decoder, pair_loss)
 
         with naming():
-            self.model = build_model(make_model, prepare, modules, ranks)
+            self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
         checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        # None for a model in one piece
+        sums = (len(METRICS), torch.float64)
+        self.pipeline = build_pipeline(
+            self.model, settings.pipeline, modules.torch_dtype, ranks, *sums
+        )
         self.offloading = modules.offloading(self.model)
         frozen |= self.reference.set_up(
             self.model,
-            make=partial(build_model, make_model, prepare),
+            self.pipeline,
+            build=partial(build_frozen_model, make_model, prepare, ranks=ranks),
             load=(ref or self.checkpointer).load_checkpoint,
-            settings=modules,
-            depends_on={"model": settings.model, "layout": collator.layout},
+            modules=modules,
+            context={"model": settings.model, "layout": collator.layout},
         )
 
         # ---- Optimizer, and resume
@@ -171,44 +183,17 @@ class FullDPORecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
-        if settings.reference.precompute_reference:
-            for loader in filter(None, (self.loader, self.val_loader)):
-                num_steps, steps = loader.one_pass(settings.run.epochs)
-                with steps:
-                    for step in tqdm(steps, "cache", num_steps, disable=ranks.rank > 0):
-                        self.with_reference(step)
+        self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- The mathematics ------------------------------------------------------------------------
 
-    def log_probs(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
-        """Of chosen and rejected answers [nats], each summed over its targets: [2, p]."""
-        of_tokens = model(**microbatch.inputs, targets=microbatch.targets)
-        return sums_of_answers(of_tokens, microbatch.targets.pairs)
-
-    def with_reference(self, step: UpdateStep) -> UpdateStep:
-        """The update step with the reference's log-probabilities [2, p] in each microbatch.
-
-        Computed before any gradient exists, unless they are known: what is, is agreed on by all ranks.
-        """
-        found = []
-        if unknown := self.reference.unknown(step):
-            with torch.no_grad(), self.reference.on_device() as reference:
-                microbatches = to_device_ahead(unknown, self.ranks.device)
-                found = [self.log_probs(reference, each) for each in microbatches]
-        return self.reference.keep(step, found)
-
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums of METRICS over the microbatch's pairs, and over its chosen targets the last, [8] in fp64."""
+        """Sums of METRICS over the microbatch's pairs, and over its chosen targets the last, [8] in fp64.
+
+        Computed by the loss module (``attach_loss`` above): there FSDP2 holds the output weight gathered.
+        """
         with self.offloading:
-            policy = self.log_probs(self.model, microbatch)
-        given = torch.cat([policy, microbatch.targets.teacher])
-        if getattr(self.loss_fn, "normalizes_length", False):
-            # Inside the pair: the number of pairs stays what losses are divided by.
-            given = given / num_targets_of_answers(microbatch.targets.pairs).repeat(2, 1)
-        losses, chosen, rejected = self.loss_fn(*given)
-        margins = chosen - rejected
-        wins = (margins > 0).double()
-        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
+            return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def objective(self, metrics: Tensor) -> Tensor:
         """What is trained on, of METRICS that are divided by what they are sums over."""
@@ -220,22 +205,30 @@ class FullDPORecipe:
         N pairs and T targets of chosen answers, of all microbatches on all ranks.
 
         Returns:
-            This rank's part of METRICS, shape [8], whose means over all ranks are ratios of sums. And the
+            This rank's part of METRICS by name, whose means over all ranks are ratios of sums. And the
             gradient norm before clipping; None where the backward steps.
         """
-        step = self.with_reference(step)
         # dp_degree / pairs of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # pair weighs the same and the accumulated gradient is final.
-        per_pair, per_token = step.scale("pairs"), step.scale("chosen_tokens")
-        metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
-        for microbatch, is_last in to_device_ahead(mark_last(step.microbatches), self.ranks.device):
-            with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                sums = self.sums(microbatch)
-                scaled = torch.cat([sums[:-1] * per_pair, sums[-1:] * per_token])
-                self.objective(scaled).backward()
-            metrics += scaled.detach()
+        per_metric = [step.scale("pairs")] * (len(METRICS) - 1) + [step.scale("chosen_tokens")]
+        scale = torch.tensor(per_metric, dtype=torch.float64).to(self.ranks.device)
+        metrics = torch.zeros_like(scale)
+        # The reference goes first, over all microbatches: with stages in a schedule of its own.
+        with self.reference.outputs.attached(step) as microbatches:
+            if self.pipeline is not None:
+                # One schedule for all microbatches, so that its bubble is paid once per update step.
+                metrics += scale * self.pipeline.forward_backward(
+                    microbatches, lambda sums: self.objective(sums * scale)
+                )
+            else:
+                marked = mark_last(microbatches)
+                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
+                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                        scaled = self.sums(microbatch) * scale
+                        self.objective(scaled).backward()
+                    metrics += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, pipeline=None)
+        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
         # With a fused optimizer the host does not wait for the device here.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -249,9 +242,13 @@ class FullDPORecipe:
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
-            for step in map(self.with_reference, steps):
-                for microbatch in to_device_ahead(step.microbatches, self.ranks.device):
-                    sums += self.sums(microbatch)
+            for step in steps:
+                with self.reference.outputs.attached(step) as microbatches:
+                    if self.pipeline is not None:
+                        sums += self.pipeline.forward(microbatches)
+                    else:
+                        for microbatch in to_device_ahead(microbatches, self.ranks.device):
+                            sums += self.sums(microbatch)
                 totals.update(step.totals)
         self.model.train()
         counts = dict.fromkeys(METRICS, "pairs") | {"sft_loss": "chosen_tokens"}
@@ -288,7 +285,7 @@ class FullDPORecipe:
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
                 if run.should_save(step):
-                    self.reference.share()  # resumed training uses the same digits
+                    self.reference.outputs.flush()  # resumed training uses the same digits
                 run.finish_step(step, self.model, self.optimizer, self.checkpointer)
             run.finish_epoch(self.model, self.optimizer, self.checkpointer)
 

@@ -151,16 +151,16 @@ class KDRecipe:
             build("teacher_checkpointer", self.teacher.take_checkpointer, make_teacher_checkpointer)
             check_tokens = self.teacher.check_tokens
             build("teacher_tokenizer", check_tokens, make_teacher_tokenizer, self.tokenizer)
-        if self.teacher.is_asked:
+        if self.teacher.is_used:
             with naming():
                 kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.teacher.kd_ratio)
         # Without a teacher the loss is that of fine-tuning, and its only metric.
-        self.metrics = SUMS if self.teacher.is_asked else SUMS[:1]
+        self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
         # ---- Data: what a sample is, and how update steps are made of samples
-        limits = self.teacher.narrow(limits_of(whole, ranks.device, modules.compile))
-        of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.known)
+        limits = self.teacher.intersect(limits_of(whole, ranks.device, modules.compile))
+        of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
         collator = TextCollator(settings.data, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
@@ -182,7 +182,7 @@ class KDRecipe:
             self.model, settings.pipeline, modules.torch_dtype, ranks, len(self.metrics)
         )
         self.offloading = modules.offloading(self.model)
-        frozen |= self.teacher.set_up(whole, loss_fn, collator, settings.teacher_model)
+        frozen |= self.teacher.set_up(whole, loss_fn, collator.longest_row, settings.teacher_model)
 
         # ---- Optimizer, and resume
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
@@ -190,14 +190,14 @@ class KDRecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
-        self.teacher.fill(settings.run.epochs, self.loader, self.val_loader)
+        self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- The mathematics ------------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Sums over the microbatch's target tokens of what ``self.metrics`` names, [5] or [1].
 
-        The first is the loss; it is the model's head (``attach_loss`` above): there FSDP2 holds the
+        The first is the loss; computed by the loss module (``attach_loss`` above): there FSDP2 holds the
         output weight gathered.
         """
         with self.offloading:
@@ -219,14 +219,14 @@ class KDRecipe:
             len(self.metrics), dtype=self.settings.modules.sums_dtype, device=self.ranks.device
         )
         # The teacher goes first, over all microbatches: with stages in a schedule of its own.
-        with self.teacher.teaching(step) as taught:
+        with self.teacher.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule for all microbatches, so that its bubble is paid once per update step.
-                sums = self.pipeline.forward_backward(taught, lambda sums: sums[0] * scale)
+                sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
-                microbatches = mark_last(taught)
-                for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
+                marked = mark_last(microbatches)
+                for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
                     with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         scaled[0].backward()
@@ -249,11 +249,11 @@ class KDRecipe:
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
-                with self.teacher.teaching(step) as taught:
+                with self.teacher.outputs.attached(step) as microbatches:
                     if self.pipeline is not None:
-                        sums += self.pipeline.forward(taught)
+                        sums += self.pipeline.forward(microbatches)
                     else:
-                        for microbatch in to_device_ahead(taught, self.ranks.device):
+                        for microbatch in to_device_ahead(microbatches, self.ranks.device):
                             sums += self.sums(microbatch)
                 totals.update(step.totals)
         self.model.train()
@@ -282,7 +282,7 @@ class KDRecipe:
                 run.advance(step)
                 if run.should_log():
                     more = {"num_tokens": step.totals["target_tokens"]}
-                    more |= {"teacher_seconds": self.teacher.read_seconds()}
+                    more |= {"teacher_seconds": self.teacher.outputs.read_seconds()}
                     run.log(metrics, self.nonfinite, lr, grad_norm, **more)
                 run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
                 if run.should_validate():

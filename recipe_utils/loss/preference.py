@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
+from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.settings.keys import STRICT, Count
 
 Losses = tuple[Tensor, Tensor, Tensor]
@@ -145,6 +148,68 @@ class SimPOLoss(nn.Module):
         chosen, rejected = self.beta * policy_chosen_logps, self.beta * policy_rejected_logps
         losses = -F.logsigmoid(chosen - rejected - self.gamma)
         return losses, chosen.detach(), rejected.detach()
+
+
+METRICS = (
+    "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+    "log_probs/chosen", "log_probs/rejected", "sft_loss",
+)  # fmt: skip
+"""Sums over pairs, but the last: over the targets of chosen answers."""
+
+
+class PreferenceLoss(nn.Module):
+    """A loss of pairs on the log-probabilities of their answers, as a loss module for ``attach_loss``.
+
+    Without reference log-probabilities attached to a microbatch it returns the model's own, which makes the model a
+    reference.
+
+    Args:
+        log_probs: computes the log-probability of each target token.
+        loss_fn: of pairs; see :func:`make_preference_loss`.
+    """
+
+    takes_hidden_states = True
+
+    def __init__(self, log_probs: LinearLogProbs, loss_fn: Any) -> None:
+        super().__init__()
+        self.log_probs = log_probs
+        self.loss_fn = loss_fn
+
+    def compile_chunks(self, backend: Any) -> None:
+        """Compiles the arithmetic on logits; see :class:`recipe_utils.loss.log_probs.LinearLogProbs`."""
+        self.log_probs.compile_chunks(backend)
+
+    def forward(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        targets: Targets,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns sums of ``METRICS``, [8] in fp64; or log-probabilities [2, p] of both answers [nats].
+
+        Args:
+            output: the model's output layer, [..., d] -> [..., v].
+            hidden: last hidden states after the final norm, [b, s, d].
+            targets: of the microbatch, with the reference's log-probabilities [2, p], or without.
+            backward_in_parts: not supported.
+        """
+        assert targets.pairs is not None
+        of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
+        policy = sums_of_answers(of_tokens, targets.pairs)
+        reference = targets.teacher
+        if not getattr(self.loss_fn, "needs_reference", True):
+            reference = torch.zeros_like(policy)
+        if reference is None:
+            return policy
+        given = torch.cat([policy, reference])
+        if getattr(self.loss_fn, "normalizes_length", False):
+            # Inside the pair: the number of pairs stays what losses are divided by.
+            given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
+        losses, chosen, rejected = self.loss_fn(*given)
+        margins = chosen - rejected
+        wins = (margins > 0).double()
+        return torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]]).sum(1)
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -178,6 +178,14 @@ class Ranks:
         return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
 
     @cached_property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """The gloo group of the main thread, made at its first use by all ranks together.
+
+        A gloo group connects each rank with all others, so what the main thread does shares one.
+        """
+        return self.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
+
+    @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks of :attr:`dp_peers` on the device's backend; None where this one holds all data.
 

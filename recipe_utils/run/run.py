@@ -83,7 +83,9 @@ class Run:
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-        self._group = ranks.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
+        # Asynchronous checkpoints communicate in a thread of their own.
+        is_async = settings.enable_async_checkpointing
+        self._group = ranks.new_cpu_group(has_timeout=False) if is_async else ranks.cpu_group
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
         self._shown: dict[str, Any] = {}  # metrics in front of the progress bar
         self._held: _Held | None = None

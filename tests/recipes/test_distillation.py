@@ -299,7 +299,7 @@ def test_a_part_that_is_not_whole_is_asked_about_again(damage, tiny_kd_config):
     file.write_bytes(file.read_bytes()[:-20] if damage == "torn" else b"something else")
     logged, warnings = run_recipe_keeping_warnings(config, KD)
     assert_same(figures(logged), expected, rel=1e-6)
-    assert "passed over" in " ".join(warnings)
+    assert "skipped, its outputs are computed again" in " ".join(warnings)
 
 
 def test_a_flipped_bit_is_named_before_it_is_trained_on(tiny_kd_config):
@@ -309,25 +309,25 @@ def test_a_flipped_bit_is_named_before_it_is_trained_on(tiny_kd_config):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{file.name}.*delete it"):
+    with pytest.raises(ValueError, match=f"{file.name}.*delete the file"):
         run(config)
 
 
 def run_and_die_in_the_pass(config):
-    from recipe_utils.model.frozen import kept_teacher
+    from recipe_utils.model.frozen import outputs
 
-    kept_teacher._SECONDS_TO_LOSE = 0.0
-    asked = kept_teacher.KeptTeacher._ask
-    num_asked = 0
+    outputs._SECONDS_TO_LOSE = 0.0
+    compute = outputs.FrozenOutputs._compute_missing
+    num_computed = 0
 
-    def ask(self, step):
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked == 4:
+    def compute_or_die(self, step):
+        nonlocal num_computed
+        num_computed += 1
+        if num_computed == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        asked(self, step)
+        return compute(self, step)
 
-    kept_teacher.KeptTeacher._ask = ask
+    outputs.FrozenOutputs._compute_missing = compute_or_die
     run(config)
 
 

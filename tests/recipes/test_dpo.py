@@ -21,6 +21,7 @@ from recipe_runs import (
 from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
 from torchtune.modules.peft import get_adapter_params
 
+from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
@@ -119,6 +120,8 @@ LAYOUTS = {
     "recomputed": (1, {"enable_activation_checkpointing": True}),
     "in-backward": (1, {"optimizer_in_bwd": True, "batch_size": 8}),
     "small-chunks": (2, {"tokens_per_chunk": 3, "microbatching": "packed"}),
+    "pp-2": (2, {"pipeline_parallel_dim": 2, "microbatching": "packed"}),
+    "pp-2-fsdp-2": (4, {"pipeline_parallel_dim": 2, "microbatching": "least_padding"}),
     "own-units": (2, {"model": tiny.UNTIED_MODEL, "custom_sharded_layers": ["output"]}),
 }
 
@@ -169,6 +172,23 @@ def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config)
     for found, expected in zip(on_four, on_one, strict=True):
         for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+
+
+def test_batch_size_val_takes_effect(tiny_dpo_config, monkeypatch):
+    sizes = []
+    collate = PairCollator.collate
+    monkeypatch.setattr(
+        PairCollator,
+        "collate",
+        lambda self, pairs: sizes.append(len(pairs)) or collate(self, pairs),
+    )
+    held_out = {"dataset_val": {**PAIRS, "num_pairs": 8, "seed": 3}, "run_val_every_n_steps": 1}
+    run(
+        tiny_dpo_config(
+            dataset={**PAIRS, "num_pairs": 4}, batch_size=2, batch_size_val=8, **held_out
+        )
+    )
+    assert max(sizes) == 8
 
 
 def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
@@ -312,13 +332,9 @@ REFUSED = {
         {"microbatching": "packed", "model": tiny.GEMMA2_MODEL},
         "microbatching=packed: the model's Gemma2Attention",
     ),
-    "stages": (
-        {"pipeline_parallel_dim": 2},
-        "pipeline_parallel_dim=2: this recipe has no pipeline stages",
-    ),
-    "a schedule": (
-        {"pipeline_parallel_schedule": "1F1B"},
-        "pipeline_parallel_schedule: this recipe has no",
+    "a zero-bubble schedule": (
+        {"pipeline_parallel_schedule": "InterleavedZeroBubble"},
+        "pipeline_parallel_schedule=InterleavedZeroBubble: this loss has no backward in two parts",
     ),
     "a negative weight": ({"sft_loss_weight": -1.0}, "sft_loss_weight=-1.0: it must be at least 0"),
     "infinite weight": ({"sft_loss_weight": math.inf}, "sft_loss_weight=inf: it must be"),

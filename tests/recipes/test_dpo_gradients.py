@@ -1,21 +1,29 @@
 """The gradient of every parameter is that of its pairs one by one, in float64, whatever the layout."""
 
-from functools import cache, partial
+from functools import cache
+from typing import Any, NamedTuple
 
+import arrays
 import big_batch
 import big_batch_of_pairs
 import pytest
 import tiny
-from big_batch import LAYOUTS, TOLERANCE, TP_PLAN
+import torch
+from big_batch import TOLERANCE
 from big_batch_of_pairs import NUM_PAIRS, PAIRS_PER_STEP
 from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
     ListLogger,
+    recipe_class,
     run_recipe_recording_gradients,
-    tiny_dpo_config,
     with_adapters,
 )
+
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.pairs.collator import PairCollator
+from recipe_utils.loss import preference
+from recipe_utils.model.pipeline.pipeline import Pipeline
 
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
 LOSSES = {
@@ -43,37 +51,98 @@ PLANS = [
     {"microbatching": "packed", "batch_size": 1, "gradient_sync": "last_microbatch"},
     {"microbatching": "packed", "batch_size": 2, "prefix_sharing": False},
 ]
-TIED, UNTIED = tiny.MODEL, tiny.UNTIED_MODEL
+TIED, UNTIED = tiny.DEEP_MODEL, tiny.DEEP_UNTIED_MODEL
+MODELS = {
+    "tied": TIED,
+    "untied": UNTIED,
+    "lora": tiny.adapted(TIED),
+    "untied lora": tiny.adapted(UNTIED),
+    "dora": tiny.adapted(UNTIED, use_dora=True),
+}
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+OFFLOADED, CACHED = {"reference": "offload"}, {"reference": "cached"}
+RECOMPUTED = {"enable_activation_checkpointing": True}
+
+
+class Row(NamedTuple):
+    """One training; indices of COMBINATIONS and PLANS."""
+
+    layout: str
+    model: str
+    combination: int
+    plan: int
+    changes: dict[str, Any] = {}  # noqa: RUF012
+
+
+FAST = [
+    Row("one", "tied", 1, 2),
+    Row("fsdp-2", "untied", 4, 0),
+    Row("pp-2", "tied", 0, 2),
+    Row("pp-2", "lora", 5, 1, INTERLEAVED),
+]
+ROWS = [
+    *FAST,
+    # All losses and kinds of pairs with padded and with packed rows
+    *(Row("one", "untied", i, (i + 1) % 4) for i in range(8)),
+    *(Row("one", "tied", i, (i + 3) % 4) for i in range(8)),
+    Row("one", "lora", 4, 2, RECOMPUTED),
+    Row("one", "untied lora", 0, 0, CACHED),
+    Row("fsdp-2", "tied", 3, 2, OFFLOADED),
+    Row("fsdp-2", "tied", 6, 1, CACHED),
+    Row("fsdp-2", "dora", 4, 3),
+    Row("fsdp-2", "untied lora", 2, 2, RECOMPUTED),
+    Row("fsdp-4", "tied", 5, 2),
+    Row("fsdp-4", "untied", 7, 1, RECOMPUTED),
+    Row("hsdp-2x2", "untied", 2, 2),
+    Row("hsdp-2x2", "tied", 4, 0),
+    Row("tp-2", "untied", 1, 2),
+    Row("tp-2", "untied", 6, 1),
+    Row("fsdp-2-tp-2", "untied", 3, 3),
+    Row("fsdp-2-tp-2", "untied", 0, 0),
+    Row("pp-2", "untied", 1, 3, INTERLEAVED),
+    Row("pp-2", "tied", 7, 0, INTERLEAVED),
+    Row("pp-2", "untied", 4, 1, {"pipeline_parallel_schedule": "GPipe", **OFFLOADED}),
+    Row("pp-2", "tied", 6, 2, {**INTERLEAVED, **CACHED}),
+    Row("pp-2", "untied lora", 3, 0),
+    Row("pp-2", "dora", 1, 2, CACHED),
+    Row("pp-2", "lora", 2, 3, {**INTERLEAVED, **CACHED}),
+    Row("pp-4", "untied", 2, 2),
+    Row("pp-2-fsdp-2", "tied", 0, 2),
+    Row("pp-2-fsdp-2", "untied", 1, 1, INTERLEAVED),
+    Row("pp-2-fsdp-2", "tied", 5, 0, {**INTERLEAVED, **CACHED}),
+    Row("pp-2-fsdp-2", "untied lora", 4, 2),
+    Row("pp-2-fsdp-2", "lora", 3, 3, INTERLEAVED),
+    Row("pp-2-hsdp-2", "untied", 6, 2),
+]
 
 
 @cache
-def reference(combination, is_tied=True):
-    kind, loss, weight = combination
-    sizes = TIED if is_tied else UNTIED
-    return big_batch_of_pairs.reference_of_steps(sizes, kind, LOSSES[loss], weight)
+def reference(combination, model):
+    kind, loss, weight = COMBINATIONS[combination]
+    return big_batch_of_pairs.reference_of_steps(MODELS[model], kind, LOSSES[loss], weight)
 
 
 @pytest.fixture
-def step_of_8(weights_folder, tmp_path):
-    """Makes configs whose output goes to this test's own folder."""
-    return partial(make_step_of_8, weights_folder, tmp_path)
+def config_of(tiny_dpo_config, tmp_path):
+    """Makes the config of a row."""
 
+    def make(row):
+        kind, loss, weight = COMBINATIONS[row.combination]
+        data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind}
+        config = tiny_dpo_config(
+            model=MODELS[row.model],
+            dataset=data,
+            loss=LOSSES[loss],
+            sft_loss_weight=weight,
+            global_batch_size=PAIRS_PER_STEP,
+            gradient_accumulation_steps=...,
+            **PLANS[row.plan],
+            **arrays.LAYOUTS[row.layout][1],
+            **row.changes,
+        )
+        return with_adapters(config, tmp_path) if "lora_rank" in MODELS[row.model] else config
 
-def make_step_of_8(folder, out, combination, **changes):
-    kind, loss, weight = combination
-    data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind}
-    changes.setdefault("batch_size", 2)
-    config = tiny_dpo_config(
-        folder,
-        dataset=data,
-        loss=LOSSES[loss],
-        sft_loss_weight=weight,
-        global_batch_size=PAIRS_PER_STEP,
-        gradient_accumulation_steps=...,
-        **changes,
-    )
-    config["output_dir"] = config["checkpointer"]["output_dir"] = str(out)
-    return config
+    return make
 
 
 def gradients_and_metrics(configs):
@@ -85,143 +154,132 @@ def gradients_and_metrics(configs):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(layout, step_of_8):
-    world_size, dims = LAYOUTS[layout]
-    is_tied = "tp" not in layout
-    if not is_tied:
-        dims = {**dims, **TP_PLAN}
-    cases, configs = [], []
-    # Tensor-parallel ranks hold the same pairs: there each plan is tried once.
-    for i, combination in enumerate(COMBINATIONS if is_tied else COMBINATIONS[: len(PLANS)]):
-        # All plans on one process; on more, of padded and packed rows in turn, each plan with two losses.
-        of_ranks = PLANS[i // 2 % 2 + 2 * (i % 2)]
-        for plan in PLANS if world_size == 1 else [of_ranks]:
-            cases.append(combination)
-            sizes = TIED if is_tied else UNTIED
-            configs.append(step_of_8(combination, model=sizes, **plan, **dims))
-    found = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
-    for rank, of_rank in enumerate(found):
-        for combination, (gradients, logged) in zip(cases, of_rank, strict=True):
-            expected = reference(combination, is_tied)
-            assert len(gradients) == len(expected) == 3
-            for step, (_, of_step) in zip(gradients, expected, strict=True):
-                assert step.keys() == of_step.keys()
-                assert big_batch.error(step, of_step) < TOLERANCE, combination
-            for metrics, (of_step, _) in zip(logged, expected if rank == 0 else [], strict=True):
-                for name, value in of_step.items():
-                    assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+@pytest.mark.parametrize(
+    ("rows", "world_size"),
+    [(FAST, 1), (FAST, 2)]
+    + [pytest.param(ROWS, ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)],
+    ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
+)
+def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(rows, world_size, config_of):
+    rows = [row for row in rows if arrays.LAYOUTS[row.layout][0] == world_size]
+    configs = [config_of(row) for row in rows]
+    ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
+    for row, *of_ranks in zip(rows, *ranks, strict=True):
+        expected = reference(row.combination, row.model)
+        assert len(expected) == 3
+        for step, (metrics, gradients) in enumerate(expected):
+            assert set().union(*(found[step] for found, _ in of_ranks)) == gradients.keys(), row
+            assert max(big_batch.error(f[step], gradients) for f, _ in of_ranks) < TOLERANCE, row
+            _, logged = of_ranks[0]
+            for name, value in metrics.items():
+                assert logged[step][name] == pytest.approx(value, rel=1e-9, abs=1e-9), (row, name)
 
 
-SFT_AND_DPO, MULTI_TURN = COMBINATIONS[1], ("multi_turn", "dpo", 0.0)
-FORWARD = "model(**microbatch.inputs, targets=microbatch.targets)"
-MAKE_PAIRS = "PairCollator(data, self.tokenizer, limits, settings.pairs, self.reference)"
+# ---- Wrong recipes -----------------------------------------------------------------------------------
+
+
+def rejected_sees_chosen(patches):
+    names = recipe_class(recipe=DPO).setup.__globals__
+    attend = names["attend_within_documents"]
+
+    def one_document(_, args, kwargs):
+        rows = kwargs["document_lengths"]
+        plain = [[sum(d) if isinstance(d, tuple) else d for d in row] for row in rows]
+        return args, {**kwargs, "document_lengths": plain}
+
+    def attend_to_both(decoder, *args):
+        attend(decoder, *args)
+        decoder.register_forward_pre_hook(one_document, with_kwargs=True, prepend=True)
+
+    patches.setitem(names, "attend_within_documents", attend_to_both)
+
+
+def shared_targets_counted_for_chosen_alone(patches):
+    def sums(of_tokens, pairs):
+        lengths = pairs.segment_lengths
+        found = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, initial=0)
+        shared, chosen, rejected = found.view(-1, 3).unbind(1)
+        return torch.stack([shared + chosen, rejected])
+
+    patches.setattr(preference, "sums_of_answers", sums)
+
+
+def one_more_token_shared(patches):
+    prepare = PairCollator.prepare
+
+    def share_one_more(self, *args):
+        pair = prepare(self, *args)
+        return {**pair, "num_shared": pair["num_shared"] + 1}
+
+    patches.setattr(PairCollator, "prepare", share_one_more)
+
+
+def mean_of_microbatch_means(patches):
+    recipe = recipe_class(recipe=DPO)
+    sums = recipe.sums
+    patches.setattr(UpdateStep, "scale", lambda step, _: 1 / len(step.microbatches))
+    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / m.counts["pairs"])
+
+
+def pairs_of_one_rank(patches):
+    patches.setattr(UpdateStep, "scale", lambda step, count: 1 / step.totals[count])
+
+
+def dummy_counted_as_a_pair(patches):
+    patches.setattr(PairCollator, "dummy", lambda self, sample: self.collate([sample]))
+
+
+def a_microbatch_replaced_by_the_last(patches):
+    run = Pipeline.forward_backward
+    patches.setattr(
+        Pipeline,
+        "forward_backward",
+        lambda self, found, *rest: run(self, [*found[1:], found[-1]], *rest),
+    )
+
+
+def reference_with_adapters(patches):
+    from contextlib import nullcontext
+
+    from recipe_utils.model.frozen import model
+
+    patches.setattr(model, "disable_adapter", lambda _: nullcontext())
+
+
+MULTI_TURN = {"max_tokens_per_microbatch": 100}
 MUTANTS = {
-    "rejected sees chosen": (
-        1,
-        (
-            "            attend_within_documents(decoder, ranks.device, pairs.longest_row)",
-            "            attend_within_documents(decoder, ranks.device, pairs.longest_row)\n"
-            "            decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "
-            "'document_lengths': [[sum(d) if isinstance(d, tuple) else d for d in row] "
-            "for row in kwargs['document_lengths']]}), with_kwargs=True, prepend=True)",
-        ),
-    ),
-    "rejected's positions count on after chosen": (
-        1,
-        (
-            FORWARD,
-            "model(**{**microbatch.inputs, 'input_pos': torch.cat([torch.arange(sum(d) if isinstance(d, tuple) "
-            "else d) for d in microbatch.inputs['document_lengths'][0]])[None]}, targets=microbatch.targets)",
-        ),
-    ),
-    "shared targets counted for chosen alone": (
-        1,
-        (
-            "return sums_of_answers(of_tokens, microbatch.targets.pairs)",
-            "return sums_of_answers(of_tokens, microbatch.targets.pairs) - torch.stack([t := torch.segment_reduce("
-            "of_tokens.double(), 'sum', lengths=microbatch.targets.pairs.segment_lengths, unsafe=True, initial=0)"
-            ".view(-1, 3)[:, 0], t]) * torch.tensor([[0.0], [1.0]])",
-        ),
-    ),
-    "last common token shared, too": (
-        1,
-        (
-            MAKE_PAIRS,
-            f"(lambda pairs, prepare: setattr(pairs, 'prepare', lambda *args: (lambda s: {{**s, 'num_shared': "
-            f"s['num_shared'] + 1}})(prepare(*args))) or pairs)(*(lambda p: (p, p.prepare))({MAKE_PAIRS}))",
-        ),
-    ),
-    "mean of microbatch means": (
-        1,
-        (
-            "sums = self.sums(microbatch)",
-            "sums = self.sums(microbatch) / microbatch.counts['pairs'] / len(step.microbatches) / per_pair",
-        ),
-    ),
-    "tokens instead of pairs": (
-        1,
-        (
-            "sums = self.sums(microbatch)",
-            "sums = self.sums(microbatch) * (microbatch.counts['target_tokens'] / step.totals['target_tokens']"
-            " / microbatch.counts['pairs'] / per_pair)",
-        ),
-    ),
-    "a microbatch left out": (
-        1,
-        (
-            "            with gradient_sync(",
-            "            if is_last and len(step.microbatches) > 1: continue\n            with gradient_sync(",
-        ),
-    ),
-    "pairs of one rank": (2, ('step.scale("pairs")', "1 / step.totals['pairs']")),
-    "the stand-in counted as a pair": (
-        4,
-        (
-            MAKE_PAIRS,
-            f"(lambda pairs: setattr(pairs, 'dummy', lambda sample: pairs.collate([sample])) or pairs)({MAKE_PAIRS})",
-        ),
-    ),
+    rejected_sees_chosen: Row("one", "tied", 5, 2, MULTI_TURN),
+    shared_targets_counted_for_chosen_alone: Row("one", "tied", 1, 2, MULTI_TURN),
+    one_more_token_shared: Row("one", "tied", 5, 2, MULTI_TURN),
+    mean_of_microbatch_means: Row("one", "tied", 5, 2, MULTI_TURN),
+    pairs_of_one_rank: Row("fsdp-2", "tied", 5, 2, MULTI_TURN),
+    dummy_counted_as_a_pair: Row("fsdp-4", "tied", 5, 3, MULTI_TURN),
+    a_microbatch_replaced_by_the_last: Row("pp-2", "tied", 5, 0),
+    reference_with_adapters: Row("pp-2", "lora", 5, 0),
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_recipe_misses_the_pairs(mutant, step_of_8):
-    world_size, mutation = MUTANTS[mutant]
-    config = step_of_8(MULTI_TURN, microbatching="packed", max_tokens_per_microbatch=100)
-    if world_size == 4:
-        config["batch_size"] = 2
-    (gradients, *_) = run_distributed(
-        run_recipe_recording_gradients, world_size, config, mutation, DPO
-    )
-    expected = reference(MULTI_TURN)
+def gradients_of_a_mutant(mutate, config):
+    with pytest.MonkeyPatch.context() as patches:
+        mutate(patches)
+        return run_recipe_recording_gradients(config, recipe=DPO)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        pytest.param(m, id=m.__name__, marks=[] if m is rejected_sees_chosen else pytest.mark.slow)
+        for m in MUTANTS
+    ],
+)
+def test_a_wrong_recipe_misses_the_pairs(mutate, config_of):
+    row = MUTANTS[mutate]
+    world_size = arrays.LAYOUTS[row.layout][0]
+    found = run_distributed(gradients_of_a_mutant, world_size, mutate, config_of(row))
+    expected = reference(row.combination, row.model)
     errors = [
-        big_batch.error(g, of_step) for g, (_, of_step) in zip(gradients, expected, strict=True)
+        big_batch.error(step, of_step)
+        for gradients in found
+        for step, (_, of_step) in zip(gradients, expected, strict=True)
     ]
     assert max(errors) > 0.05
-
-
-ADAPTED = {
-    "lora": (tiny.adapted(tiny.MODEL), 1),
-    "dora": (tiny.adapted(tiny.UNTIED_MODEL, use_dora=True), 2),
-    "lora-fsdp-2": (tiny.adapted(tiny.UNTIED_MODEL), 2),
-}
-
-
-@pytest.mark.parametrize("adapters", ADAPTED)
-def test_adapters_have_the_model_without_them_as_reference(adapters, step_of_8, tmp_path):
-    sizes, world_size = ADAPTED[adapters]
-    kind, loss = "alike_beginnings", "dpo"
-    configs = [
-        with_adapters(
-            step_of_8((kind, loss, 0.0), model=sizes, **plan),
-            tmp_path,
-        )
-        for plan in (PLANS[0], PLANS[2], {**PLANS[2], "enable_activation_checkpointing": True})
-    ]
-    expected = big_batch_of_pairs.reference_of_steps(sizes, kind, LOSSES[loss])
-    for of_rank in run_distributed(gradients_and_metrics, world_size, configs):
-        for gradients, _ in of_rank:
-            for step, (_, of_step) in zip(gradients, expected, strict=True):
-                assert step.keys() == of_step.keys()
-                assert big_batch.error(step, of_step) < TOLERANCE

@@ -21,10 +21,17 @@ class Pairs(NamedTuple):
     others. In this order they are the targets of the microbatch."""
     names: tuple[str, ...]
     """Of the pairs, for errors."""
+
+
+class CacheKeys(NamedTuple):
+    """Attached to a microbatch until the training loop looks up, or computes, a frozen model's outputs."""
+
     keys: tuple[bytes, ...]
-    """What tells each pair from all others."""
-    unknown: Any = None
-    """A microbatch of those pairs of which a reference must say something yet; None if it is all or none."""
+    """Of the samples."""
+    num_rows: tuple[int, ...]
+    """Outputs of each sample; they follow one another in the microbatch's."""
+    num_missing: int
+    """Samples that the cache did not contain when the microbatch was prepared."""
 
 
 class Targets(NamedTuple):

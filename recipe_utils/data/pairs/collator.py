@@ -6,19 +6,16 @@ both sides begin with (the prompt, and more where answers begin alike) is comput
 Shapes: p pairs, b rows, s slots (positions) per row, n target tokens of all p pairs.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
-from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
+from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import (
     Sample,
     SkippedSampleError,
@@ -27,16 +24,19 @@ from recipe_utils.data.loader.samples import (
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.pairs.collate import (
+    IGNORE_INDEX,
+    SIDES,
+    collate_packed_pairs,
+    collate_padded_pairs,
+    num_shared_tokens,
+    packed_row,
+    padded_rows,
+)
 from recipe_utils.data.text.collator import check_sample
-from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-
-IGNORE_INDEX = -100
-"""The label of positions that are no targets, in torchtune's preference datasets."""
-
-_SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -68,14 +68,11 @@ class PairSettings:
             )
 
 
-class KnownLogProbs(Protocol):
-    """What is known of a reference's log-probabilities."""
+class CachedLogProbs(Protocol):
+    """A cache of a reference's log-probabilities."""
 
-    def key_of(self, pair: Mapping[str, Any], /) -> bytes:
-        """What they are known by."""
-
-    def find(self, keys: Sequence[bytes], /) -> Tensor:
-        """Those of each chosen and each rejected answer, [2, p]; NaN where they are not known."""
+    def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
+        """Returns what the training loop looks them up by; its ``num_missing`` are not in the cache."""
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
@@ -106,18 +103,17 @@ class PairCollator:
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         limits: of the model.
         pair_settings: of the pairs.
-        known: log-probabilities of a reference that need not be computed any more; None if all must be.
+        cache: of a reference's log-probabilities; None without one.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: ``microbatching: packed`` cannot be with this model.
     """
 
     counts = (
-        "pairs", "unknown_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
+        "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
-    """What a microbatch counts: pairs; of them, those whose reference must be computed; targets of the
-    chosen answers; targets, and tokens, of both; of these, those that are computed once instead of twice;
-    positions that are computed."""
+    """What a microbatch counts: pairs; of them, those missing in the cache; targets of the chosen answers;
+    targets, and tokens, of both; of these, those that are computed once instead of twice; computed positions."""
     fingerprint_keys = (
         "chosen_input_ids",
         "chosen_labels",
@@ -131,13 +127,13 @@ class PairCollator:
         tokenizer: Any,
         limits: ModelLimits,
         pair_settings: PairSettings,
-        known: KnownLogProbs | None = None,
+        cache: CachedLogProbs | None = None,
     ) -> None:
         self._of_validation = partial(
-            PairCollator, settings.of_validation(), tokenizer, limits, pair_settings, known
+            PairCollator, settings.of_validation(), tokenizer, limits, pair_settings
         )
         self._limits = limits
-        self._known = known
+        self._cache = cache
         self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
         self.layout = "packed" if self._is_packed else "padded"
@@ -165,12 +161,12 @@ class PairCollator:
         self.plan = settings.make_plan(max_tokens, cost)
 
     def __getstate__(self) -> dict[str, Any]:
-        # DataLoader workers only prepare samples.
-        return {**self.__dict__, "_known": None, "_of_validation": None}
+        """For DataLoader workers, which prepare samples and read no cache."""
+        return {**self.__dict__, "_cache": None, "_of_validation": None}
 
     def for_validation(self) -> "PairCollator":
-        """The same for the validation loader: ``batch_size_val`` pairs per microbatch."""
-        return self._of_validation()
+        """Returns the validation loader's collator: ``batch_size_val`` pairs per microbatch."""
+        return self._of_validation(cache=self._cache)
 
     def warnings(self) -> Iterator[str]:
         """Whether pairs may be longer than a microbatch, and whether plans rest on guesses."""
@@ -191,7 +187,7 @@ class PairCollator:
                 which answer is better.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
-        for side in _SIDES:
+        for side in SIDES:
             keys = (f"{side}_input_ids", f"{side}_labels")
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
@@ -213,174 +209,28 @@ class PairCollator:
 
     def length(self, sample: Sample) -> int:
         """Slots that a pair takes in a row; padded, those of its longer side."""
-        lengths = [len(sample[f"{side}_input_ids"]) for side in _SIDES]
+        lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One microbatch of pairs, at least one; with what is known of their reference's log-probabilities."""
-        if self._known is None:
-            return self._collate(samples)
-        samples = [{**sample, "key": self._known.key_of(sample)} for sample in samples]
+        """Makes a microbatch of pairs, at least one; with a cache, with what outputs are looked up by."""
         microbatch = self._collate(samples)
-        known = self._known.find([sample["key"] for sample in samples])
-        unknown = [
-            s for s, is_nan in zip(samples, known[0].isnan().tolist(), strict=True) if is_nan
-        ]
-        if len(unknown) == len(samples):
+        if self._cache is None:
             return microbatch
-        targets = microbatch.targets._replace(teacher=known)
-        if unknown:
-            assert targets.pairs is not None
-            of_unknown = self._collate(unknown)
-            targets = targets._replace(pairs=targets.pairs._replace(unknown=of_unknown))
-        return replace(
-            microbatch, targets=targets, counts={**microbatch.counts, "unknown_pairs": len(unknown)}
-        )
+        found = self._cache.find(samples, [1] * len(samples))
+        counts = {**microbatch.counts, "missing_pairs": found.num_missing}
+        return replace(microbatch.with_teacher(found), counts=counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """A microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
+        """Makes a microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
         token = torch.tensor([[sample["chosen_input_ids"][0]], [IGNORE_INDEX], [0]])
         if self._is_packed:
-            microbatch = _packed_row([token], [1], [], self._pad_id, self._row_multiple)
+            microbatch = packed_row([token], [1], [], self._pad_id, self._row_multiple)
         else:
-            microbatch = _padded_rows(token[:1], token[1:2], [])
-        return replace(microbatch.with_teacher(torch.zeros(2, 0, dtype=torch.float64)), counts={})
+            microbatch = padded_rows(token[:1], token[1:2], [])
+        return replace(microbatch, counts={})
 
     def _collate(self, samples: Sequence[Sample]) -> Microbatch:
         if self._is_packed:
             return collate_packed_pairs(samples, self._pad_id, self._row_multiple)
         return collate_padded_pairs(samples, self._pad_id)
-
-
-def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
-    """Tokens that both sides of a pair may share: the longest common prefix, of tokens and labels, less one.
-
-    The last common token has another next token on each side, so it is in both. None of equal sides.
-
-    Args:
-        pair: arrays by torchtune's keys.
-    """
-    chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in _SIDES)
-    shorter = min(chosen.shape[1], rejected.shape[1])
-    differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
-    if not differ.any():
-        if chosen.shape == rejected.shape:
-            return None
-        return shorter - 1
-    return max(int(differ.argmax()) - 1, 0)
-
-
-def digest_of(pair: Mapping[str, Any], context: bytes) -> bytes:
-    """16 bytes that tell a pair's tokens and labels, and what its log-probabilities depend on, from others."""
-    digest = hashlib.blake2b(context, digest_size=16)
-    for side in _SIDES:
-        tokens, labels = pair[f"{side}_input_ids"], pair[f"{side}_labels"]
-        digest.update(len(tokens).to_bytes(8, "little"))
-        digest.update(tokens.tobytes())
-        digest.update(labels.tobytes())
-    return digest.digest()
-
-
-def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
-    """Makes a microbatch of two rows per pair, chosen over rejected, padded to the longest of all.
-
-    Args:
-        samples: at least one, of :meth:`PairCollator.prepare`.
-        padding_idx: the token to pad with.
-    """
-    longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in _SIDES)
-    tokens = torch.full((2 * len(samples), longest), padding_idx)
-    labels = torch.full((2 * len(samples), longest), IGNORE_INDEX)
-    for index, sample in enumerate(samples):
-        for row, side in enumerate(_SIDES, start=2 * index):
-            ids = sample[f"{side}_input_ids"]
-            tokens[row, : len(ids)] = torch.from_numpy(ids)
-            labels[row, : len(ids) - 1] = torch.from_numpy(sample[f"{side}_labels"][1:])
-    return _padded_rows(tokens, labels, samples)
-
-
-def _padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Microbatch:
-    of_sides = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
-    of_pairs = torch.cat([torch.zeros(len(samples), 1, dtype=torch.long), of_sides], dim=1)
-    return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
-
-
-def collate_packed_pairs(
-    samples: Sequence[Sample], padding_idx: int = 0, row_multiple: int | None = None
-) -> Microbatch:
-    """Makes a microbatch of one row, in which pair follows pair: what both share, chosen's rest, rejected's rest.
-
-    Neither rest sees the other; positions of both go on from the shared part's. Each slot has one label, that
-    of its next token.
-
-    Args:
-        samples: at least one, of :meth:`PairCollator.prepare`.
-        padding_idx: the token to pad with.
-        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no
-            padding.
-    """
-    segments: list[Tensor] = []
-    lengths: list[Any] = []
-    for sample in samples:
-        chosen, rejected = (_slots_of(sample, side) for side in _SIDES)
-        shared, chosen = chosen.tensor_split([sample["num_shared"]], dim=1)
-        rejected = rejected[:, sample["num_shared"] :]
-        segments += [shared, chosen, rejected]
-        of_parts = tuple(part.size(1) for part in (shared, chosen, rejected))
-        lengths += [of_parts] if of_parts[0] else of_parts[1:]
-    return _packed_row(segments, lengths, samples, padding_idx, row_multiple)
-
-
-def _slots_of(sample: Sample, side: str) -> Tensor:
-    """Tokens, labels of the next ones and positions of one side alone, [3, s]."""
-    tokens = torch.from_numpy(sample[f"{side}_input_ids"])
-    labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
-    labels[-1] = IGNORE_INDEX
-    return torch.stack([tokens, labels, torch.arange(len(tokens))])
-
-
-def _packed_row(
-    segments: Sequence[Tensor],
-    lengths: Sequence[Any],
-    samples: Sequence[Sample],
-    padding_idx: int,
-    row_multiple: int | None,
-) -> Microbatch:
-    """A row of segments [3, .], three for each pair, which are documents of the given lengths."""
-    of_segments = [int((segment[1] != IGNORE_INDEX).sum()) for segment in segments]
-    of_pairs = torch.tensor(of_segments[: 3 * len(samples)], dtype=torch.long).view(-1, 3)
-    num_real = sum(segment.size(1) for segment in segments)
-    if row_multiple is not None and num_real % row_multiple:
-        padding = torch.tensor([[padding_idx], [IGNORE_INDEX], [0]])
-        segments = [*segments, padding.expand(3, -num_real % row_multiple)]
-        lengths = [*lengths, -num_real % row_multiple]
-    tokens, labels, positions = torch.cat(list(segments), dim=1).unsqueeze(1)
-    inputs = {
-        "tokens": tokens,
-        "input_pos": positions,
-        "document_lengths": Documents([list(lengths)]),
-    }
-    return _microbatch(inputs, labels, samples, of_pairs)
-
-
-def _microbatch(
-    inputs: dict[str, Any], labels: Tensor, samples: Sequence[Sample], of_pairs: Tensor
-) -> Microbatch:
-    """A microbatch of labels [b, s] for next positions; targets of its segments [p, 3]."""
-    shared, chosen, rejected = of_pairs.sum(0).tolist()
-    counts = {
-        "pairs": len(samples),
-        "unknown_pairs": len(samples),
-        "chosen_tokens": shared + chosen,
-        "target_tokens": 2 * shared + chosen + rejected,
-        "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in _SIDES),
-        "shared_tokens": sum(sample["num_shared"] for sample in samples),
-        "positions": inputs["tokens"].numel(),
-    }
-    pairs = Pairs(
-        of_pairs.flatten(),
-        tuple(sample["name"] for sample in samples),
-        tuple(sample.get("key", b"") for sample in samples),
-    )
-    positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-    return Microbatch(inputs, Targets(labels, positions, pairs=pairs), counts)

@@ -1,17 +1,17 @@
-"""What a teacher says of samples, computed before training and kept on the disk, hundreds of GB of it.
+"""Disk cache of a frozen model's outputs, hundreds of GB of them.
 
-It depends on a sample's tokens and labels and on the teacher, but not on the learning rate, the loss, the order
-of samples or the number of ranks; so each sample is known by a hash of what it does depend on. In memory is
-only where each sample's rows are; rows are read when they are asked for, from files mapped into memory.
+Outputs depend on a sample's tokens and labels and on the model, but not on the learning rate, the loss, the order
+of samples or the number of ranks; so each sample's key is a hash of what its outputs depend on. Only the index is
+in memory; rows are read from files mapped into memory.
 
-Shapes: m samples of a part, n rows of a sample (its target tokens).
+Shapes: n rows of a sample (one of a pair; one of each target token).
 """
 
 import hashlib
 import json
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,151 +26,153 @@ from recipe_utils.parallel.process_group import gather_objects
 
 _log = get_logger("INFO")
 
+Values = dict[str, Tensor]
+"""Outputs by name, the rows of samples one after the other, [sum of n, ...]."""
+
 _NUM_BYTES_OF_KEY = 16
 # NumPy takes zeros at the end for padding. Between keys of one length that confuses no two of them.
 _KEY = np.dtype("S16")
-_OF_TEXT = ("tokens", "labels", "seq_lens", "input_pos")
 _VALUES = "values."
 
 _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of a row, by name."""
 
 
-class TeacherCache:
-    """What is known of one teacher, the same on all ranks; in a folder that many trainings may share.
+class OutputCache:
+    """Outputs of one frozen model, the same on all ranks; in a folder that many trainings may share.
 
-    It is kept in parts: files that hold many samples, written once and never changed. What a killed writer
-    has begun stays beside them with a name that ends with ``.unfinished``: whether another training
-    still writes to it cannot be told, so deleting it is the user's.
+    They are kept in parts: files that hold many samples, written once and never changed. The unfinished file of a
+    killed writer stays beside them with a name that ends with ``.unfinished``: another training may still
+    write to it, so only the user can delete it.
 
     Args:
-        folder: made if need be.
-        context: what the values depend on besides the sample, as plain values: weights, precision, kind,
-            temperature.
+        folder: made if it does not exist.
+        key: config key of the folder, for errors.
+        context: what outputs depend on besides the sample, as plain values: weights, precision, layout.
         group: a CPU (gloo) group of all ranks, which all see the folder.
-        max_part_bytes: a part is written as soon as more than this waits in memory [bytes].
+        gathers: rank 0 writes what all ranks have added; for small outputs. Else each rank writes its own parts.
+        max_part_bytes: a rank writes a part as soon as more than this waits in memory [bytes].
     """
 
     def __init__(
         self,
         folder: Path,
+        key: str,
         context: Mapping[str, Any],
         group: dist.ProcessGroup | None,
+        gathers: bool = False,
         max_part_bytes: int = 64 << 20,
     ) -> None:
         text = json.dumps(context, sort_keys=True, default=str)
         self._context = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._prefix = self._context.hex()[:16]
         self._folder = folder
+        self._key = key
         self._group = group
         self._is_zero = group is None or dist.get_rank(group) == 0
+        self._gathers = gathers
         self._max_part_bytes = max_part_bytes
-        self._waiting: dict[bytes, dict[str, Tensor]] = {}
+        self._waiting: dict[bytes, Values] = {}
         self._num_waiting_bytes = 0
-        self._written: set[bytes] = set()  # by this rank, since the ranks told each other
+        self._written: set[bytes] = set()  # since the last reload
         self._written_names: list[str] = []
         self._parts: dict[str, _Part] = {}
-        self._passed_over: set[str] = set()
+        self._skipped: set[str] = set()
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
-        # One value, so that the thread that looks samples up never sees the half of a change.
-        self._known = _Index.of([])
+        # One value, so that the prefetch thread never reads an index that is half changed.
+        self._index = _Index.of([])
         self.reload()
 
     def __len__(self) -> int:
-        return len(self._known.keys)
+        return len(self._index.keys)
 
-    def key_of(self, sample: Mapping[str, Any]) -> bytes:
-        """What a sample's values are known by, 16 bytes.
-
-        Raises:
-            ValueError: the sample holds something else than text.
-        """
-        other = sorted(sample.keys() - {*_OF_TEXT, "mask"})
-        if other:
-            raise ValueError(
-                f"teacher_cache: it holds text only, a sample has {', '.join(other)}, too; set "
-                "teacher_cache=null"
-            )
+    def key_of(self, numbers_by_name: Mapping[str, Any]) -> bytes:
+        """Returns a sample's key, 16 bytes: a hash of the context and of its whole numbers."""
         digest = hashlib.blake2b(self._context, digest_size=_NUM_BYTES_OF_KEY)
-        for name in _OF_TEXT:
-            if name in sample:
-                numbers = np.asarray(sample[name], dtype=np.int64)
-                digest.update(f"{name} {len(numbers)} ".encode())
-                digest.update(numbers.tobytes())
+        for name, values in numbers_by_name.items():
+            numbers = np.asarray(values, dtype=np.int64)
+            digest.update(f"{name} {len(numbers)} ".encode())
+            digest.update(numbers.tobytes())
         return digest.digest()
 
-    def knows(self, keys: Sequence[bytes]) -> bool:
-        """Whether all of these samples are known."""
-        return bool((self._known.places_of(keys) >= 0).all())
+    def contains(self, keys: Sequence[bytes]) -> np.ndarray:
+        """Returns which samples are in the cache, bool."""
+        return self._index.places_of(keys) >= 0
 
-    def find(self, keys: Sequence[bytes]) -> dict[str, Tensor]:
-        """Values by name, the rows of these samples one after the other, [sum of n, ...].
-
-        Without keys, values of no rows; of an empty cache, no values.
+    def find(self, keys: Sequence[bytes]) -> Values:
+        """Reads the outputs of samples. Without keys, outputs of no rows; of an empty cache, no outputs.
 
         Raises:
-            CheckpointError: a sample is not known, or its values are damaged.
+            CheckpointError: a sample is not in the cache, or its outputs are damaged.
         """
-        known = self._known
-        places = known.places_of(keys)
+        index = self._index
+        places = index.places_of(keys)
         if (places < 0).any():
             raise CheckpointError(
-                f"teacher_cache_dir={self._folder}: the dataset returned another sample than in the pass "
-                "before training, so what the teacher says of it is not known; set teacher_cache=null"
+                f"{self._key}={self._folder}: the dataset returned another sample than in the pass before "
+                "training, which the cache does not contain; train without a cache"
             )
-        num_rows = known.num_rows[places].tolist()
+        num_rows = index.num_rows[places].tolist()
         values = {
             name: torch.empty(sum(num_rows), *shape, dtype=dtype)
-            for name, (dtype, shape) in known.layout.items()
+            for name, (dtype, shape) in index.layout.items()
         }
         end = 0
         for place, num in zip(places.tolist(), num_rows, strict=True):
             begin, end = end, end + num
             sample = {name: rows[begin:end] for name, rows in values.items()}
-            part = known.parts[known.part_numbers[place]]
-            part.read(int(known.first_rows[place]), sample)
-            if _checksum(sample) != known.checksums[place]:
+            part = index.parts[index.part_numbers[place]]
+            part.read(int(index.first_rows[place]), sample)
+            if _checksum(sample) != index.checksums[place]:
                 raise CheckpointError(
-                    f"{part.path}: what it holds of a sample has another checksum than when it was written; "
-                    "delete it; the next start computes what it held again"
+                    f"{part.path}: a sample's outputs have another checksum than when they were written; "
+                    "delete the file; the next start computes its outputs again"
                 )
         return values
 
-    def add(self, key: bytes, values: Mapping[str, Tensor]) -> None:
-        """Takes a copy of what the teacher says of a sample; writes a part if enough waits for it.
+    def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
+        """Copies the outputs of samples, unless they were added before; writes a part if enough waits for it.
 
         Args:
-            key: of the sample. Nothing is done if it is known, or was added before.
-            values: by name, [n, ...] of any device; but for n alike for all samples.
+            keys: of the samples.
+            num_rows: of each sample.
+            values: of any device; of the dtypes and shapes of all other samples.
 
         Raises:
-            ValueError: they are not alike.
+            ValueError: other dtypes or shapes.
             OSError: see :meth:`write`.
         """
-        if key in self._waiting or key in self._written or self.knows([key]):
-            return
-        copies = {
-            name: value.detach().to("cpu", copy=True).contiguous()
-            for name, value in sorted(values.items())
-        }
-        if len({len(value) for value in copies.values()}) != 1:
-            raise ValueError(f"values have {[len(value) for value in copies.values()]} rows")
-        first = next(iter(self._waiting.values()), None)
-        layout = _layout_of(first) if first else self._known.layout
-        if layout and layout != _layout_of(copies):
-            raise ValueError(f"values are {_layout_of(copies)}, those of other samples {layout}")
-        self._waiting[key] = copies
-        self._num_waiting_bytes += sum(value.nbytes for value in copies.values())
-        if self._num_waiting_bytes > self._max_part_bytes:
+        waiting = next(iter(self._waiting.values()), None)
+        layout = _layout_of(waiting) if waiting else self._index.layout
+        if layout and layout != _layout_of(values):
+            raise ValueError(f"outputs are {_layout_of(values)}, other samples' {layout}")
+        for key, of_sample in _split(keys, num_rows, values):
+            if key in self._waiting or key in self._written or self.contains([key]).all():
+                continue
+            copies = {
+                name: rows.detach().to("cpu", copy=True).contiguous()
+                for name, rows in of_sample.items()
+            }
+            self._waiting[key] = copies
+            self._num_waiting_bytes += sum(rows.nbytes for rows in copies.values())
+        if self._num_waiting_bytes > self._max_part_bytes and not self._gathers:
             self.write()
 
     def write(self) -> None:
-        """Writes what waits as one part, whole or not at all. It is found after :meth:`reload`.
+        """Writes what waits as one part, whole or not at all; found after :meth:`reload`.
+
+        All ranks together if it ``gathers``.
 
         Raises:
-            OSError: it could not be written; names the file. Nothing is left of it, and all still waits.
+            OSError: the part could not be written; names the file. Nothing is left of it, and all still waits.
         """
+        if self._gathers:
+            of_ranks = gather_objects(_join(self._waiting), self._group)
+            self._written.update(self._waiting)
+            self._waiting = {}
+            for keys, num_rows, values in of_ranks if self._is_zero else ():
+                self._waiting |= _split(keys, num_rows, values)
         if not self._waiting:
             return
         name = f"{self._prefix}-{uuid.uuid4().hex[:16]}.safetensors"
@@ -181,16 +183,16 @@ class TeacherCache:
         self._num_waiting_bytes = 0
 
     def reload(self) -> None:
-        """Finds what any rank has written, and what other trainings have. All ranks together."""
-        # One rank lists the folder, and each says what it has written: on a network's file system listings
-        # of two ranks may differ, and what one knows all must know.
+        """Finds what any rank and any other training has written. All ranks together."""
+        # One rank lists the folder, and each reports what it has written: on a network's file system listings
+        # of two ranks may differ, and all ranks must have the same index.
         names = list(self._written_names)
         if self._is_zero:
             names += [path.name for path in self._folder.glob(f"{self._prefix}-*.safetensors")]
         of_ranks = gather_objects(names, self._group)
         parts: dict[str, _Part] = {}
         damaged: dict[str, str] = {}
-        for name in sorted({name for of_rank in of_ranks for name in of_rank} - self._passed_over):
+        for name in sorted({name for of_rank in of_ranks for name in of_rank} - self._skipped):
             try:
                 parts[name] = self._parts.get(name) or _Part(self._folder / name)
             except CheckpointError as error:
@@ -201,22 +203,20 @@ class TeacherCache:
         layout = next((part.layout for part in parts.values()), {})
         for name, part in parts.items():
             if part.layout != layout:
-                damaged[name] = f"{part.path}: it holds something else than other parts"
+                damaged[name] = f"{part.path}: it contains other outputs than other parts"
         for problem in damaged.values() if self._is_zero else ():
-            _log.warning(
-                f"teacher_cache_dir: {problem}; passed over, what it held is computed again"
-            )
-        self._passed_over |= damaged.keys()
+            _log.warning(f"{self._key}: {problem}; skipped, its outputs are computed again")
+        self._skipped |= damaged.keys()
         self._parts = {name: part for name, part in parts.items() if name not in damaged}
-        self._known = _Index.of(list(self._parts.values()))
+        self._index = _Index.of(list(self._parts.values()))
         self._written, self._written_names = set(), []
 
 
 class _Part:
-    """A file of the cache, open: what its samples are found by, and their values to be read.
+    """An open file of the cache.
 
     Raises:
-        CheckpointError: it is damaged, or something else; names the file.
+        CheckpointError: it is damaged, or no part; names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,7 +240,7 @@ class _Part:
             or not of_values
             or any(len(shape) == 0 for _, shape in of_values.values())
         ):
-            raise CheckpointError(f"{path}: it holds something else")
+            raise CheckpointError(f"{path}: it is no part of a cache")
         raw, self.num_rows, self.checksums = (
             self._file.read(name).numpy() for name in ("keys", "num_rows", "crc32")
         )
@@ -250,17 +250,17 @@ class _Part:
         }
         checksum = _checksum_of_index(self.keys, self.num_rows, self.checksums, self.layout)
         if not torch.equal(self._file.read("index_crc32"), torch.tensor(checksum)):
-            raise CheckpointError(f"{path}: its checksum is another one")
+            raise CheckpointError(f"{path}: it has another checksum than when it was written")
         ((_, (total, *_)), *_) = of_values.values()
         if (
             any(shape[0] != total for _, shape in of_values.values())
             or ((self.num_rows < 0) | (self.num_rows > total)).any()
             or self.num_rows.sum() != total
         ):
-            raise CheckpointError(f"{path}: its samples have other rows than its values")
+            raise CheckpointError(f"{path}: its samples have other rows than its outputs")
 
-    def read(self, first_row: int, into: Mapping[str, Tensor]) -> None:
-        """Fills ``into``, values by name, [n, ...], with the rows from ``first_row`` on."""
+    def read(self, first_row: int, into: Values) -> None:
+        """Fills ``into``, [n, ...] by name, with the rows from ``first_row`` on."""
         for name, rows in into.items():
             if len(rows):
                 wanted = slice(first_row, first_row + len(rows))
@@ -268,7 +268,7 @@ class _Part:
 
 
 class _Index(NamedTuple):
-    """Where to find each sample; arrays are in the order of the keys."""
+    """Where each sample's rows are; arrays are in the order of the keys."""
 
     parts: Sequence[_Part]
     layout: _Layout
@@ -282,7 +282,7 @@ class _Index(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[_Part]) -> "_Index":
-        """That of parts of one layout; of equal keys the first one's."""
+        """Returns the index of parts of one layout; of equal keys the first one counts."""
         numbers = [np.full(len(part.keys), i, dtype=np.int32) for i, part in enumerate(parts)]
         firsts = [np.cumsum(part.num_rows) - part.num_rows for part in parts]
         keys, order = np.unique(_joined([part.keys for part in parts], _KEY), return_index=True)
@@ -297,7 +297,7 @@ class _Index(NamedTuple):
         )
 
     def places_of(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Where samples are in the arrays; -1 for those that are not known."""
+        """Returns where samples are in the arrays; -1 for those that are not in the cache."""
         wanted = np.frombuffer(b"".join(keys), dtype=_KEY)
         if not len(self.keys):
             return np.full(len(wanted), -1)
@@ -309,29 +309,46 @@ def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype=dtype), *arrays])
 
 
-def _write(path: Path, samples: Mapping[bytes, Mapping[str, Tensor]]) -> None:
-    of_samples = list(samples.values())
-    layout = _layout_of(of_samples[0])
-    keys = np.frombuffer(bytearray(b"".join(samples)), dtype=_KEY)
-    num_rows = np.array([len(next(iter(each.values()))) for each in of_samples], dtype=np.int64)
-    checksums = np.array([_checksum(each) for each in of_samples], dtype=np.int64)
+def _write(path: Path, samples: Mapping[bytes, Values]) -> None:
+    joined_keys, rows_of_samples, values = _join(samples)
+    keys = np.frombuffer(bytearray(b"".join(joined_keys)), dtype=_KEY)
+    num_rows = np.array(rows_of_samples, dtype=np.int64)
+    checksums = np.array([_checksum(each) for each in samples.values()], dtype=np.int64)
     tensors = {
         "keys": torch.from_numpy(keys.view(np.uint8)).view(-1, _NUM_BYTES_OF_KEY),
         "num_rows": torch.from_numpy(num_rows),
         "crc32": torch.from_numpy(checksums),
-        "index_crc32": torch.tensor(_checksum_of_index(keys, num_rows, checksums, layout)),
+        "index_crc32": torch.tensor(
+            _checksum_of_index(keys, num_rows, checksums, _layout_of(values))
+        ),
     }
-    for name in layout:
-        tensors[_VALUES + name] = torch.cat([each[name] for each in of_samples])
+    tensors |= {_VALUES + name: rows for name, rows in values.items()}
     replace_with_tensors(path, tensors)
 
 
-def _layout_of(values: Mapping[str, Tensor]) -> _Layout:
+def _join(samples: Mapping[bytes, Values]) -> tuple[list[bytes], list[int], Values]:
+    """Returns keys, numbers of rows, and the rows of all samples one after the other."""
+    of_samples = list(samples.values())
+    names = sorted(of_samples[0]) if of_samples else []
+    num_rows = [len(each[names[0]]) for each in of_samples]
+    return list(samples), num_rows, {n: torch.cat([each[n] for each in of_samples]) for n in names}
+
+
+def _split(
+    keys: Sequence[bytes], num_rows: Sequence[int], values: Values
+) -> Iterator[tuple[bytes, Values]]:
+    """The inverse of :func:`_join`."""
+    parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
+    for index, key in enumerate(keys):
+        yield key, {name: of_samples[index] for name, of_samples in parts.items()}
+
+
+def _layout_of(values: Values) -> _Layout:
     return {name: (value.dtype, tuple(value.shape[1:])) for name, value in sorted(values.items())}
 
 
-def _checksum(values: Mapping[str, Tensor]) -> int:
-    """Of one sample's values."""
+def _checksum(values: Values) -> int:
+    """The checksum of one sample's outputs."""
     checksum = 0
     for name in sorted(values):
         content: Any = values[name].reshape(-1).view(torch.uint8).numpy()
@@ -342,7 +359,7 @@ def _checksum(values: Mapping[str, Tensor]) -> int:
 def _checksum_of_index(
     keys: np.ndarray, num_rows: np.ndarray, checksums: np.ndarray, layout: _Layout
 ) -> int:
-    """Of all that values are found by, and of what they are: rows of another dtype would pass their own."""
+    """The checksum of the index and of the layout: rows of another dtype would pass their own."""
     checksum = zlib.crc32(str(sorted(layout.items())).encode())
     for array in (keys, num_rows, checksums):
         checksum = zlib.crc32(array.tobytes(), checksum)

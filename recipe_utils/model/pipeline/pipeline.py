@@ -25,6 +25,7 @@ from recipe_utils.model.pipeline.schedule import (
     SCHEDULES,
     PipelineSettings,
     has_several_stages_per_rank,
+    num_microbatches_to_run,
 )
 from recipe_utils.model.pipeline.stages import Stages
 from recipe_utils.parallel.ranks import Ranks
@@ -54,6 +55,7 @@ class Pipeline:
         output_is_tied: the first stage's embeddings and the last one's output share their weight. Each has
             a copy, whose gradients are summed.
         num_sums: k. Ranks without the last stage cannot see it. :meth:`outputs` does not look at it.
+        sums_dtype: in which sums are added up over microbatches.
     """
 
     def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
@@ -68,6 +70,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         output_is_tied: bool = False,
         num_sums: int = 1,
+        sums_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._stages = [
             _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
@@ -81,7 +84,13 @@ class Pipeline:
         self.group = group
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
-        self._sums_dtype = torch.promote_types(dtype, torch.float32)
+        self._sums_dtype = sums_dtype
+        self._num_to_run = partial(
+            num_microbatches_to_run,
+            schedule=schedule,
+            num_ranks=self._num_ranks,
+            num_stages=num_stages,
+        )
         self._device = device
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._tied_group: dist.ProcessGroup | None = None
@@ -152,7 +161,8 @@ class Pipeline:
         FSDP stages come back sharded, so whoever reads a weight afterwards unshards it.
 
         Args:
-            microbatches: as :meth:`forward_backward` takes them.
+            microbatches: as :meth:`forward_backward` takes them, but at least one. The first one is repeated
+                where the schedule needs more.
 
         Returns:
             By the microbatch's index, on the device and of any shape, such as hidden states at target
@@ -162,8 +172,10 @@ class Pipeline:
             PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
         """
         outputs: dict[int, Any] = {}
-        self._run(microbatches, outputs.__setitem__, has_backward=False)
-        return outputs
+        num_asked = len(microbatches)
+        repeated = [microbatches[0]] * (self._num_to_run(num_asked) - num_asked)
+        self._run([*microbatches, *repeated], outputs.__setitem__, has_backward=False)
+        return {index: output for index, output in outputs.items() if index < num_asked}
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
@@ -396,6 +408,7 @@ def build_pipeline(
     dtype: torch.dtype,
     ranks: Ranks,
     num_sums: int = 1,
+    sums_dtype: torch.dtype | None = None,
 ) -> Pipeline | None:
     """What runs update steps through the stages of :func:`recipe_utils.model.build.build.build_model`.
 
@@ -404,7 +417,8 @@ def build_pipeline(
         settings: of the schedule.
         dtype: of the hidden states.
         ranks: of the job.
-        num_sums: that the model's head returns.
+        num_sums: that the loss module returns.
+        sums_dtype: in which they are added up; None for that of losses, at least fp32.
 
     Returns:
         None where the model is not cut.
@@ -423,4 +437,5 @@ def build_pipeline(
         group=group,
         output_is_tied=model.whole.output_is_tied,
         num_sums=num_sums,
+        sums_dtype=sums_dtype or torch.promote_types(dtype, torch.float32),
     )

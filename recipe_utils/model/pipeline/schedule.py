@@ -105,6 +105,15 @@ class PipelineSettings:
 
         return to_run
 
+    def problems_with_split_backward(self) -> Iterator[Problem]:
+        """Yields what a loss excludes whose backward cannot run in two parts."""
+        if self.splits_backward:
+            yield Problem(
+                "pipeline_parallel_schedule",
+                "this loss has no backward in two parts; set it to 1F1B or Interleaved1F1B",
+                self.pipeline_parallel_schedule,
+            )
+
     def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[Problem]:
         """What a pipeline of so many ranks lacks or excludes."""
         num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none

@@ -26,7 +26,7 @@ from recipe_utils.loss.self_distillation import (
 from recipe_utils.loss.spreading import gradient_of_all
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import load_weights
-from recipe_utils.model.frozen.forward_only import ForwardOnly
+from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.vision.moving_average import MovingAverage
@@ -85,12 +85,12 @@ class AverageTeacher:
         stages_of = partial(
             build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks
         )
-        self._forward = ForwardOnly(self.model, stages_of(self.model), ranks.device)
-        self._student = ForwardOnly(student, pipeline, ranks.device)
+        self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
+        self._student = FrozenModel(student, pipeline, ranks.device)
         self._average = MovingAverage(self.model, student)
         if self.gram_model is not None:
             stages = stages_of(self.gram_model)
-            self._gram_forward = ForwardOnly(self.gram_model, stages, ranks.device)
+            self._gram_forward = FrozenModel(self.gram_model, stages, ranks.device)
             self._gram_copy = MovingAverage(self.gram_model, self.model)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
+from recipe_utils.data.loader.microbatch import CacheKeys
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
 from recipe_utils.data.loader.settings import DataSettings
@@ -17,7 +18,6 @@ from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
     collate_padded_pairs,
-    digest_of,
     load_pairs,
     num_shared_tokens,
 )
@@ -152,7 +152,7 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
     assert dummy.targets.pairs.segment_lengths.shape == (0,)
-    assert dummy.targets.teacher.shape == (2, 0)
+    assert dummy.targets.teacher is None
     assert dummy.inputs["tokens"].shape == (1, 1)
 
 
@@ -190,78 +190,28 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert microbatch.counts["pairs"] == 3
 
 
-def test_pairs_are_known_by_tokens_labels_and_context_only():
-    kind = kind_of()
-    first, *others = prepared(
-        kind,
-        [
-            pair([1, 2, 3], [1, 2, 4]),
-            pair([1, 2, 3], [1, 2, 5]),
-            pair([1, 2, 3], [1, 2, 4], masked=2),
-            pair([1, 2, 4], [1, 2, 3]),
-            pair([1, 2, 3, 1], [2, 4]),
-        ],
-    )
-    keys = {digest_of(each, b"context") for each in (first, *others)} | {digest_of(first, b"other")}
-    assert len(keys) == 6
-    (again,) = prepared(kind_of("in_order"), [pair([1, 2, 3], [1, 2, 4])])
-    assert digest_of(again, b"context") == digest_of(first, b"context")
+class HalfOfThem:
+    """A cache that contains every other pair."""
+
+    def find(self, samples, num_rows):
+        assert num_rows == [1] * len(samples)
+        return CacheKeys((b"",) * len(samples), (1,) * len(samples), len(samples) // 2)
 
 
-def test_pairs_move_between_ranks_as_bytes():
-    kind = kind_of()
-    sample = prepared(kind, tiny.make_pairs(1))[0]
-    moved = pickle.loads(pickle.dumps(sample))
-    assert kind.collate([moved]).counts == kind.collate([sample]).counts
-
-
-class Known:
-    """Of half of the pairs; as a reference it cannot be pickled."""
-
-    def __reduce__(self):
-        raise TypeError("a process group")
-
-    def key_of(self, each):
-        return digest_of(each, b"context")
-
-    def find(self, keys):
-        unknown = torch.tensor([key[0] % 2 == 0 for key in keys])
-        log_probs = torch.arange(2.0 * len(keys), dtype=torch.float64).view(2, -1)
-        return log_probs.masked_fill(unknown, float("nan"))
-
-
-def kind_that_knows_half():
+def test_a_microbatch_counts_its_pairs_that_a_cache_does_not_contain():
     data = DataSettings(microbatching="packed")
-    return PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Known())
+    kind = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), HalfOfThem())
+    in_worker = pickle.loads(pickle.dumps(kind))  # which prepares samples and reads no cache
+    microbatch = kind.collate(prepared(in_worker, tiny.make_pairs(9)))
+    assert microbatch.counts["missing_pairs"] == 4
+    assert microbatch.targets.teacher.num_missing == 4
+    assert kind_of().collate(prepared(kind, tiny.make_pairs(9))).counts["missing_pairs"] == 0
 
 
-def test_of_pairs_that_are_known_in_part_the_others_are_a_microbatch_of_their_own():
-    kind = kind_that_knows_half()
-    samples = prepared(kind, tiny.make_pairs(9))
-    is_unknown = [Known().key_of(sample)[0] % 2 == 0 for sample in samples]
-    assert 0 < sum(is_unknown) < 9
-    known, unknown = (
-        [s for s, is_nan in zip(samples, is_unknown, strict=True) if is_nan == wanted]
-        for wanted in (False, True)
-    )
-    microbatch = kind.collate(samples)
-    assert microbatch.counts["unknown_pairs"] == len(unknown)
-    assert microbatch.targets.teacher[0].isnan().tolist() == is_unknown
-    of_unknown = microbatch.targets.pairs.unknown
-    assert of_unknown.targets.pairs.names == tuple(sample["name"] for sample in unknown)
-    assert torch.equal(of_unknown.inputs["tokens"], kind_of().collate(unknown).inputs["tokens"])
-    for part, num_unknown in ((known, 0), (unknown, len(unknown))):
-        alone = kind.collate(part)
-        assert alone.counts["unknown_pairs"] == num_unknown
-        assert (alone.targets.teacher is None) == bool(num_unknown)
-        assert alone.targets.pairs.unknown is None
-
-
-def test_workers_are_handed_what_prepares_samples_without_the_reference():
-    kind = kind_that_knows_half()
-    in_worker = pickle.loads(pickle.dumps(kind))
-    (raw,) = tiny.make_pairs(1)
-    assert kind.collate([in_worker.prepare(raw, "sample 0")]).counts["pairs"] == 1
+@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+def test_validation_has_batches_of_its_own_size(microbatching):
+    kind = kind_of(microbatching, batch_size=2, batch_size_val=8).for_validation()
+    assert [len(part) for part in kind.plan([5] * 8, 1)[0]] == [8]
 
 
 BAD = {
@@ -315,4 +265,4 @@ def test_a_dataset_of_single_answers_is_told_what_to_be():
 
     with pytest.raises(ValueError, match=r"samples have labels, tokens.*preference_dataset"):
         load_pairs(OmegaConf.create(cfg), tiny.tiny_tokenizer())
-    assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), None)) == 0
+    assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), tiny.tiny_tokenizer())) == 0

@@ -131,16 +131,16 @@ def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monk
     )
     sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention takes no heads of width 12
     teacher = SimpleNamespace(
-        is_asked=True,
+        is_used=True,
         _whole=on_meta(sizes, dtype="fp32"),
         _ranks=SimpleNamespace(device=CUDA),
         _modules=ModelSettings(),
     )
     limits = limits_of(on_meta(dtype="bf16"), CUDA, False)
     assert limits.num_row_lengths is None
-    assert Teacher.narrow(teacher, limits).num_row_lengths == 4
+    assert Teacher.intersect(teacher, limits).num_row_lengths == 4
     teacher._whole = on_meta(sizes, dtype="bf16")
-    assert Teacher.narrow(teacher, limits).num_row_lengths is None
+    assert Teacher.intersect(teacher, limits).num_row_lengths is None
 
 
 # ---- What a machine or a model lacks --------------------------------------------------------------

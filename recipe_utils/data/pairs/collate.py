@@ -1,0 +1,139 @@
+"""Pairs of answers as microbatches, padded or packed.
+
+Shapes: p pairs, b rows, s positions per row, n target tokens of all p pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.text.documents import Documents
+
+IGNORE_INDEX = -100
+"""The label of positions that are no targets, in torchtune's preference datasets."""
+
+SIDES = ("chosen", "rejected")
+
+
+def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens both sides of a pair may share; None of equal sides.
+
+    The longest common prefix, of tokens and labels, less one: the last common token has another next token on
+    each side, so it is in both.
+
+    Args:
+        pair: arrays by torchtune's keys.
+    """
+    chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
+    shorter = min(chosen.shape[1], rejected.shape[1])
+    differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
+    if not differ.any():
+        if chosen.shape == rejected.shape:
+            return None
+        return shorter - 1
+    return max(int(differ.argmax()) - 1, 0)
+
+
+def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
+    """Makes a microbatch of two rows per pair, chosen over rejected, padded to the longest of all.
+
+    Args:
+        samples: at least one, of :meth:`recipe_utils.data.pairs.collator.PairCollator.prepare`.
+        padding_idx: the token to pad with.
+    """
+    longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in SIDES)
+    tokens = torch.full((2 * len(samples), longest), padding_idx)
+    labels = torch.full((2 * len(samples), longest), IGNORE_INDEX)
+    for index, sample in enumerate(samples):
+        for row, side in enumerate(SIDES, start=2 * index):
+            ids = sample[f"{side}_input_ids"]
+            tokens[row, : len(ids)] = torch.from_numpy(ids)
+            labels[row, : len(ids) - 1] = torch.from_numpy(sample[f"{side}_labels"][1:])
+    return padded_rows(tokens, labels, samples)
+
+
+def padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Microbatch:
+    """Makes a microbatch of rows [b, s]; ``labels`` are those of next positions."""
+    of_sides = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
+    of_pairs = torch.cat([torch.zeros(len(samples), 1, dtype=torch.long), of_sides], dim=1)
+    return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
+
+
+def collate_packed_pairs(
+    samples: Sequence[Sample], padding_idx: int = 0, row_multiple: int | None = None
+) -> Microbatch:
+    """Makes a microbatch of one row, in which pair follows pair: shared prefix, chosen's rest, rejected's rest.
+
+    Neither rest attends to the other; positions of both follow the shared prefix's.
+
+    Args:
+        samples: at least one, of :meth:`recipe_utils.data.pairs.collator.PairCollator.prepare`.
+        padding_idx: the token to pad with.
+        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no padding.
+    """
+    segments: list[Tensor] = []
+    lengths: list[Any] = []
+    for sample in samples:
+        chosen, rejected = (_segment_of(sample, side) for side in SIDES)
+        shared, chosen = chosen.tensor_split([sample["num_shared"]], dim=1)
+        rejected = rejected[:, sample["num_shared"] :]
+        segments += [shared, chosen, rejected]
+        of_pair = tuple(segment.size(1) for segment in (shared, chosen, rejected))
+        lengths += [of_pair] if of_pair[0] else of_pair[1:]
+    return packed_row(segments, lengths, samples, padding_idx, row_multiple)
+
+
+def _segment_of(sample: Sample, side: str) -> Tensor:
+    """Tokens, labels of the next ones and positions of one side alone, [3, s]."""
+    tokens = torch.from_numpy(sample[f"{side}_input_ids"])
+    labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
+    labels[-1] = IGNORE_INDEX
+    return torch.stack([tokens, labels, torch.arange(len(tokens))])
+
+
+def packed_row(
+    segments: Sequence[Tensor],
+    lengths: Sequence[Any],
+    samples: Sequence[Sample],
+    padding_idx: int,
+    row_multiple: int | None,
+) -> Microbatch:
+    """Makes a microbatch of a row of segments [3, .], three for each pair, which are documents of these lengths."""
+    of_segments = [int((segment[1] != IGNORE_INDEX).sum()) for segment in segments]
+    of_pairs = torch.tensor(of_segments[: 3 * len(samples)], dtype=torch.long).view(-1, 3)
+    num_real = sum(segment.size(1) for segment in segments)
+    if row_multiple is not None and num_real % row_multiple:
+        padding = torch.tensor([[padding_idx], [IGNORE_INDEX], [0]])
+        segments = [*segments, padding.expand(3, -num_real % row_multiple)]
+        lengths = [*lengths, -num_real % row_multiple]
+    tokens, labels, positions = torch.cat(list(segments), dim=1).unsqueeze(1)
+    inputs = {
+        "tokens": tokens,
+        "input_pos": positions,
+        "document_lengths": Documents([list(lengths)]),
+    }
+    return _microbatch(inputs, labels, samples, of_pairs)
+
+
+def _microbatch(
+    inputs: dict[str, Any], labels: Tensor, samples: Sequence[Sample], of_pairs: Tensor
+) -> Microbatch:
+    """Makes a microbatch of labels [b, s] of next positions; ``of_pairs`` are targets of its segments [p, 3]."""
+    shared, chosen, rejected = of_pairs.sum(0).tolist()
+    counts = {
+        "pairs": len(samples),
+        "missing_pairs": 0,
+        "chosen_tokens": shared + chosen,
+        "target_tokens": 2 * shared + chosen + rejected,
+        "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in SIDES),
+        "shared_tokens": sum(sample["num_shared"] for sample in samples),
+        "positions": inputs["tokens"].numel(),
+    }
+    pairs = Pairs(of_pairs.flatten(), tuple(sample["name"] for sample in samples))
+    positions = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    return Microbatch(inputs, Targets(labels, positions, pairs=pairs), counts)

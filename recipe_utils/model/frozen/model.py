@@ -1,0 +1,182 @@
+"""A frozen model: forward passes without gradients, in any layout.
+
+Shapes: n target tokens of a microbatch, d the model's width, v its vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtune.modules.peft import disable_adapter
+from torchtune.modules.tied_linear import TiedLinear
+
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.model.build.build import ModelSettings, build_model
+from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
+from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.model.pipeline.stages import Stages
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.problems import naming
+
+
+class FrozenModel:
+    """Runs a model forward without gradients and returns what its loss module returns. All ranks together.
+
+    Args:
+        model: whole, sharded or the stages of this rank; its loss module may return anything.
+        pipeline: runs the stages; None for a model in one piece.
+        device: where to compute.
+        during_forward: context of every forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline | None,
+        device: torch.device,
+        during_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self._device = device
+        self._during_forward = during_forward
+        self._with_output: Any = model  # None where the last stage is on another rank
+        if isinstance(model, Stages):
+            self._with_output = model.by_index().get(model.whole.num_stages - 1)
+
+    @torch.no_grad()
+    def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
+        """Returns the loss module's outputs by the microbatch's index; empty on ranks without the last stage.
+
+        Args:
+            microbatches: on the CPU; equally many on all ranks. Outputs attached to them are ignored.
+        """
+        plain = [microbatch.with_teacher(None) for microbatch in microbatches]
+        with self._during_forward():
+            if self._pipeline is not None:
+                return self._pipeline.outputs(plain)
+            return {
+                index: self._model(**microbatch.inputs, targets=microbatch.targets)
+                for index, microbatch in enumerate(to_device_ahead(plain, self._device))
+            }
+
+    @contextmanager
+    def output_layer(self) -> Iterator[Any]:
+        """Yields the output layer, with weights gathered until the end of the block.
+
+        None on ranks without the last stage.
+        """
+        if self._with_output is None:
+            yield None
+            return
+        output = getattr(self._with_output, "decoder", self._with_output).output
+        # PyTorch's schedules reshard stages at their end, a forward the root.
+        holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
+        for holder in holders:
+            holder.unshard()
+            # As a unit of its own the output layer would free its weight after every chunk.
+            holder.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield output
+        finally:
+            for holder in holders:
+                holder.reshard()
+
+
+def build_frozen_model(
+    make_model: Callable[[], nn.Module],
+    prepare: Callable[[nn.Module, bool], None],
+    checkpoint: dict[str, Any],
+    modules: ModelSettings,
+    ranks: Ranks,
+    *,
+    split_points: list[int] | None = None,
+    is_offloaded: bool = False,
+    keys: tuple[str, str],
+) -> FrozenModel:
+    """Builds a model with its weights, to be run forward only.
+
+    With ``pp`` ranks it has one stage on each, balanced by its own costs, and microbatches go through them in one
+    schedule; outputs are on the rank of the last stage.
+
+    Args:
+        make_model: the model's builder.
+        prepare: see :func:`recipe_utils.model.build.build.build_model`.
+        checkpoint: full weights, by torchtune's keys.
+        modules: how the model is wrapped.
+        ranks: of the job.
+        split_points: first layer of each stage but the first.
+        is_offloaded: the weights are on the device during forwards only, else on the CPU.
+        keys: config keys of the model and of its checkpointer, for errors.
+
+    Raises:
+        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or the weights
+            do not fit.
+    """
+    # No backward, so nothing to interleave.
+    pipeline = PipelineSettings(
+        pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
+    )
+    with naming(keys[0]):
+        model = build_model(make_model, prepare, modules, ranks, pipeline)
+    with naming(keys[1]):
+        load_weights(model, checkpoint, modules, ranks.device)
+    model.requires_grad_(False).eval()
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        try:
+            model.to(ranks.device)
+            yield
+        finally:
+            model.cpu()
+
+    return FrozenModel(
+        model,
+        build_pipeline(model, pipeline, modules.torch_dtype, ranks),
+        ranks.device,
+        on_device if is_offloaded else nullcontext,
+    )
+
+
+def policy_without_adapters(
+    policy: nn.Module, pipeline: Pipeline | None, device: torch.device
+) -> FrozenModel:
+    """Returns the trained model with its adapters disabled during forwards."""
+
+    @contextmanager
+    def without_adapters() -> Iterator[None]:
+        was_training = policy.training
+        policy.eval()
+        try:
+            with disable_adapter(policy):
+                yield
+        finally:
+            policy.train(was_training)
+
+    return FrozenModel(policy, pipeline, device, without_adapters)
+
+
+def output_layer_alone(
+    whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Returns the output layer of a model without the rest of it, unsharded, [..., d] -> [..., v].
+
+    Args:
+        whole: the model, on the meta device.
+        weights: full, by torchtune's keys.
+        dtype: of the layer.
+        device: of the layer.
+    """
+    output = getattr(whole, "decoder", whole).output
+    holder = output.tied_module if isinstance(output, TiedLinear) else output
+    (prefix,) = [name for name, module in whole.named_modules() if module is holder]
+    own = {name: weights[f"{prefix}.{name}"].to(device, dtype) for name in holder.state_dict()}
+    holder.load_state_dict(own, assign=True)
+    holder.requires_grad_(False)
+    return output

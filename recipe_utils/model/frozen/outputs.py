@@ -1,0 +1,298 @@
+"""Outputs of a frozen model for the microbatches of update steps: computed at each, or once and kept on the disk.
+
+A reference and a teacher differ in what of a model's outputs is kept and how it is attached; see
+:class:`OutputKind`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torchtune.utils import get_logger
+from tqdm import tqdm
+
+from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.microbatch import CacheKeys, Microbatch
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.model.frozen.cache import OutputCache, Values
+from recipe_utils.model.frozen.model import FrozenModel
+from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.settings.problems import naming
+
+_log = get_logger("INFO")
+
+_SECONDS_TO_LOSE = 60.0
+"""Computed outputs that a killed training may lose."""
+
+
+class OutputKind(NamedTuple):
+    """What of a frozen model's outputs is used, and how."""
+
+    name: str
+    """Of the model, for messages."""
+    cache_key: str
+    """Config key of the cache's folder."""
+    numbers_of: Callable[[Sample], Mapping[str, Any]]
+    """Returns the whole numbers of a sample that outputs depend on, by name."""
+    to_values: Callable[[Any, Any, Microbatch], Values]
+    """Outputs of a microbatch, and the output layer, to values."""
+    attach: Callable[[Values, Any], Any]
+    """Values, and the output layer, to what the loss module finds in ``targets.teacher``."""
+    needs_output_layer: bool
+    """Values are projected by the loss module. The output layer's weights are gathered until the step is done."""
+    is_small: bool
+    """A value is a few bytes, and a missing one is computed during training, too."""
+
+
+class FrozenOutputs:
+    """Attaches a frozen model's outputs to microbatches. All ranks together.
+
+    Without a cache they are computed at every update step. With one, the prefetch thread looks them up, and
+    what is missing is computed once.
+
+    Args:
+        kind: of the outputs.
+        folder: of the cache; None computes at every update step.
+        ranks: of the job.
+    """
+
+    def __init__(self, kind: OutputKind, folder: Path | None, ranks: Ranks) -> None:
+        self._kind = kind
+        self._folder = folder
+        self._ranks = ranks
+        self._build: Callable[[], FrozenModel] | None = None
+        self.model: FrozenModel | None = None
+        """None until it is needed."""
+        self._output: Any = None  # the output layer alone, where the model is not there
+        self._cache: OutputCache | None = None
+        self._is_precomputing = False
+        self._has_new = False  # on any rank
+        self._written_seconds: float | None = None  # by rank 0's clock
+        self._stopwatch = _Stopwatch(ranks.device)
+
+    def set_up(
+        self, build: Callable[[], FrozenModel], context: Mapping[str, Any], output: Any = None
+    ) -> None:
+        """Opens the cache; without one builds the model.
+
+        Args:
+            build: builds the model; called at most once, when outputs must be computed.
+            context: what outputs depend on besides the sample, as plain values.
+            output: the output layer alone, if a cache needs it.
+        """
+        self._build, self._output = build, output
+        if self._folder is None:
+            self.model = build()
+            return
+        kind, group = self._kind, self._ranks.cpu_group
+        context = {**context, "device": self._ranks.device.type}
+        self._cache = OutputCache(self._folder, kind.cache_key, context, group, kind.is_small)
+        if self._ranks.is_zero:
+            _log.info(f"{self._folder}: {kind.name} outputs of {len(self._cache)} samples")
+
+    # ---- Called by the prefetch thread -------------------------------------------------------------
+
+    def find(self, samples: Sequence[Sample], num_rows: Sequence[int]) -> Values | CacheKeys:
+        """Looks up the outputs of a microbatch's samples.
+
+        Args:
+            samples: of a microbatch.
+            num_rows: outputs of each.
+
+        Returns:
+            Values on the CPU, none on ranks without the last stage. Where a sample's may be missing, their keys.
+
+        Raises:
+            recipe_utils.files.CheckpointError: a file is damaged, or a sample is not the one that it was.
+        """
+        if self._cache is None:
+            return CacheKeys((), (), num_missing=len(samples))
+        keys = [self._cache.key_of(self._kind.numbers_of(sample)) for sample in samples]
+        if self._is_precomputing or self._kind.is_small:
+            # The training loop reads them, so that all ranks of a pipeline agree on what is missing.
+            num_missing = int((~self._cache.contains(keys)).sum())
+            return CacheKeys(tuple(keys), tuple(num_rows), num_missing)
+        return self._cache.find(keys) if self._ranks.has_last_stage else {}
+
+    # ---- Called by the training loop --------------------------------------------------------------
+
+    @contextmanager
+    def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
+        """Yields the microbatches of an update step with outputs, computed before any gradient exists.
+
+        On ranks without the last stage, which have no loss, and before :meth:`set_up` microbatches are as they were.
+
+        Raises:
+            ValueError: outputs are NaN or infinite.
+        """
+        if self._build is None:
+            yield step.microbatches
+            return
+        if self._cache is None:
+            assert self.model is not None
+            with self._stopwatch:
+                outputs = self.model.outputs(step.microbatches)
+            with self._output_layer(self.model) as layer:
+                values = {
+                    index: self._kind.to_values(output, layer, step.microbatches[index])
+                    for index, output in outputs.items()
+                }
+                yield self._attach(step, values, layer)
+            return
+        computed = self._compute_missing(step)
+        if step.is_last_of_epoch or step.stop_requested:
+            self.flush()
+        yield self._attach(step, computed, self._output)
+
+    def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
+        """Computes the outputs of all samples that so many epochs consume, but for those in the cache.
+
+        Raises:
+            recipe_utils.settings.problems.ConfigError: outputs cannot be written; names the file.
+        """
+        if self._cache is None:
+            return
+        self._is_precomputing = True
+        for loader in filter(None, loaders):
+            num_steps, steps = loader.one_pass(num_epochs)
+            with steps:
+                for step in tqdm(
+                    steps, self._kind.name, num_steps, disable=not self._ranks.is_zero
+                ):
+                    self._compute_missing(step)
+        self._has_new = True
+        self.flush()
+        self._is_precomputing = False
+        if not self._kind.is_small:
+            self.model = None
+
+    def flush(self) -> None:
+        """Writes what was computed, and makes it known on all ranks. All ranks together.
+
+        Before each checkpoint, too: a training that resumes there finds the same last digits, which depend on the
+        other samples of a microbatch.
+        """
+        if self._has_new and self._cache is not None:
+            self._write()
+            self._cache.reload()
+        self._has_new = False
+
+    def read_seconds(self) -> float | None:
+        """Returns mean seconds of a model's forward passes per update step since the last call; None if none ran."""
+        return self._stopwatch.read_and_restart()
+
+    def _compute_missing(self, step: UpdateStep) -> dict[int, Values]:
+        """Computes and caches what is missing of an update step.
+
+        Returns:
+            Values of its microbatches with a missing sample, on the CPU, by index.
+        """
+        assert self._cache is not None
+        if step.totals.get("missing_pairs") == 0:  # all ranks know without asking
+            return {}
+        missing = {
+            index: microbatch.targets.teacher
+            for index, microbatch in enumerate(step.microbatches)
+            if isinstance(microbatch.targets.teacher, CacheKeys)
+            and not self._cache.contains(microbatch.targets.teacher.keys).all()
+        }
+        # Every rank must run the same number of forwards; the outputs of a rank's surplus ones are dropped.
+        most = 0
+        if self._is_precomputing or self._kind.is_small:
+            most = max(gather_objects(len(missing), self._ranks.cpu_group))
+        if most == 0:
+            return {}
+        if self.model is None:
+            assert self._build is not None
+            self.model = self._build()
+        asked = [step.microbatches[index] for index in missing]
+        asked += [step.microbatches[0]] * (most - len(missing))
+        outputs = self.model.outputs(asked)
+        computed = {}
+        with self._output_layer(self.model) as layer, self._naming_cache():
+            for place, (index, wanted) in enumerate(missing.items() if outputs else ()):
+                values = self._kind.to_values(outputs[place], layer, asked[place])
+                self._cache.add(wanted.keys, wanted.num_rows, values)
+                if not self._is_precomputing:
+                    computed[index] = self._with_known_rows(wanted, values)
+        self._has_new = True
+        if self._written_seconds is None:
+            self._written_seconds = step.clock_seconds
+        # By rank 0's clock, so that all ranks write together.
+        if step.clock_seconds - self._written_seconds >= _SECONDS_TO_LOSE:
+            self._write()
+            self._written_seconds = step.clock_seconds
+        return computed
+
+    def _with_known_rows(self, wanted: CacheKeys, values: Values) -> Values:
+        """Replaces rows that the cache contains: another microbatch may have given other last digits."""
+        assert self._cache is not None
+        values = {name: rows.cpu() for name, rows in values.items()}
+        is_known = self._cache.contains(wanted.keys)
+        known = self._cache.find(list(compress(wanted.keys, is_known)))
+        rows_known = torch.from_numpy(is_known.repeat(wanted.num_rows))
+        for name, rows in known.items():
+            values[name][rows_known] = rows
+        return values
+
+    def _attach(
+        self, step: UpdateStep, values: Mapping[int, Values], layer: Any
+    ) -> Sequence[Microbatch]:
+        if not self._ranks.has_last_stage:
+            return step.microbatches
+        attached = []
+        for index, microbatch in enumerate(step.microbatches):
+            found = values.get(index, microbatch.targets.teacher)
+            if found is None or isinstance(found, CacheKeys):
+                assert self._cache is not None
+                found = self._cache.find(found.keys if found else ())  # none of a dummy microbatch
+            attached.append(microbatch.with_teacher(self._kind.attach(found, layer)))
+        return attached
+
+    def _output_layer(self, model: FrozenModel) -> AbstractContextManager[Any]:
+        return model.output_layer() if self._kind.needs_output_layer else nullcontext()
+
+    def _write(self) -> None:
+        assert self._cache is not None
+        try:
+            with self._naming_cache():
+                self._cache.write()
+        except OSError as error:
+            _log.warning(
+                f"{self._kind.cache_key}: {error}; its outputs are computed again when needed"
+            )
+
+    def _naming_cache(self) -> AbstractContextManager[None]:
+        """Ends the pass before training with a problem of the folder's key; training goes on without the file."""
+        return naming(self._kind.cache_key) if not self._kind.is_small else nullcontext()
+
+
+class _Stopwatch:
+    """Seconds of blocks, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if self._is_cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(self, *_: Any) -> None:
+        self._spans.append((self._start, self._now()))
+
+    def read_and_restart(self) -> float | None:
+        """Returns mean seconds of the blocks that the device has finished since the last call; None without any."""
+        done = [(a, b) for a, b in self._spans if not self._is_cuda or b.query()]
+        self._spans = self._spans[len(done) :]
+        seconds = [a.elapsed_time(b) / 1000 if self._is_cuda else b - a for a, b in done]
+        return sum(seconds) / len(seconds) if seconds else None
