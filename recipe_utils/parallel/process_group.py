@@ -4,10 +4,9 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,10 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torchtune.training import get_distributed_backend
-
-from recipe_utils.files import CheckpointError
-from recipe_utils.settings.problems import ConfigError
-from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 _POLL_SECONDS = 0.001
 _PATIENCE_SECONDS = 30.0
@@ -160,27 +155,10 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return gathered
 
 
-# ---- Last words -------------------------------------------------------------------------------------
+# ---- Final error message -------------------------------------------------------------------------------------
 
 
-def ends_at_config_errors(recipe_main: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function end where a config cannot work: no traceback, one text, one exit code.
-
-    Of recipes that were copied before :func:`recipe_utils.run.entry_point.entry_point`, which does more.
-    """
-
-    @wraps(recipe_main)
-    def main(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return recipe_main(*args, **kwargs)
-        except (ConfigError, CheckpointError) as error:
-            tell_last(str(error))
-            sys.exit(CONFIG_ERROR_EXIT_CODE)
-
-    return main
-
-
-def tell_last(text: str | None) -> None:
+def print_final_error(text: str | None) -> None:
     """Prints why the ranks leave, once, on rank 0; where that does not come within half a minute, here.
 
     To be called on all ranks that leave. None returns before it is printed, since the launcher ends all ranks
@@ -196,17 +174,17 @@ def tell_last(text: str | None) -> None:
             store = _launchers_store()
             store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
             if os.environ["RANK"] == "0":
-                text = text or store.get(_last_words("text")).decode()
+                text = text or store.get(_final_error_key("text")).decode()
             else:
                 if text is not None:
-                    store.set(_last_words("text"), text)
-                store.wait([_last_words("told")])
+                    store.set(_final_error_key("text"), text)
+                store.wait([_final_error_key("told")])
                 return
     if text is not None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     if store is not None:
         with suppress(Exception):
-            store.set(_last_words("told"), "told")
+            store.set(_final_error_key("told"), "told")
 
 
 def _launchers_store() -> Store:
@@ -214,6 +192,6 @@ def _launchers_store() -> Store:
     return store
 
 
-def _last_words(what: str) -> str:
+def _final_error_key(what: str) -> str:
     """A key of this start of the ranks; the launcher's store holds those of earlier ones, too."""
-    return f"last_words/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
+    return f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"

@@ -20,10 +20,10 @@ from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.process_group import tell_last, world_size_from_env
+from recipe_utils.parallel.process_group import print_final_error, world_size_from_env
 from recipe_utils.run.log import set_up_screen
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE
+from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
 
 USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
 """Errors of a training that are reported without a traceback."""
@@ -59,20 +59,20 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         try:
             return config.parse(start)()
         except OtherRankFailedError:
-            tell_last(None)
+            print_final_error(None)
             sys.exit(_exit_code())
         except (ConfigError, CheckpointError) as error:
-            tell_last(str(error))
+            print_final_error(str(error))
             sys.exit(CONFIG_ERROR_EXIT_CODE)
         except USER_ERRORS as error:
             # The notes name the place in a dataset of the user's own.
             text = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
-            tell_last(f"{text}error: {error}")
+            print_final_error(f"{text}error: {error}")
             sys.exit(_exit_code())
         except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
             if has_started:
                 raise
-            tell_last(str(ConfigError(f"command line or YAML: {error}")))
+            print_final_error(str(ConfigError(f"command line or YAML: {error}")))
             sys.exit(CONFIG_ERROR_EXIT_CODE)
 
     return main
@@ -104,7 +104,7 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
 
 def _exit_code() -> int:
     # Tells the launcher that the error has been printed; it still restarts the job if it is configured to.
-    return TOLD_EXIT_CODE if world_size_from_env() > 1 else 1
+    return REPORTED_EXIT_CODE if world_size_from_env() > 1 else 1
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config, training
@@ -22,32 +21,20 @@ from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
 from recipe_utils.optim.optimizer import build_lr_scheduler
-from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
+from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.exports import export_model, log_model, summary_of_training
 from recipe_utils.run.lock import FolderLock, LockedError
 from recipe_utils.run.log import Log, bar_text, progress_bar
+from recipe_utils.run.metrics import Metrics
 from recipe_utils.run.resume import Resume
-from recipe_utils.run.settings import PROFILER, RunSettings
-from recipe_utils.run.throughput import Throughput, UpdateStepProfiler
+from recipe_utils.run.settings import RunSettings
+from recipe_utils.run.throughput import Throughput, build_profiler
 from recipe_utils.settings.problems import ConfigError, naming
 
 _POSITION = ("epoch", "samples_consumed", "global_step", "num_tokens_seen", "num_images_seen")
 """Attributes of a run that a checkpoint holds."""
-
-
-class _Held(NamedTuple):
-    """Metrics of an update step whose tensors may still be computed by the device."""
-
-    step: int
-    position: dict[str, Any]
-    metrics: dict[str, Any]
-    names: list[str]  # of the numbers; the counts of skipped steps follow
-    numbers: Tensor
-    arrived: Any  # event of the copy to the host, None on a CPU
-    guard: NonfiniteGuard
-    num_steps: int  # since the guard's counts were taken last
 
 
 class Run:
@@ -78,8 +65,6 @@ class Run:
         self.num_tokens_seen = 0  # target tokens
         self.num_images_seen = 0
         self.stop = threading.Event()  # once set, training saves and ends
-        # On an accelerator the host does not wait for metrics of the step that it has just enqueued.
-        self.reads_late = ranks.device.type != "cpu"
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
@@ -87,13 +72,12 @@ class Run:
         is_async = settings.enable_async_checkpointing
         self._group = ranks.new_cpu_group(has_timeout=False) if is_async else ranks.cpu_group
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
-        self._shown: dict[str, Any] = {}  # metrics in front of the progress bar
-        self._held: _Held | None = None
         self._is_best = False
         self._is_stopped = False
         self._best_val_loss: float | None = None
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
+        self.metrics = Metrics(self._log, self._throughput, reads_late=ranks.device.type != "cpu")
         self._unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # left last: signals also stop a write in progress
@@ -115,7 +99,7 @@ class Run:
             asynchronous=self.settings.enable_async_checkpointing,
         )
         self._at_exit.callback(lambda: self._report(self._checkpoints.close()))
-        self._at_exit.callback(self._close_log)
+        self._at_exit.callback(self.metrics.close)
         return self
 
     def __exit__(self, *reason: Any) -> None:
@@ -151,15 +135,8 @@ class Run:
 
     def open_log(self, cfg: DictConfig) -> None:
         """Builds ``metric_logger`` and ``profiler``. Call it once nothing else can fail a check."""
-        cfg_profiler = OmegaConf.create(self.settings.profiler or {"enabled": False})
-        cfg_profiler.setdefault("_component_", PROFILER)
         with naming("profiler"):
-            profiler, settings = config.instantiate(cfg_profiler)
-        self.profiler = UpdateStepProfiler(
-            profiler,
-            settings,
-            record_memory_history=self._ranks.is_zero and self._ranks.device.type == "cuda",
-        )
+            self.profiler = build_profiler(self.settings.profiler, self._ranks)
         if self._ranks.is_zero and self.settings.metric_logger is not None:
             with naming("metric_logger"):
                 self._log.add("metric_logger", config.instantiate(cfg.metric_logger))
@@ -201,7 +178,9 @@ class Run:
                     yield step
                 if self._is_stopped:
                     return
-                text = bar_text(epoch, self.settings.epochs, self._shown, self._ranks.world_size)
+                text = bar_text(
+                    epoch, self.settings.epochs, self.metrics.shown, self._ranks.world_size
+                )
                 bar.set_description_str(text, refresh=False)  # with the step that it describes
                 bar.update(1)
 
@@ -214,7 +193,7 @@ class Run:
 
     def advance(self, step: UpdateStep) -> None:
         """Counts an update step that is done or enqueued. Writes the metrics of the one before."""
-        self._write_held()
+        self.metrics.write_held()
         self._step = step
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
@@ -283,34 +262,16 @@ class Run:
             metrics: further numbers; those that are None are not logged.
         """
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
-        metrics |= {
-            "weights_moved_fraction": self._changed_weights.fraction(self._step.is_last_of_epoch)
-        }
+        fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
+        metrics["weights_moved_fraction"] = fraction
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             metrics |= training.get_memory_stats(device=self._ranks.device)
-        tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
-        counts, num_steps = guard.take_counts()
-        numbers = torch.cat(
-            [
-                mean_over_ranks(torch.stack([*sums.values()])),
-                *(each.detach().double().view(1) for each in (*tensors.values(), *counts)),
-            ]
-        )
-        on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
-        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-        metrics = {name: each for name, each in metrics.items() if each is not None}
-        names = [*sums, *tensors]
-        self._write_held()
-        self._held = _Held(
-            self.global_step, self._position(), metrics, names, on_host, arrived, guard, num_steps
-        )
-        if not self.reads_late:
-            self._write_held()
+        self.metrics.hold(self.global_step, self._position(), sums, guard, metrics)
 
     def log_validation(self, metrics: Mapping[str, Tensor]) -> None:
         """Logs metrics of a validation, whose time does not count as training time."""
         found = {name: value.item() for name, value in metrics.items()}
-        self._write(self.global_step, found, self._position())
+        self.metrics.write(self.global_step, self._position(), found)
         val_loss, best = found.get("val_loss", math.nan), self._best_val_loss
         is_lower = math.isfinite(val_loss) and (best is None or val_loss < best)
         self._best_val_loss = val_loss if is_lower else best
@@ -340,7 +301,7 @@ class Run:
             or step.is_last_of_epoch
             or step.stop_requested
         ):
-            self._write_held()
+            self.metrics.write_held()
             guard.check(self.global_step)
         if guard.problem:
             self.save(model, optimizer)
@@ -358,39 +319,6 @@ class Run:
         if self.num_images_seen:
             return {"epoch": self.epoch, "num_images_seen": self.num_images_seen}
         return {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
-
-    def _write_held(self) -> None:
-        """Writes the metrics that are still held, on all ranks alike. Waits for their update step."""
-        held, self._held = self._held, None
-        if held is None:
-            return
-        if held.arrived is not None:
-            held.arrived.synchronize()
-        *values, num_skipped, most_in_a_row = held.numbers.tolist()
-        found = {
-            **dict.fromkeys(held.names),
-            **held.metrics,
-            **dict(zip(held.names, values, strict=True)),
-        }
-        if num_skipped:
-            found["num_nonfinite_steps"] = int(num_skipped)
-        # The window ends here: the device is at the end of the update step now.
-        self._write(held.step, {**found, **self._throughput.read_and_restart()}, held.position)
-        self.warn(held.guard.judge(int(num_skipped), int(most_in_a_row), held.num_steps, held.step))
-
-    def _write(self, step: int, metrics: dict[str, Any], position: dict[str, Any]) -> None:
-        self._shown |= metrics
-        self._log.write(step, metrics, position)
-
-    def _close_log(self) -> None:
-        step = self._held.step if self._held is not None else 0
-        try:
-            self._write_held()
-        except (
-            Exception
-        ) as error:  # the device's, which has been reported already if it ends the training
-            self.warn(f"update step {step}: its metrics are lost ({error})")
-        self._log.close()
 
     def _log_summary(
         self, first_step: int, first_tokens: int, first_images: int, began: float
@@ -440,12 +368,7 @@ class Run:
     ) -> None:
         """Does what is due after an update step: best export; then stop; or export, and checkpoint.
 
-        Args:
-            step: update step that is done.
-            model: modules that a checkpoint holds.
-            optimizer: optimizer that a checkpoint holds.
-            checkpointer: writes exports.
-            exported: model to export; null exports ``model``.
+        A checkpoint holds ``model`` and ``optimizer``. ``checkpointer`` exports ``exported``, or ``model``.
         """
         exported = model if exported is None else exported
         self.profiler.step()
@@ -499,7 +422,7 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Saves a checkpoint to resume from, on any number of ranks."""
-        self._write_held()
+        self.metrics.write_held()
         position = {name: getattr(self, name) for name in _POSITION}
         state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
@@ -511,7 +434,7 @@ class Run:
 
     def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
         """Exports a model to a folder; see :func:`recipe_utils.run.exports.export_model`. Returns an error, or None."""
-        self._write_held()
+        self.metrics.write_held()
         self._report(self._checkpoints.wait())  # which uses the group and the disk
         folder, error = export_model(
             checkpointer,

@@ -2,12 +2,16 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 
 from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.run.settings import PROFILER
 
 _RATES = {
     "target_tokens": "tokens_per_second_per_gpu",
@@ -102,3 +106,11 @@ class UpdateStepProfiler:
             torch.cuda.memory._record_memory_history()
         elif self._num_steps == self._history.stop:
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def build_profiler(cfg: Mapping[str, Any] | None, ranks: Ranks) -> UpdateStepProfiler:
+    """Builds torchtune's profiler, disabled if ``cfg`` is None."""
+    component = OmegaConf.create({"_component_": PROFILER, **(cfg or {"enabled": False})})
+    profiler, settings = config.instantiate(component)
+    records = ranks.is_zero and ranks.device.type == "cuda"
+    return UpdateStepProfiler(profiler, settings, record_memory_history=records)

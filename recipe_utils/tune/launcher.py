@@ -20,7 +20,7 @@ from torch.distributed.launcher import api
 
 CONFIG_ERROR_EXIT_CODE = 2
 """Of every rank, and of the launcher, where the config cannot work."""
-TOLD_EXIT_CODE = 3
+REPORTED_EXIT_CODE = 3
 """Of a rank that has told what is wrong, or left to another to do so."""
 _ENDED_BY_LAUNCHER = {-signal.SIGTERM, -signal.SIGKILL}
 
@@ -74,7 +74,7 @@ def wait_for_ranks() -> None:
         try:
             return torch_launch(*args, **kwargs)
         except ChildFailedError as error:
-            if _exit_codes(error.failures) == {TOLD_EXIT_CODE}:
+            if _exit_codes(error.failures) == {REPORTED_EXIT_CODE}:
                 raise SystemExit(1) from None
             raise
 
@@ -92,6 +92,6 @@ def _exit_codes(failures: Mapping[int, ProcessFailure]) -> set[int]:
 def _says_more_than_ranks_have(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     has_told = any(
-        f"(exitcode: {code})" in text for code in (CONFIG_ERROR_EXIT_CODE, TOLD_EXIT_CODE)
+        f"(exitcode: {code})" in text for code in (CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE)
     )
     return not has_told and not text.startswith("Sending process")

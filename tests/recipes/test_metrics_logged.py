@@ -118,7 +118,7 @@ def test_what_is_logged_is_read_once_the_device_has_the_next_update_step(
     ListLogger.logged.clear()
     made = recipe_class(recipe=recipe)(cfg)
     run, reads = made.run, Reads()
-    run.reads_late = True
+    run.metrics.reads_late = True
     logged_by, read_between, read_in_advance = [], [], []
     with run:
         made.setup(cfg)

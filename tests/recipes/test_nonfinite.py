@@ -55,7 +55,7 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
     get_logger().addHandler(handler)
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
-    recipe.run.reads_late |= reads_late
+    recipe.run.metrics.reads_late |= reads_late
     recipe.setup(cfg)
     sums, update = recipe.sums, recipe.update
     changed, to_spoil = [], []

@@ -169,7 +169,7 @@ def run_recipe(
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
     made = recipe_class(recipe=recipe)(cfg)
-    made.run.reads_late |= reads_late
+    made.run.metrics.reads_late |= reads_late
     with made.run:
         made.setup(cfg)
         made.train()

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.files import CheckpointError
 from recipe_utils.parallel.process_group import (
     agree_on_length,
-    ends_at_config_errors,
     gather_objects,
     init_process_group,
     mean_over_ranks,
@@ -21,8 +19,6 @@ from recipe_utils.parallel.process_group import (
     new_cpu_group,
     world_size_from_env,
 )
-from recipe_utils.settings.problems import ConfigError
-from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE
 
 CPU = torch.device("cpu")
 
@@ -118,32 +114,3 @@ def test_every_rank_sees_what_the_others_have_said_in_their_order(two_ranks):
 
 def test_a_process_without_a_group_sees_its_own_word():
     assert gather_objects("mine", None) == ["mine"]
-
-
-# ---- A config that cannot work --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error", [ConfigError("lr=-1: no", "dtype=x: no"), CheckpointError("torn")]
-)
-def test_a_config_that_cannot_work_ends_in_its_text_and_one_exit_code(error, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-
-    @ends_at_config_errors
-    def main(cfg):
-        raise error
-
-    with pytest.raises(SystemExit) as ended:
-        main({})
-    assert ended.value.code == CONFIG_ERROR_EXIT_CODE
-    assert capsys.readouterr().err == f"{error}\n"
-
-
-def test_other_errors_keep_their_traceback_and_results_come_through():
-    @ends_at_config_errors
-    def main(divisor):
-        return 1 / divisor
-
-    assert main(2) == 0.5
-    with pytest.raises(ZeroDivisionError):
-        main(0)

@@ -129,7 +129,7 @@ def test_held_metrics_are_written_before_everything_that_follows(started):
     start, _ = started
     recipe, cfg = start(run_val_every_n_steps=1, **LOGGED, dataset_val=VAL)
     with recipe.run as run:
-        run.reads_late = True
+        run.metrics.reads_late = True
         ready = Ready(recipe, cfg)
         last = UpdateStep(0, (), {}, 1)
         models = recipe.model, recipe.optimizer
@@ -161,10 +161,10 @@ def test_metrics_that_are_lost_do_not_hide_the_way_out(started):
     start, closed = started
     recipe, cfg = start()
     with keep_messages() as messages, recipe.run as run:
-        run.reads_late = True
+        run.metrics.reads_late = True
         ready = Ready(recipe, cfg)
         ready.log(torch.tensor(2.0), 3)
-        run._held = run._held._replace(arrived=Lost())
+        run.metrics._held = run.metrics._held._replace(arrived=Lost())
     assert closed == [True]
     assert "update step 3: its metrics are lost (the device is gone)" in messages
 
