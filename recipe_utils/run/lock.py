@@ -1,68 +1,50 @@
-"""One run at a time writes to an output folder."""
+"""Lock of an output folder: one run at a time writes to it."""
 
-import fcntl
 import json
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
-LOCK_FILE = ".run.lock"
+from filelock import FileLock, Timeout
+
+LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.json"
 
 
 class LockedError(OSError):
-    """Another process has the folder; the message says which."""
+    """Another process holds the lock; the message names it."""
 
 
 class FolderLock:
-    """Held from its making to :meth:`release`, or to the end of the process, however it ends.
-
-    The system's own lock (POSIX), which also holds between hosts that share the folder where their file system
-    knows locks, and which forked processes do not inherit. The file only says who has it.
-
-    Args:
-        folder: is there.
+    """Lock of a folder, held until :meth:`release` or the end of the process, also if that is killed.
 
     Raises:
-        LockedError: names host, process and since when.
-        OSError: the file system knows no locks, or cannot be written to.
+        LockedError: another process holds it; names process, host and time.
+        OSError: the file system supports no locks, or is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
-        while True:
-            self._file = self._path.open("a+")
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                with self._file:
-                    raise LockedError(_holder(self._file)) from error
-            except OSError:
-                self._file.close()
-                raise
-            # Whoever had it may have removed the file since it was opened.
-            if self._path.exists() and os.path.samestat(
-                os.fstat(self._file.fileno()), self._path.stat()
-            ):
-                break
-            self._file.close()
-        self._file.truncate(0)
+        self._holder = folder / HOLDER_FILE
+        self._lock = FileLock(folder / LOCK_FILE, thread_local=False, fallback_to_soft=False)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            raise LockedError(_holder_in(self._holder)) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        self._file.write(json.dumps(who))
-        self._file.flush()
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        self._holder.write_text(json.dumps(holder))
 
     def release(self) -> None:
-        """Lets go, and removes the file."""
-        self._path.unlink(missing_ok=True)
-        self._file.close()
+        """Releases the lock and removes its files."""
+        self._holder.unlink(missing_ok=True)
+        # A process that waits for the removed file tries again with a new one.
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
 
 
-def _holder(file: Any) -> str:
-    file.seek(0)
+def _holder_in(path: Path) -> str:
     try:
-        who = json.loads(file.read())
-        return f"process {who['pid']} on {who['host']}, since {who['since']}"
-    except (ValueError, KeyError, TypeError):
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"

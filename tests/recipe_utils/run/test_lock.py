@@ -1,4 +1,4 @@
-"""One run at a time writes to an output folder, and a dead one keeps nobody out."""
+"""One run at a time writes to an output folder; a killed one does not lock others out."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 from distributed_runs import fork_context
 
-from recipe_utils.run.lock import LOCK_FILE, FolderLock, LockedError
+from recipe_utils.run.lock import HOLDER_FILE, LOCK_FILE, FolderLock, LockedError
 
 
 def hold(folder, has_it, forks):
@@ -37,16 +37,16 @@ def held_by_another(tmp_path):
         process.join()
 
 
-def test_who_has_it_is_named(held_by_another, tmp_path):
+def test_the_holder_is_named(held_by_another, tmp_path):
     process = held_by_another()
     with pytest.raises(LockedError, match=rf"process {process.pid} on .*, since 20\d\d-"):
         FolderLock(tmp_path)
-    with pytest.raises(LockedError):  # a failed try has not let the other's go
+    with pytest.raises(LockedError):  # the failed attempt did not release it
         FolderLock(tmp_path)
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "its child lives on"])
-def test_a_killed_holder_keeps_nobody_out(forks, held_by_another, tmp_path):
+def test_the_lock_of_a_killed_holder_is_free(forks, held_by_another, tmp_path):
     process = held_by_another(forks)
     children = []
     if forks:
@@ -62,7 +62,7 @@ def test_a_killed_holder_keeps_nobody_out(forks, held_by_another, tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_nothing_is_left_of_a_lock_that_is_released(tmp_path):
+def test_a_released_lock_leaves_no_file(tmp_path):
     for _ in range(2):
         lock = FolderLock(tmp_path)
         assert (tmp_path / LOCK_FILE).exists()
@@ -70,6 +70,7 @@ def test_nothing_is_left_of_a_lock_that_is_released(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_what_a_file_says_that_nobody_holds_does_not_count(tmp_path):
-    (tmp_path / LOCK_FILE).write_text('{"host": "elsewhere", "pid": 1, "since": "1970"}')
+def test_files_without_a_holder_do_not_count(tmp_path):
+    (tmp_path / LOCK_FILE).touch()
+    (tmp_path / HOLDER_FILE).write_text('{"host": "elsewhere", "pid": 1, "since": "1970"}')
     FolderLock(tmp_path).release()
