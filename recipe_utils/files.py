@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and tensors in them that are read without unpickling."""
+"""Files that are written atomically, and safetensors files, which are read without unpickling."""
 
 import json
 import os
@@ -21,49 +21,43 @@ _DTYPES = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or that does not fit what it is loaded into."""
+    """A checkpoint that cannot be read, or that does not match what it is loaded into."""
 
 
 class FileFacts(NamedTuple):
-    """What tells a whole file from a torn one."""
+    """Size and checksum of a file."""
 
     num_bytes: int
     crc32: int
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in safetensors.
-
-    Raises:
-        CheckpointError: safetensors has none for it.
-    """
+    """Returns the name of a dtype in safetensors; raises CheckpointError if it has none."""
     if dtype not in _SAFETENSORS_DTYPES:
-        raise CheckpointError(f"dtype={dtype}: safetensors cannot hold it")
+        raise CheckpointError(f"dtype={dtype}: safetensors does not support it")
     return _SAFETENSORS_DTYPES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name`."""
+    """Returns the dtype of a name in safetensors."""
     if name not in _DTYPES:
         raise CheckpointError(f"{name} is no dtype")
     return _DTYPES[name]
 
 
-def write_atomically(path: Path, content: bytes) -> FileFacts:
-    """Writes a file that is there with all its content or not at all, whatever happens meanwhile.
-
-    Args:
-        path: replaced if it exists.
-        content: of the file.
+def write_atomically(path: Path, content: bytes | str) -> FileFacts:
+    """Writes a file that exists with all its content or not at all, also after a crash.
 
     Raises:
-        OSError: it could not be written; names the file. Nothing is left of it.
+        OSError: it cannot be written; names the file. An existing file is unchanged.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    facts = _write_synced(temporary, lambda file: file.write(content))
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
-    return facts
+    data = content.encode() if isinstance(content, str) else content
+    return _replace(path, lambda file: file.write(data))
+
+
+def replace_with_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
+    """Writes a safetensors file atomically, see :func:`write_atomically` and :func:`write_tensors`."""
+    return _replace(path, _writer_of(tensors))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
@@ -73,12 +67,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
 
     Args:
         path: replaced if it exists.
-        tensors: by name, of any device.
+        tensors: by name, on any device.
 
     Raises:
-        OSError: it could not be written; names the file. Nothing is left of it.
-        CheckpointError: a tensor is of a dtype that safetensors has not.
+        OSError: it cannot be written; names the file, of which nothing remains.
+        CheckpointError: safetensors does not support a tensor's dtype.
     """
+    return _write_synced(path, _writer_of(tensors))
+
+
+def _writer_of(tensors: Mapping[str, Tensor]) -> "Callable[[_Checksummed], None]":
     # The widest first: every tensor then begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -102,32 +100,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
             data: Any = flat.view(torch.uint8).numpy()
             file.write(memoryview(data))
 
-    return _write_synced(path, write)
-
-
-def replace_with_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file that is there with all its content or not at all, whatever happens meanwhile.
-
-    A killed writer leaves a hidden file beside it, whose name ends with ``.unfinished``.
-
-    Args:
-        path: replaced if it exists.
-        tensors: by name, of any device.
-
-    Raises:
-        OSError: it could not be written; names the file. Nothing is left of it.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        write_tensors(unfinished, tensors)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    return write
 
 
 class _Checksummed:
-    """Counts and sums up what is written to a file."""
+    """Counts the bytes written to a file and computes their CRC-32."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -139,7 +116,18 @@ class _Checksummed:
         self.num_bytes += len(content)
 
 
-def _write_synced(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
+def _replace(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
+    """Writes under a hidden name and renames. A killed writer leaves the hidden file."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    facts = _write_synced(unfinished, write, path)
+    os.replace(unfinished, path)
+    fsync_folder(path.parent)
+    return facts
+
+
+def _write_synced(
+    path: Path, write: Callable[[_Checksummed], None], named: Path | None = None
+) -> FileFacts:
     try:
         with path.open("wb") as file:
             checksummed = _Checksummed(file)
@@ -148,13 +136,13 @@ def _write_synced(path: Path, write: Callable[[_Checksummed], None]) -> FileFact
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        # A failing write does not say of which file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        # The error of a failed write does not contain the file's name.
+        raise OSError(error.errno, error.strerror, str(named or path)) from error
     return FileFacts(checksummed.num_bytes, checksummed.crc32)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes renames and new files within a folder outlive a power failure."""
+    """Writes renames and new files within a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,7 +151,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """The same for everything in a folder, the content of files included."""
+    """Writes a folder, its subfolders and the content of all files to the disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync_folder(path)
 
@@ -171,11 +159,7 @@ def fsync_tree(folder: Path) -> None:
 class TensorFile:
     """Reads parts of the tensors in a safetensors file.
 
-    Args:
-        path: of the file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is something else; names the file.
+    All methods raise a CheckpointError that names the file if it cannot be read or has no such tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,18 +167,14 @@ class TensorFile:
         try:
             self._file = safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: it is no safetensors file ({error})") from error
+            raise CheckpointError(f"{path}: it is not a safetensors file ({error})") from error
 
     def names(self) -> list[str]:
-        """Of the tensors in it."""
+        """Returns the names of the tensors."""
         return list(self._file.keys())
 
     def layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor, which is not read.
-
-        Raises:
-            CheckpointError: there is none of that name; names the file.
-        """
+        """Returns dtype and shape of a tensor without reading it."""
         try:
             part = self._file.get_slice(name)
             return dtype_of(part.get_dtype()), tuple(part.get_shape())
@@ -202,13 +182,9 @@ class TensorFile:
             raise CheckpointError(f"{self._path}: {name} cannot be read ({error})") from error
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a part of it.
-
-        Raises:
-            CheckpointError: there is none of that name; names the file.
-        """
+        """Returns a tensor, or a part of it."""
         try:
-            if not slices:  # safetensors cannot slice what has no dimension
+            if not slices:  # safetensors cannot slice a scalar
                 return self._file.get_tensor(name)
             return self._file.get_slice(name)[slices]
         except (OSError, SafetensorError, IndexError) as error:

@@ -1,22 +1,23 @@
-"""Files that a config's components make on first use, and anew once they would make other ones."""
+"""Files that components of a config build on first use, and again once they would be built differently."""
 
-import fcntl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 
 def build_once(
-    path: Path, build: Callable[[], None], is_current: Callable[[], bool] = lambda: True
+    path: Path, build: Callable[[], object], is_current: Callable[[], bool] = lambda: True
 ) -> None:
-    """Calls ``build`` unless ``path`` exists and is current; processes of one machine wait for each other.
+    """Calls ``build`` unless ``path`` exists and is current. Processes of one machine wait for each other.
 
-    Where nothing is to be built nothing is locked or written: the folder may be read-only, or an export.
+    If nothing is to be built, nothing is locked or written: the folder may be read-only, or an export.
 
     Args:
-        path: of the file that ``build`` makes.
-        build: replaces what is there and is not current.
-        is_current: whether the file is what would be built now; only asked where it exists.
+        path: file that ``build`` writes.
+        build: replaces the file.
+        is_current: returns False if the file would be built differently now; called only if it exists.
     """
 
     def is_built() -> bool:
@@ -25,28 +26,17 @@ def build_once(
     if is_built():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(path.with_name(f".{path.name}.lock")):
         if not is_built():
             build()
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes under another name and renames, so that ``path`` is whole or not there."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    unfinished.rename(path)
-
-
 def changes(made_from: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What a file would be made from now and was not, such as ``model.num_heads is 4 and was 8``.
+    """Returns the arguments that have changed, such as ``model.num_heads is 4 and was 8``; empty if none has.
 
     Args:
-        made_from: argument -> value when it was made; those that are not known are missing.
-        now: likewise, all of them.
-
-    Returns:
-        All changes; empty if there are none.
+        made_from: argument -> value when the file was built.
+        now: argument -> value now.
     """
     return ", ".join(
         f"{argument} is {now.get(argument)} and was {value}"

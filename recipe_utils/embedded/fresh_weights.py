@@ -16,7 +16,8 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once, changes, write_whole
+from recipe_utils.embedded.build_once import build_once, changes
+from recipe_utils.files import write_atomically
 
 _HF_NAMES = {
     "vocab_size": "vocab_size",
@@ -96,8 +97,10 @@ def fresh_llama_checkpointer(
         )
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
         # The weights first, which hold the record: what a kill leaves half replaced is not taken for current.
-        write_whole(weights, save(tensors, {"format": "pt", _MADE_FROM: json.dumps(made_from)}))
-        write_whole(described, json.dumps(hf_config, indent=2))
+        write_atomically(
+            weights, save(tensors, {"format": "pt", _MADE_FROM: json.dumps(made_from)})
+        )
+        write_atomically(described, json.dumps(hf_config, indent=2))
 
     build_once(weights, build, is_current)
     return FullModelHFCheckpointer(
@@ -129,19 +132,10 @@ def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
 
 
 def _recorded(weights: Path) -> dict[str, Any] | None:
-    """What fresh weights were made from, as far as it is known; None if they are not of this module."""
+    """Returns the arguments that fresh weights were made from; None for weights of another origin."""
     with safe_open(weights, "pt") as file:
-        metadata = file.metadata()
-    if metadata is not None:  # as others write, too: transformers asks for it
-        return json.loads(metadata[_MADE_FROM]) if _MADE_FROM in metadata else None
-    # Up to 0.4.1 there was no record, but the config.json beside it.
-    described = weights.with_name("config.json")
-    if not described.exists():
-        return None
-    hf_config = json.loads(described.read_text())
-    if hf_config.keys() != {*_HF_NAMES.values(), *_FIXED, "head_dim"}:
-        return None
-    return {f"model.{name}": hf_config[_HF_NAMES[name]] for name in _HF_NAMES}
+        record = (file.metadata() or {}).get(_MADE_FROM)
+    return None if record is None else json.loads(record)
 
 
 def _hf_config(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from torchtune.data import Message
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
-from recipe_utils.embedded.build_once import build_once, write_whole
+from recipe_utils.embedded.build_once import build_once
+from recipe_utils.files import write_atomically
 
 Pairs = list[tuple[str, str]]
 """(question, answer)."""
@@ -19,7 +20,7 @@ Pairs = list[tuple[str, str]]
 
 def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
     """The pairs of a JSON file, in its order; it is written with what ``collect`` returns if it does not exist."""
-    build_once(Path(path), lambda: write_whole(Path(path), json.dumps(collect(), indent=1)))
+    build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
     return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once, changes, write_whole
+from recipe_utils.embedded.build_once import build_once, changes
 from recipe_utils.embedded.byte_pairs import (
     BEGIN,
     END,
@@ -31,6 +31,7 @@ from recipe_utils.embedded.byte_pairs import (
 )
 from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, question_answer_dataset
 from recipe_utils.embedded.stdlib_sources import definitions, library_dir, library_sources
+from recipe_utils.files import write_atomically
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = (
@@ -184,18 +185,11 @@ def _follow(
     for_transformers = file.with_name("tokenizer.json")
 
     def recorded() -> dict[str, Any]:
-        if record.exists():
-            return json.loads(record.read_text())
-        if not file.exists():
-            return {}
-        # Up to 0.4.1 nothing was recorded; this much the file itself says.
-        ranks, special_tokens = _read(file)
-        known = {"vocab_size": len(ranks) + len(special_tokens), "copied_from": _digest(file)}
-        return {argument: known[argument] for argument in made_from(known) if argument in known}
+        return json.loads(record.read_text()) if record.exists() else {}
 
     def is_current() -> bool:
-        if not record.exists():  # an export, or files of 0.4.1
-            return for_transformers.exists()
+        if not record.exists():  # an export
+            return True
         before = recorded()
         return for_transformers.exists() and not changes(before, made_from(before))
 
@@ -211,11 +205,11 @@ def _follow(
             file.unlink(missing_ok=True)
         else:
             ranks, special_tokens = _read(file)
-        write_whole(record, json.dumps(now))
-        write_whole(_special_tokens_path(file), json.dumps(special_tokens, indent=2))
+        write_atomically(record, json.dumps(now))
+        write_atomically(_special_tokens_path(file), json.dumps(special_tokens, indent=2))
         for name, content in hugging_face_files(ranks, special_tokens).items():
-            write_whole(file.with_name(name), content)
-        write_whole(file, tiktoken_file(ranks))
+            write_atomically(file.with_name(name), content)
+        write_atomically(file, tiktoken_file(ranks))
 
     build_once(file, build, is_current)
 

@@ -89,8 +89,6 @@ def register() -> None:
     ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
     replaced by the path here.
     """
-    if "torchtune" not in sys.modules:  # metadata of 0.4 calls this at every `import torch`
-        return
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
     registered = {recipe.name for recipe in _ALL_RECIPES}

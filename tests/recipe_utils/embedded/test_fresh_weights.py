@@ -77,22 +77,11 @@ def test_a_second_call_reads_what_the_first_wrote(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def as_0_4_1_left_it(folder):
-    """It wrote no record into the weights."""
-    path = folder / "fresh" / "model.safetensors"
-    save_file(load_file(path), path)
-
-
-@pytest.mark.parametrize("is_old", [False, True], ids=["recorded", "0.4.1"])
 @pytest.mark.parametrize(
     "change", [{"num_heads": 2, "num_kv_heads": 1}, {"rope_base": 20_000}], ids=str
 )
-def test_the_folder_follows_a_model_that_changed_and_says_what_did(
-    change, is_old, tmp_path, keep_log
-):
+def test_the_folder_follows_a_model_that_changed_and_logs_the_change(change, tmp_path, keep_log):
     first = make_checkpointer(tmp_path, seed=3)
-    if is_old:
-        as_0_4_1_left_it(tmp_path)
     again = make_checkpointer(tmp_path, model={**MODEL, **change}, seed=3)
     new = make_checkpointer(tmp_path / "new", model={**MODEL, **change}, seed=3)
     weights, expected = (each.load_checkpoint()["model"] for each in (again, new))

@@ -207,42 +207,15 @@ def test_the_tokenizer_follows_the_size_of_the_vocabulary_and_the_texts(made):
     assert len(messages) == 2
 
 
-def as_0_4_1_left_it(folder):
-    for name in ("tokenizer.json", "tokenizer_config.json", ".tokenizer.model.made_from.json"):
-        (folder / name).unlink()
-
-
-def test_a_tokenizer_of_0_4_1_stays_and_gets_its_files_for_transformers(made):
-    make_tokenizer(made)
-    whole = contents(made / "fresh")
-    as_0_4_1_left_it(made / "fresh")
-    with keep_messages() as messages:
-        make_tokenizer(made)
-    assert contents(made / "fresh") == whole
-    assert messages == []
-
-
-@pytest.mark.parametrize("vocab_size", [280, None])
-def test_a_tokenizer_of_0_4_1_follows_another_size_of_the_vocabulary_if_one_is_given(
-    made, vocab_size
-):
-    make_tokenizer(made)
-    as_0_4_1_left_it(made / "fresh")
-    assert make_tokenizer(made, vocab_size).vocab_size == (vocab_size or 300)
-
-
 def test_a_copied_tokenizer_follows_the_one_that_it_is_copied_from(made, tmp_path):
     make_tokenizer(made)
     source = str(made / "fresh/tokenizer.model")
     path = tmp_path / "student" / "tokenizer.model"
-    for is_old in (False, True):
-        docstring_tokenizer(str(path), copied_from=source)
-        if is_old:
-            as_0_4_1_left_it(path.parent)
-        changed = make_tokenizer(made, 280 if is_old else 290)
-        assert docstring_tokenizer(str(path), copied_from=source).vocab_size == changed.vocab_size
-        for name in ("tokenizer.model", "tokenizer.json", "special_tokens.json"):
-            assert path.with_name(name).read_bytes() == contents(made / "fresh")[name]
+    docstring_tokenizer(str(path), copied_from=source)
+    changed = make_tokenizer(made, 290)
+    assert docstring_tokenizer(str(path), copied_from=source).vocab_size == changed.vocab_size
+    for name in ("tokenizer.model", "tokenizer.json", "special_tokens.json"):
+        assert path.with_name(name).read_bytes() == contents(made / "fresh")[name]
 
 
 def test_of_files_that_were_copied_from_where_they_were_made_none_is_changed_or_added(made):
@@ -257,7 +230,6 @@ def test_of_files_that_were_copied_from_where_they_were_made_none_is_changed_or_
     export.chmod(0o500)
     path = str(export / "tokenizer.model")
     assert docstring_tokenizer(path).vocab_size == 300
-    # As the config of generation did up to 0.4.1.
     assert docstring_tokenizer(path, str(made / "docstrings.json"), 280).vocab_size == 300
     assert sorted(path.name for path in export.iterdir()) == before
 
