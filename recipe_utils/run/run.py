@@ -27,10 +27,9 @@ from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.exports import export_model, log_model, summary_of_training
 from recipe_utils.run.lock import FolderLock, LockedError
 from recipe_utils.run.log import Log, bar_text, progress_bar
-from recipe_utils.run.metrics import Metrics
+from recipe_utils.run.metrics import Metrics, Throughput, build_profiler
 from recipe_utils.run.resume import Resume
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.run.throughput import Throughput, build_profiler
 from recipe_utils.settings.problems import ConfigError, naming
 
 _POSITION = ("epoch", "samples_consumed", "global_step", "num_tokens_seen", "num_images_seen")

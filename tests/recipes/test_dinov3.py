@@ -189,7 +189,7 @@ def test_terms_and_neighbours_are_those_of_one_process(layout, tiny_config, curv
 
 def counted_by_a_fake_clock(config):
     """By which every update step takes 4 seconds."""
-    from recipe_utils.run import throughput
+    from recipe_utils.run import metrics as throughput
 
     seconds = [0.0]
     throughput.time = SimpleNamespace(perf_counter=lambda: seconds[0])

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.run.throughput import Throughput
+from recipe_utils.run.metrics import Throughput
 
 
 @pytest.fixture
