@@ -19,8 +19,9 @@ def assert_equal_gradients(gradients, reference, tolerance):
         assert (gradients[name] - expected).abs().max() < tolerance * scale, name
 
 
-@pytest.mark.parametrize("loss", [OWN_LOSS, STOCK_LOSS], ids=["own", "stock"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "world_size"), [(OWN_LOSS, 1), pytest.param(STOCK_LOSS, 2, marks=pytest.mark.slow)]
+)
 def test_packed_documents_do_not_see_or_predict_each_other(world_size, loss, tiny_config):
     """Every token a target: stock trains the first token of a document from the one before."""
     data = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
@@ -36,6 +37,7 @@ def test_packed_documents_do_not_see_or_predict_each_other(world_size, loss, tin
         assert_equal_gradients(gradients[0], reference, 1e-10 if loss == OWN_LOSS else 1e-6)
 
 
+@pytest.mark.slow
 def test_a_list_of_datasets_is_one_dataset(tiny_config):
     parts = [
         {"_component_": "tiny.tiny_dataset", "num_samples": 10, "seed": seed} for seed in (0, 1)
@@ -57,6 +59,7 @@ def fusion_weights(weights_folder):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [OWN_LOSS, STOCK_LOSS], ids=["own", "stock"])
 def test_a_fusion_model_trains_on_images_with_its_own_collate_fn(loss, tiny_config, fusion_weights):
     """3 samples on 2 ranks: the rank without a last sample runs an image without targets."""
@@ -86,6 +89,7 @@ def test_a_fusion_model_trains_on_images_with_its_own_collate_fn(loss, tiny_conf
     assert metrics["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_fusion_model_are_found_under_its_own_names(tiny_config, fusion_weights):
     config = tiny_config(
         model={"_component_": "tiny.adapted_fusion_model"},

@@ -1,11 +1,12 @@
-"""Every stock 0.6.1 config of the full and the LoRA recipes, of fine-tuning, preferences and distillation, runs with ours."""
+"""Every config of torchtune 0.6.1 for fine-tuning, adapters, preferences and distillation runs here."""
 
 import json
 import math
 import os
 import re
 import sys
-from functools import partial
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -24,6 +25,8 @@ from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.distillation import make_distillation_loss
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
@@ -102,11 +105,60 @@ def test_all_configs_are_here():
     assert len(DISTILLATION) == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stock_configs_of_preferences_train(world_size, tiny_config):
-    configs = [on_this_machine(stock, tiny_config) for stock in PREFERENCES]
+# What two ranks do not do otherwise than one does.
+ALIKE_ON_RANKS = (
+    "optimizer", "lr_scheduler", "clip_grad_norm", "profiler", "log_peak_memory_stats", "batch_size",
+)  # fmt: skip
+
+
+def train(stock_configs, world_size, tiny_config, most_microbatches=8, alike=()):
+    """Trains each kind of config once: many are the same but for the model that is replaced."""
+    kinds = {}
+    for stock in stock_configs:
+        cfg = on_this_machine(stock, tiny_config)
+        fewer = min(cfg["gradient_accumulation_steps"], most_microbatches)
+        cfg["gradient_accumulation_steps"] = fewer
+        kind = {key: value for key, value in cfg.items() if key not in alike}
+        kinds.setdefault(json.dumps(kind, sort_keys=True), (stock, cfg))
+    names, configs = zip(*kinds.values(), strict=True)
+    found = run_distributed(run_all, world_size, configs, timeout_seconds=400)[0]
+    for stock, logged in zip(names, found, strict=True):
+        losses = [metrics["loss"] for metrics in logged]
+        assert len(losses) == (2 if stock in FULL else 1), stock
+        assert losses == pytest.approx([4.7] * len(losses), abs=1.2), stock
+    return names
+
+
+REPRESENTATIVE = [
+    "llama3_2/1B_full_single_device.yaml",
+    "llama3_2/1B_full.yaml",
+    "llama3_2/1B_lora_single_device.yaml",
+    "llama3_2/1B_qlora_single_device.yaml",
+    "llama3/8B_dora_single_device.yaml",
+]
+
+
+def test_representative_configs_train(tiny_config):
+    names = [next(each for each in STOCK if each.endswith(name)) for name in REPRESENTATIVE]
+    assert len(train(names, 1, tiny_config, most_microbatches=2)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "alike", "most_microbatches"), [(1, (), 8), (2, ALIKE_ON_RANKS, 2)]
+)
+def test_every_config_trains(world_size, alike, most_microbatches, tiny_config):
+    """Those that accumulate do so over 2 microbatches on two ranks; 8 took half of the time."""
+    names = train(STOCK, world_size, tiny_config, most_microbatches, alike)
+    assert len(names) > (70 if world_size == 1 else 20)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_configs_of_preferences_train(world_size, tiny_config):
+    stock_configs = PREFERENCES[:1] if world_size == 1 else PREFERENCES
+    configs = [on_this_machine(stock, tiny_config) for stock in stock_configs]
     found = run_distributed(run_all, world_size, configs, DPO)[0]
-    for stock, logged in zip(PREFERENCES, found, strict=True):
+    for stock, logged in zip(stock_configs, found, strict=True):
         assert len(logged) == 1, stock
         assert logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), stock
         assert logged[0]["num_pairs"] > 16, stock
@@ -117,13 +169,14 @@ def run_all_keeping_warnings(configs, recipe):
     return run_all(configs, recipe), warnings
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stock_configs_of_distillation_train(world_size, tiny_kd_config):
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_configs_of_distillation_train(world_size, tiny_kd_config):
     """Their students have adapters, their teachers none."""
-    configs = [on_this_machine(stock, tiny_kd_config) for stock in DISTILLATION]
+    stock_configs = DISTILLATION[:1] if world_size == 1 else DISTILLATION
+    configs = [on_this_machine(stock, tiny_kd_config) for stock in stock_configs]
     assert all("lora_rank" in cfg["model"] for cfg in configs)
     found, warnings = run_distributed(run_all_keeping_warnings, world_size, configs, KD)[0]
-    for stock, logged in zip(DISTILLATION, found, strict=True):
+    for stock, logged in zip(stock_configs, found, strict=True):
         (metrics,) = logged
         both = 0.5 * metrics["ce_loss"] + 0.5 * metrics["kd_loss"]  # their kd_ratio
         assert metrics["loss"] == pytest.approx(both), stock
@@ -134,81 +187,63 @@ def test_stock_configs_of_distillation_train(world_size, tiny_kd_config):
     assert [text for text in warnings if not text.startswith(expected)] == []
 
 
-# What two ranks do not do otherwise than one does.
-ALIKE_ON_RANKS = (
-    "optimizer", "lr_scheduler", "clip_grad_norm", "profiler", "log_peak_memory_stats", "batch_size",
-)  # fmt: skip
+def test_settings_of_every_config_are_accepted(tmp_path):
+    """Keys, values and components' arguments, none replaced; only CUDA and packages may be missing."""
+    for stock in EVERY:
+        cfg = OmegaConf.load(STOCK_CONFIGS / stock)
+        cfg.output_dir = str(tmp_path)
+        try:
+            read_settings(cfg, settings_of(recipe_for(stock)))
+        except ConfigError as error:
+            for problem in error.problems:
+                missing = "device=cuda|No module named '(bitsandbytes|torchvision)'"
+                assert re.search(missing, str(problem)), (stock, str(problem))
+
+
+@cache
+def model_on_meta(component):
+    """Built once for all configs that have it; heads are attached to a copy."""
+    cfg = OmegaConf.create(json.loads(component))
+    return build_on_meta(lambda: config.instantiate(cfg), settings=ModelSettings(dtype="bf16"))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "alike", "most_microbatches"), [(1, (), 8), (2, ALIKE_ON_RANKS, 2)]
+    "part", [0] + [pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8)]
 )
-def test_stock_configs_train(world_size, alike, most_microbatches, tiny_config):
-    """Many are the same but for the model that is replaced here; each kind is trained once.
-
-    Those that accumulate do so over 2 microbatches on two ranks: their 8 took half of the walk's time.
-    """
-    different = {}
-    for stock in STOCK:
-        cfg = on_this_machine(stock, tiny_config)
-        fewer = min(cfg["gradient_accumulation_steps"], most_microbatches)
-        cfg["gradient_accumulation_steps"] = fewer
-        kind = {key: value for key, value in cfg.items() if key not in alike}
-        different.setdefault(json.dumps(kind, sort_keys=True), (stock, cfg))
-    names, configs = zip(*different.values(), strict=True)
-    assert len(names) > (70 if world_size == 1 else 20)
-    found = run_distributed(run_all, world_size, configs, timeout_seconds=400)[0]
-    for stock, logged in zip(names, found, strict=True):
-        losses = [metrics["loss"] for metrics in logged]
-        assert len(losses) == (2 if stock in FULL else 1), stock
-        assert losses == pytest.approx([4.7] * len(losses), abs=1.2), stock
-
-
-@pytest.mark.parametrize("stock", EVERY)
-def test_stock_configs_fit_their_own_model(stock, monkeypatch):
-    """The loss, the vocabulary and the FSDP units are found in the real model, on the meta device."""
-    from recipe_utils.model.build.build import ModelSettings, build_on_meta
-    from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
-
-    if "vision" in stock:
-        # torchtune's image transforms import it, and no wheel of it on PyPI fits PyTorch's CPU builds.
-        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-            monkeypatch.setitem(sys.modules, name, MagicMock())
-    cfg = OmegaConf.load(STOCK_CONFIGS / stock)
-    build = partial(build_on_meta, settings=ModelSettings(dtype="bf16"))
-    model = build(lambda: config.instantiate(cfg.model))
-    vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
-    assert vocab_size > 30_000
-    assert max_seq_len >= 4096
-    loss = config.instantiate(cfg.loss)
-    if stock in PREFERENCES:
-        make_preference_loss(lambda: loss)
-        loss = LinearLogProbs()
-    elif stock in DISTILLATION:
-        loss = make_distillation_loss(loss, config.instantiate(cfg.kd_loss), cfg.kd_ratio)
-        teacher = build(lambda: config.instantiate(cfg.teacher_model))
-        attach_loss(teacher, HiddenAtTargets())
-        assert num_outputs(teacher) == num_outputs(model)
-    attach_loss(model, loss)
-    for name in cfg.get("custom_sharded_layers") or []:
-        model.get_submodule(name)
+def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatch):
+    """In the real models, on the meta device."""
+    # torchtune's image transforms import it, and no wheel of it on PyPI fits PyTorch's CPU builds.
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    kinds = {}
+    for stock in EVERY:
+        cfg = OmegaConf.to_container(OmegaConf.load(STOCK_CONFIGS / stock))
+        keys = ("model", "teacher_model", "loss", "kd_loss", "kd_ratio", "custom_sharded_layers")
+        kind = {key: cfg[key] for key in keys if key in cfg}
+        kinds.setdefault(json.dumps(kind, sort_keys=True), stock)
+    # Models of one family share a part, and so the models that are built.
+    of_model = sorted(kinds.items())
+    for kind, stock in of_model[part * len(of_model) // 8 : (part + 1) * len(of_model) // 8]:
+        cfg = OmegaConf.create(json.loads(kind))
+        model = deepcopy(model_on_meta(json.dumps(OmegaConf.to_container(cfg.model))))
+        vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+        assert vocab_size > 30_000
+        assert max_seq_len >= 4096
+        loss = config.instantiate(cfg.loss)
+        if stock in PREFERENCES:
+            make_preference_loss(lambda loss=loss: loss)
+            loss = LinearLogProbs()
+        elif stock in DISTILLATION:
+            loss = make_distillation_loss(loss, config.instantiate(cfg.kd_loss), cfg.kd_ratio)
+            teacher = deepcopy(model_on_meta(json.dumps(OmegaConf.to_container(cfg.teacher_model))))
+            attach_loss(teacher, HiddenAtTargets())
+            assert num_outputs(teacher) == num_outputs(model)
+        attach_loss(model, loss)
+        for name in cfg.get("custom_sharded_layers") or []:
+            model.get_submodule(name)
 
 
-@pytest.mark.parametrize("stock", EVERY)
-def test_stock_configs_are_right_but_for_what_this_machine_lacks(stock, tmp_path):
-    """Their keys, values and components' arguments, none replaced."""
-    cfg = OmegaConf.load(STOCK_CONFIGS / stock)
-    cfg.output_dir = str(tmp_path)
-    try:
-        read_settings(cfg, settings_of(recipe_for(stock)))
-    except ConfigError as error:
-        for problem in map(str, error.problems):
-            assert re.search(
-                "^device=cuda|No module named '(bitsandbytes|torchvision)'",
-                problem,
-            ), problem
-
-
+@pytest.mark.slow
 def test_a_meta_checkpoint_trains_as_a_torchtune_one(weights_folder, tiny_config, tmp_path):
     config_of_ours = tiny_config(model=tiny.UNTIED_MODEL)
     weights = torch.load(weights_folder / "weights" / "untied.pt", weights_only=True)

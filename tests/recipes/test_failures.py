@@ -11,7 +11,8 @@ from recipe_runs import recipe_class, run_recipe, run_recipe_keeping_warnings
 TIMEOUT_SECONDS = 15
 
 
-PLANS = pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+SLOW = pytest.mark.slow
+PLANS = pytest.mark.parametrize("microbatching", [pytest.param("in_order", marks=SLOW), "packed"])
 
 
 @PLANS
@@ -34,8 +35,14 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching,
     assert "rank(s) [1] could not prepare the next update step" in good
 
 
-@PLANS
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("microbatching", "world_size", "num_workers"),
+    [
+        ("packed", 2, 0),
+        pytest.param("in_order", 1, 0, marks=SLOW),
+        pytest.param("in_order", 2, 1, marks=SLOW),
+    ],
+)
 def test_skipping_bad_samples_trains_on_the_others_alone(
     microbatching, world_size, num_workers, tiny_config
 ):
@@ -67,6 +74,7 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
     assert sorted(int(text.split()[1]) for text in warnings) == bad
 
 
+@SLOW
 @PLANS
 def test_a_worker_that_is_killed_on_one_rank_changes_no_loss(microbatching, tiny_config, tmp_path):
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
@@ -108,6 +116,7 @@ def fail_inside_a_step(config, failing_rank, at_microbatch):
     recipe.train()
 
 
+@SLOW
 def test_raising_inside_a_step_ends_all_ranks_within_the_timeout(tiny_config):
     config = tiny_config(
         dataset={"_component_": "tiny.tiny_dataset", "num_samples": 64},
@@ -143,6 +152,7 @@ def leave_early(config):
     return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
+@SLOW
 @PLANS
 def test_leaving_the_update_steps_early_leaves_no_thread_and_hangs_no_rank(
     microbatching, tiny_config

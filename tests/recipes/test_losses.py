@@ -27,35 +27,30 @@ def one_process_losses(module_config):
     return losses(run_distributed(run_recipe, 1, config)[0])
 
 
+CURVES = {  # ranks, and keys of configs
+    "1": (1, [{"microbatching": "packed"}]),
+    "1, more": (1, [{"batch_size": 1}, {"microbatching": "least_padding"}]),
+    "2": (2, [{"microbatching": "packed"}, {"microbatching": "least_padding"}]),
+    "4": (4, [{}, {"microbatching": "packed"}]),
+    "hsdp-2x2": (4, [{"batch_size": 1, "data_parallel_replicate_dim": 2}]),
+}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)], ids=["1", "2", "4", "hsdp-2x2"]
+    "layout", ["1"] + [pytest.param(each, marks=pytest.mark.slow) for each in list(CURVES)[1:]]
 )
-def test_the_same_global_batch_gives_the_same_losses(
-    world_size, replicate, tiny_config, one_process_losses
-):
+def test_the_same_global_batch_gives_the_same_losses(layout, tiny_config, one_process_losses):
+    world_size, changes = CURVES[layout]
+    same = {"dataset": DATA, "batch_size": 4, "global_batch_size": 16}
     configs = [
-        tiny_config(
-            dataset=DATA,
-            batch_size=b,
-            global_batch_size=16,
-            gradient_accumulation_steps=...,
-            microbatching=microbatching,
-            data_parallel_replicate_dim=replicate,
-        )
-        for b, microbatching in (
-            (1, "in_order"),
-            (4, "in_order"),
-            (4, "least_padding"),
-            (4, "packed"),
-            (16, "in_order"),
-        )
-        if b * world_size <= 16
+        tiny_config(**{**same, "gradient_accumulation_steps": ..., **each}) for each in changes
     ]
     assert len(one_process_losses) == NUM_STEPS
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
         assert losses(logged) == pytest.approx(one_process_losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, one_process_losses):
     """A budget below some samples: each of those has a row of twice the length."""
     config = tiny_config(
@@ -84,6 +79,7 @@ def run_counting_compilations(config):
     return run_compiled_recipe(config), num_graphs
 
 
+@pytest.mark.slow
 def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then_for_any(
     tiny_config,
 ):
@@ -105,7 +101,7 @@ def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then
     assert num_graphs[0] < after_warm_up[0] <= 16
 
 
-@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_grad_norm", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     config = tiny_config(
         dataset=DATA,
@@ -131,33 +127,32 @@ def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     assert losses(with_own_loss) == pytest.approx([float(x) for x in losses(stock)], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"prefetch_update_steps": 0},
-        {"num_workers": 2},
-        {"enable_activation_checkpointing": True},
-        {"ac_mode": "selective", "ac_option": 2},
-        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "batch_size": 16},
-        {"loss": STOCK_LOSS},
-        {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
-        {"fsdp_cpu_offload": True},
-        {"log_every_n_steps": 2},
-    ],
-    ids=str,
-)
-def test_what_must_not_change_the_curve_does_not(changes, tiny_config, one_process_losses):
-    config = tiny_config(
-        **{"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4} | changes
-    )
-    every = changes.get("log_every_n_steps", 1)
-    (logged,) = run_distributed(run_recipe, 1, config)
-    assert losses(logged) == pytest.approx(one_process_losses[every - 1 :: every], rel=1e-5)
+UNCHANGED = [
+    {"prefetch_update_steps": 0},
+    {"num_workers": 2},
+    {"enable_activation_checkpointing": True},
+    {"ac_mode": "selective", "ac_option": 2},
+    {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "batch_size": 16},
+    {"loss": STOCK_LOSS},
+    {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
+    {"fsdp_cpu_offload": True},
+    {"log_every_n_steps": 2},
+]
 
 
+@pytest.mark.slow
+def test_what_must_not_change_the_curve_does_not(tiny_config, one_process_losses):
+    same = {"dataset": DATA, "batch_size": 4, "gradient_accumulation_steps": 4}
+    configs = [tiny_config(**same | changes) for changes in UNCHANGED]
+    (curves,) = run_distributed(run_recipes, 1, configs, timeout_seconds=300)
+    for changes, logged in zip(UNCHANGED, curves, strict=True):
+        every = changes.get("log_every_n_steps", 1)
+        expected = pytest.approx(one_process_losses[every - 1 :: every], rel=1e-5)
+        assert losses(logged) == expected, changes
+
+
+@pytest.mark.slow
 def test_losses_are_those_of_hugging_face_trainer(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     import hugging_face_runs
 
     config = hugging_face_runs.config(tmp_path)
