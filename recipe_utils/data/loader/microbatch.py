@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class Pairs(NamedTuple):
-    """Which targets belong to which answer, where samples are pairs of answers; p pairs."""
+    """Targets of each answer, for samples that are pairs of answers; p pairs."""
 
     segment_lengths: Tensor
-    """[3 * p]: targets that both answers of a pair share, the chosen one's others, the rejected one's
-    others. In this order they are the targets of the microbatch."""
+    """[3 * p]: number of targets that both answers of a pair share, further ones of the chosen answer, and of the rejected
+    one; in the order of the microbatch's targets."""
     names: tuple[str, ...]
-    """Of the pairs, for errors."""
+    """Names of the pairs, for errors."""
 
 
 class CacheKeys(NamedTuple):
     """Attached to a microbatch until the training loop looks up, or computes, a frozen model's outputs."""
 
     keys: tuple[bytes, ...]
-    """Of the samples."""
+    """Cache keys of the samples."""
     num_rows: tuple[int, ...]
     """Outputs of each sample; they follow one another in the microbatch's."""
     num_missing: int

@@ -109,24 +109,18 @@ def test_what_is_known_of_samples_comes_with_their_targets(packed, microbatching
         assert number == len(kind.collate([sample]).targets.positions)
 
 
-def test_packing_changes_neither_targets_nor_real_tokens():
+def test_rows_of_a_packed_dataset_keep_targets_and_documents_and_discount_padding():
     samples = tiny.make_samples(20, num_without_targets=3)
-    microbatch = collate(packed_rows(samples))
+    rows = packed_rows(samples)
+    microbatch = collate(rows)
     assert microbatch.counts["target_tokens"] == sum(num_targets(sample) for sample in samples)
     assert microbatch.counts["real_tokens"] == sum(len(sample["tokens"]) for sample in samples)
     assert microbatch.counts["positions"] > microbatch.counts["real_tokens"]
-
-
-def test_a_full_packed_row_has_no_padding_to_discount():
-    samples = [{"tokens": list(range(1, 33)), "labels": [tiny.IGNORE] * 32}] * 2
-    assert collate(packed_rows(samples)).counts["real_tokens"] == 64
-
-
-def test_packed_rows_carry_the_lengths_of_their_documents():
-    rows = packed_rows(tiny.make_samples(20))
-    for row, lengths in zip(rows, collate(rows).inputs["document_lengths"], strict=True):
+    for row, lengths in zip(rows, microbatch.inputs["document_lengths"], strict=True):
         assert lengths == [length for length in row["seq_lens"].tolist() if length]
         assert sum(lengths) == 64
+    full = [{"tokens": list(range(1, 33)), "labels": [tiny.IGNORE] * 32}] * 2
+    assert collate(packed_rows(full)).counts["real_tokens"] == 64
 
 
 def documents_of(microbatch):
@@ -268,39 +262,39 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
     assert all(m.counts["positions"] <= 80 for m in made)
     padding = sum(m.counts["positions"] - m.counts["real_tokens"] for m in made)
     assert (padding == 0) == (name == "packed")
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_microbatches_have_the_collator_s_counts_and_dummies_none(name):
-    text, samples = text_samples(name), tiny.make_samples(2)
-    assert set(text.collate(samples).counts) == set(text.counts)
-    assert text.dummy(samples[0]).counts == {}
-
-
-@pytest.mark.parametrize(("num_row_lengths", "lengths"), [(1, {80}), (4, {20, 40, 60, 80})])
-def test_packed_rows_have_as_many_lengths_as_asked_for(num_row_lengths, lengths):
-    made = microbatches("packed", num_row_lengths=num_row_lengths)
-    assert {m.counts["positions"] for m in made} <= lengths
+    text = text_samples(name)
+    assert set(made[0].counts) == set(text.counts)
+    assert text.dummy(tiny.make_samples(1)[0]).counts == {}
 
 
 @pytest.mark.parametrize(
-    ("num_row_lengths", "lengths"), [(None, range(0, 256, 16)), (3, (32, 64, 96))]
+    ("num_row_lengths", "row_multiple", "allowed"),
+    [
+        (1, None, {80}),
+        (4, None, {20, 40, 60, 80}),
+        (None, 16, range(0, 256, 16)),
+        (3, 16, {32, 64, 96}),
+    ],
 )
-def test_packed_rows_are_whole_multiples_where_that_is_asked_for(num_row_lengths, lengths):
-    limits = {"num_row_lengths": num_row_lengths, "row_multiple": 16}
+def test_packed_rows_have_the_lengths_that_the_model_asks_for(
+    num_row_lengths, row_multiple, allowed
+):
+    limits = {"num_row_lengths": num_row_lengths, "row_multiple": row_multiple}
     made = microbatches("packed", **limits)
-    slots = {m.counts["positions"] for m in made}
-    assert slots <= set(lengths)
-    assert max(slots) <= text_samples("packed", **limits).longest_row
+    lengths = {m.counts["positions"] for m in made}
+    assert lengths <= set(allowed)
+    assert max(lengths) <= text_samples("packed", **limits).longest_row
     assert all(sum(m.inputs["document_lengths"][0]) == m.counts["positions"] for m in made)
 
 
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 def test_a_microbatch_holds_the_batch_size_times_the_longest_sample_unless_told(name):
-    made = microbatches(name, max_tokens=None, tokenizer=tiny.tiny_tokenizer(max_seq_len=40))
-    assert max(m.counts["positions"] for m in made) <= 80
-    assert all(m.counts["positions"] <= 160 for m in microbatches(name, max_tokens=160))
-    assert max(m.counts["positions"] for m in microbatches(name, max_tokens=160)) > 80
+    tokenizer = tiny.tiny_tokenizer(max_seq_len=40)
+    by_default, told = (
+        max(m.counts["positions"] for m in microbatches(name, max_tokens=most, tokenizer=tokenizer))
+        for most in (None, 160)
+    )
+    assert by_default <= 80 < told <= 160
 
 
 @pytest.mark.parametrize("limits", [{}, {"other_attention": "Gemma2Attention"}])
