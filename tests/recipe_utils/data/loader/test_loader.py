@@ -1,7 +1,6 @@
 """An update step is a value that holds what all ranks agreed on before its first forward."""
 
 import dataclasses
-import itertools
 import math
 import threading
 
@@ -56,44 +55,51 @@ def one_process():
     ranks.leave()
 
 
-def counts_of(step, name):
-    """Counts of this rank's microbatches; dummy ones have none."""
-    return sum(microbatch.counts.get(name, 0) for microbatch in step.microbatches)
+def samples_of(step):
+    return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
 
 
-def describe_unequal_steps(depth):
+def describe_unequal_steps(depths):
     described = []
-    loader = make_loader(SAMPLES, prefetch_update_steps=depth)
-    with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
-        for step in steps:
+    for depth in depths:
+        loader = make_loader(SAMPLES, prefetch_update_steps=depth)
+        with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
             described.append(
-                {
-                    "index": step.index,
-                    "totals": dict(step.totals),
-                    "scale": step.scale("target_tokens"),
-                    "is_last": [is_last for _, is_last in mark_last(step.microbatches)],
-                    "targets": counts_of(step, "target_tokens"),
-                    "real": counts_of(step, "real_tokens"),
-                }
+                [
+                    (
+                        step.index,
+                        dict(step.totals),
+                        step.scale("target_tokens"),
+                        [dict(microbatch.counts) for microbatch in step.microbatches],
+                    )
+                    for step in steps
+                ]
             )
     return described
 
 
-def describe_at_depths(depths):
-    return [describe_unequal_steps(depth) for depth in depths]
-
-
-@pytest.fixture(scope="module")
-def unequal_steps():
-    """The steps of ``UNEQUAL`` per rank and depth (0, 2)."""
-    return run_distributed(describe_at_depths, 2, (0, 2))
-
-
-def test_ranks_with_unequal_samples_run_equally_many_microbatches(unequal_steps):
-    for rank in unequal_steps:
-        for step, *shares in zip(rank[1], *UNEQUAL, strict=True):
-            most = max(math.ceil(len(share) / 2) for share in shares)
-            assert step["is_last"] == [False] * (most - 1) + [True]
+def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
+    of_ranks = run_distributed(describe_unequal_steps, 2, (0, 2))
+    assert all(without == ahead for without, ahead in of_ranks)
+    for index, shares in enumerate(zip(*UNEQUAL, strict=True)):
+        samples = [SAMPLES[i] for share in shares for i in share]
+        expected = {
+            "target_tokens": num_targets(samples),
+            "real_tokens": sum(len(sample["tokens"]) for sample in samples),
+        }
+        counts = []
+        for (_, steps), share in zip(of_ranks, shares, strict=True):
+            step_index, totals, scale, of_microbatches = steps[index]
+            assert step_index == index
+            assert totals.items() >= expected.items()
+            assert scale == 2 / max(expected["target_tokens"], 1)
+            # Ranks with fewer samples run as many microbatches; the dummy ones have no counts.
+            assert len(of_microbatches) == max(math.ceil(len(each) / 2) for each in shares)
+            assert [bool(each) for each in of_microbatches].count(True) == math.ceil(len(share) / 2)
+            counts += of_microbatches
+        for name in expected:
+            assert sum(each.get(name, 0) for each in counts) == expected[name]
+    assert expected["target_tokens"] == 0  # the last update step is one without any target
 
 
 def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
@@ -112,26 +118,6 @@ def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
             assert step.totals["positions"] == sum(
                 m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
             )
-
-
-def test_counts_and_scale_are_of_all_ranks_and_each_sample_counts_once(unequal_steps):
-    for step_index, shares in enumerate(zip(*UNEQUAL, strict=True)):
-        samples = [SAMPLES[i] for share in shares for i in share]
-        total = num_targets(samples)
-        for rank in unequal_steps:
-            step = rank[1][step_index]
-            assert step["index"] == step_index
-            assert step["totals"]["target_tokens"] == total
-            assert step["totals"]["real_tokens"] == sum(len(s["tokens"]) for s in samples)
-            assert step["scale"] == 2 / max(total, 1)
-        for name, expected in (("targets", total), ("real", step["totals"]["real_tokens"])):
-            assert sum(rank[1][step_index][name] for rank in unequal_steps) == expected
-    assert total == 0  # the last update step is one without any target
-
-
-def test_prefetching_changes_nothing(unequal_steps):
-    for without, ahead in unequal_steps:
-        assert without == ahead
 
 
 def scales_of_ranks_with_the_same_data():
@@ -219,42 +205,27 @@ def test_an_epoch_without_an_update_step_is_refused_by_its_key(one_process):
 # ---- The value ------------------------------------------------------------------------------------
 
 
+def tokens_of(steps):
+    return [[token for token in row if token] for step in steps for row in samples_of(step)]
+
+
 def test_the_tokens_are_those_of_the_planned_samples_in_order(one_process):
-    indices = [[5, 0, 3], [2]]
-    with make_loader(SAMPLES, num_workers=1).of_samples(indices) as steps:
-        for step, of_step in zip(steps, indices, strict=True):
-            rows = itertools.chain.from_iterable(m.inputs["tokens"] for m in step.microbatches)
-            for row, i in zip(rows, of_step, strict=True):
-                tokens = SAMPLES[i]["tokens"]
-                assert row.tolist()[: len(tokens)] == tokens
-                assert not row[len(tokens) :].any()
+    with make_loader(SAMPLES, num_workers=1).of_samples([[5, 0, 3], [2]]) as steps:
+        assert tokens_of(steps) == [SAMPLES[i]["tokens"] for i in (5, 0, 3, 2)]
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2, 9])
 def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, one_process):
     loader = make_loader(SAMPLES, gradient_accumulation_steps=2, max_steps_per_epoch=1)
-    consumed = set()
+    consumed = []
     for epoch in range(num_epochs):
         with loader.epoch(epoch) as steps:
-            consumed |= {
-                tuple(row[row > 0].tolist())
-                for s in steps
-                for m in s.microbatches
-                for row in m.inputs["tokens"]
-            }
+            consumed += tokens_of(steps)
+    expected = [sample["tokens"] for sample in SAMPLES if sample["tokens"] in consumed]
     num_steps, steps = loader.one_pass(num_epochs)
     with steps:
-        found = [
-            tuple(row[row > 0].tolist())
-            for s in steps
-            for m in s.microbatches
-            for row in m.inputs["tokens"]
-        ]
-    assert num_steps == math.ceil(len(consumed) / 4)
-    in_order = [
-        tuple(sample["tokens"]) for sample in SAMPLES if tuple(sample["tokens"]) in consumed
-    ]
-    assert found == in_order
+        assert tokens_of(steps) == expected
+    assert num_steps == math.ceil(len(expected) / 4)
 
 
 def test_an_update_step_is_a_value_that_can_be_iterated_over_twice(one_process):
@@ -278,10 +249,6 @@ def test_a_scale_is_the_dp_degree_over_the_total_of_its_name():
 
 
 # ---- Epochs ---------------------------------------------------------------------------------------
-
-
-def samples_of(step):
-    return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
