@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torchtune
 import yaml
+from omegaconf import OmegaConf
 
 from recipe_utils.settings.describe import key_table, settings_of
-from recipe_utils.tune.registry import RECIPES, SAME_FILE
+from recipe_utils.settings.read import read_settings
+from recipe_utils.tune.registry import RECIPES, SAME_FILE, config_path
 
 ROOT = Path(__file__).parents[1]
 FIRST = "full_finetune_update_step"
@@ -87,6 +89,21 @@ def test_key_tables_are_the_command_s_output(recipe):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_readme_shows_the_error_as_it_is(tmp_path):
+    (shown,) = re.findall(
+        r"^```\n(3 problems.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    wrong = ["batchsize=3", "optimizer.learning_rate=1", "global_batch_size=7", "batch_size=2"]
+    cfg = OmegaConf.merge(
+        OmegaConf.load(config_path("llama3_2/5M_full_update_step")),
+        OmegaConf.from_dotlist([*wrong, f"output_dir={tmp_path}"]),
+    )
+    del cfg["gradient_accumulation_steps"]
+    with pytest.raises(ValueError, match="3 problems") as error:
+        read_settings(cfg, settings_of(FIRST))
+    assert str(error.value) == shown
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

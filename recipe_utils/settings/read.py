@@ -55,8 +55,14 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             problems.append(problem)
             wrong.add(key)
 
-    # Defaults replace wrong values, so that problems of the other keys can be found.
-    good = {key: value for key, value in values.items() if key not in wrong}
+    # Defaults replace wrong values, so that problems of the other keys can be found. Required keys have none: a
+    # component with wrong arguments stays, since its own problem is reported already.
+    good = {
+        key: value
+        for key, value in values.items()
+        if key not in wrong
+        or (key in known and known[key].is_required() and not _check_value(key, value, known[key]))
+    }
     parts: dict[type, Any] = {}
     for part in settings_classes_of(settings_class):
         hints, specs = get_type_hints(part), keys_of(part)
