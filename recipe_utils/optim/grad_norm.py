@@ -1,4 +1,4 @@
-"""The norm of all gradients together, and clipping to it."""
+"""Norm of all gradients together, and clipping."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 
 class OverStages(Protocol):
-    """What a norm over the stages of a pipeline needs of it."""
+    """The part of a pipeline that a norm over its stages needs."""
 
     group: dist.ProcessGroup
-    """The ranks of the pipeline."""
+    """Ranks of the pipeline."""
     tied_copies: frozenset[int]
-    """Ids of this rank's parameters that are clipped, but whose norm another rank adds."""
+    """Ids of parameters on this rank whose norm another rank adds."""
 
 
 def clip_grad_norm_(
@@ -26,18 +26,16 @@ def clip_grad_norm_(
     pipeline: OverStages | None = None,
     is_of_part: Callable[[str], bool] | None = None,
 ) -> Tensor | None:
-    """Clips gradients to ``max_norm`` in place and returns their norm before, shape [].
+    """Clips gradients to ``max_norm`` in place. Returns their norm before clipping [], None without gradients.
 
-    None if there is no gradient, since an optimizer in the backward has used and freed them.
-
-    The norm is that of all gradients together, whichever mesh they are sharded over; PyTorch's own
-    function takes one mesh only. It is at least fp32, of bf16 gradients, too, whose own norm would have three digits.
+    The gradients may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
+    fp32: a bf16 norm would have three digits.
 
     Args:
-        model: or the pipeline stages on this rank.
-        max_norm: of all gradients together; None measures and changes nothing.
-        pipeline: that the stages belong to; None for a model in one piece.
-        is_of_part: takes a parameter's name, as wrapped; those of which it is False are left alone.
+        model: model, or the pipeline stages on this rank.
+        max_norm: maximum norm of all gradients together; None only measures it.
+        pipeline: pipeline that the stages belong to; None without stages.
+        is_of_part: selects parameters by name, as wrapped; None selects all.
     """
     tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
     parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
@@ -72,15 +70,9 @@ def clip_grad_norm_by_part_(
     max_norm: float | None = None,
     pipeline: OverStages | None = None,
 ) -> Tensor | None:
-    """Clips the gradients of each part of a model to ``max_norm``; returns the norm of all before, shape [].
+    """Clips the gradients of each part of a model to ``max_norm``. Returns the norm of all before clipping [].
 
-    None if there is no gradient.
-
-    Args:
-        model: see :func:`clip_grad_norm_`.
-        parts: names of modules; all others together are one part more.
-        max_norm: of each part by itself.
-        pipeline: see :func:`clip_grad_norm_`.
+    ``parts`` are names of modules; everything else is one more part. See :func:`clip_grad_norm_`.
     """
 
     def part_of(name: str) -> str | None:
@@ -95,18 +87,17 @@ def clip_grad_norm_by_part_(
 
 
 def _no_norm(model: nn.Module) -> Tensor:
-    """0 as the norm of a rank without gradients, whose other ranks have some: of their precision and device."""
+    """Returns 0 as the norm of a rank without gradients, in the precision and on the device of other ranks'."""
     like = next(model.parameters())
     return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """The norm of tensors together, [], at least fp32; a DTensor where they are."""
+    """Returns the norm of tensors together [], at least fp32; a DTensor for DTensors."""
     if all(grad.dtype.itemsize >= torch.float32.itemsize for grad in grads):
         return nn.utils.get_total_norm(grads)
-    if isinstance(
-        grads[0], DTensor
-    ):  # one by one: torch 2.14 cannot shard the foreach with a dtype
+    # One by one: torch 2.14 cannot shard the foreach with a dtype.
+    if isinstance(grads[0], DTensor):
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     else:
         norms = list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))

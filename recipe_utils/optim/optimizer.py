@@ -30,31 +30,27 @@ def _infinite_as_float(value: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerSettings:
-    """How gradients become weights."""
+    """Optimizer, learning-rate schedule, clipping, non-finite gradients."""
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
-    """Of PyTorch's signature; a fused one skips what is not finite without a wait for the device."""
+    """A ``torch.optim``-style optimizer. ``fused: True`` skips non-finite gradients without a device synchronization."""
     lr_scheduler: (
         Annotated[dict[str, Any], MadeWith(1, ("num_training_steps", "last_epoch"))] | None
     ) = None
-    """Steps with each update step; null is a constant rate."""
+    """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
-    """Learning rate of LoRA's B, and of DoRA's magnitudes, over that of A (LoRA+, as in PEFT); null is 1."""
+    """Ratio of the learning rates of LoRA's B and DoRA's magnitudes to that of A (LoRA+, as in PEFT); null is 1."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
-    """Bound on the norm of all gradients together; null or inf measures it only."""
+    """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
-    """Steps each parameter as soon as its gradient is there: one microbatch per update step, no clipping."""
+    """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""
     on_nonfinite: OnNonfinite = "stop"
-    """Where the gradient is NaN or infinite; such a step never reaches the weights."""
+    """What to do if the gradient is NaN or infinite. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
-    """How many in a row ``on_nonfinite: skip`` may leave out."""
+    """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        """What PyTorch's optimizers take: parameters, or groups of them with learning rates of their own.
-
-        Args:
-            parameters: that are trained, by name.
-        """
+        """Returns the first argument of an optimizer: trained parameters, or groups with own learning rates."""
         if self.loraplus_lr_ratio is None:
             return list(parameters.values())
         faster = {name for name in parameters if name.endswith(_FASTER)}
@@ -68,11 +64,7 @@ class OptimizerSettings:
         return [group for group in groups if group["params"]]
 
     def check_model(self, model: nn.Module) -> None:
-        """Whether a model has what ``loraplus_lr_ratio`` is for.
-
-        Raises:
-            ValueError: it has not.
-        """
+        """Raises ValueError if ``loraplus_lr_ratio`` is set for a model without LoRA."""
         ratio = self.loraplus_lr_ratio
         if ratio is not None and not any(
             name.endswith(_FASTER) for name in trained_parameters(model)
@@ -80,7 +72,7 @@ class OptimizerSettings:
             raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys."""
+        """Problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
             yield Problem(
                 "loraplus_lr_ratio",
@@ -98,7 +90,7 @@ class OptimizerSettings:
             )
 
     def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """What an optimizer that steps in every backward, or a fused one, excludes."""
+        """Problems of fused optimizers and of those that step in the backward."""
         if ranks.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
             yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if not self.optimizer_in_bwd:
@@ -144,14 +136,13 @@ class OptimizerSettings:
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):
-    """Steps each parameter as soon as its gradient is there, and frees the gradient.
+    """Steps each parameter within the backward and frees its gradient; ``step`` and ``zero_grad`` do nothing.
 
-    ``step`` and ``zero_grad`` find nothing left to do. The loss is scaled before the backward, hence the gradients
-    that the hooks see are final. An update step must have a single microbatch, and there is no moment
-    at which all gradients exist to be clipped or checked.
+    The loss is scaled before the backward, so gradients are final when the hooks use them. An update step must
+    have one microbatch, and gradients cannot be clipped or checked: they never exist all at once.
 
     Args:
-        model: every parameter that is trained gets an optimizer of its own.
+        model: each trained parameter gets its own optimizer.
         make_optimizer: called with a list of one parameter.
     """
 
@@ -164,19 +155,19 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
 
     def step(self) -> None:
-        """Nothing: the backward has stepped."""
+        """Does nothing: the backward has stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: each gradient was freed as soon as it was used."""
+        """Does nothing: the backward has freed the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
+        """Parameter groups of all optimizers."""
         return [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not frozen, by the name that they have under all wrappers."""
+    """Returns the parameters that are not frozen, by their names within all wrappers."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -204,7 +195,7 @@ def build_optimizer(
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
-    """The one, or those of all parameters."""
+    """Returns the optimizer itself, or those of all parameters."""
     if isinstance(optimizer, OptimizerInBackward):
         return list(optimizer.optim_map.values())
     return [optimizer]

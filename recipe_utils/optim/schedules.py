@@ -1,4 +1,4 @@
-"""What changes from update step to update step: pure functions of how many are done, so that nothing need be saved."""
+"""Schedules besides the learning rate: pure functions of the number of update steps, so nothing is saved."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,63 +19,63 @@ _Ratio = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class ScheduleSettings:
-    """What follows the number of update steps, besides the learning rate."""
+    """Schedules over update steps, besides the learning rate."""
 
     ema_momentum: _Momentum = 0.994
-    """How much of itself the moving average keeps at each update step."""
+    """Momentum of the moving average, per update step."""
     ema_momentum_end: _Momentum | None = None
-    """What that rises to by half a cosine until the training's end; null keeps it."""
+    """Momentum at the end of training, reached by half a cosine; null keeps it constant."""
     teacher_temperature: Positive = 0.07
-    """Divides the teacher's logits; below the student's, or nothing is learned from it."""
+    """Temperature of the teacher's logits; must be below the student's."""
     teacher_temperature_start: Positive | None = None
-    """Where it starts, to rise linearly; null is ``teacher_temperature``."""
+    """Initial temperature, which changes linearly; null is ``teacher_temperature``."""
     teacher_temperature_warmup_steps: CountOrZero = 0
-    """Update steps until it has risen."""
+    """Update steps until ``teacher_temperature`` is reached."""
     weight_decay_end: _Decay | None = None
-    """What ``optimizer.weight_decay`` becomes by half a cosine until the training's end; null keeps it."""
+    """Weight decay at the end of training, reached by half a cosine; null keeps it constant."""
     freeze_last_layer_steps: CountOrZero = 0
-    """Update steps in which prototypes stay as they are."""
+    """Update steps in which the prototypes are frozen."""
     layerwise_lr_decay: _Ratio = 1.0
-    """Learning rate of a layer over that of the next one above; 1 gives all the same."""
+    """Ratio of a layer's learning rate to that of the next deeper one."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys."""
+        """Problems between the keys."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
             yield Problem(
                 "teacher_temperature_warmup_steps",
-                f"with teacher_temperature_start="
-                f"{'null' if start is None else start} it says nothing; set both or neither",
+                f"with teacher_temperature_start={'null' if start is None else start} it has no "
+                "effect; set both or neither",
                 warmup,
                 depends_on=("teacher_temperature_start",),
             )
 
     def problems_with(self, student_temperature: float) -> Iterator[Problem]:
-        """What the student's temperature excludes."""
+        """Problems with the student's temperature."""
         for name in ("teacher_temperature", "teacher_temperature_start"):
             temperature = getattr(self, name)
             if temperature is not None and temperature >= student_temperature:
                 yield Problem(
                     name,
-                    f"student_temperature={student_temperature} must be above it, or the "
-                    "teacher says nothing more definite than the student; set it lower",
+                    f"student_temperature={student_temperature} must be above it, so that targets "
+                    "are sharper than the student's outputs; set it lower",
                     temperature,
                     depends_on=("student_temperature",),
                 )
 
     def temperature_at(self, global_step: int) -> float:
-        """The teacher's, after so many update steps."""
+        """Returns the teacher's temperature after ``global_step`` update steps."""
         start, steps = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if start is None or global_step >= steps:
             return self.teacher_temperature
         return start + (self.teacher_temperature - start) * global_step / steps
 
     def momentum_at(self, global_step: int, num_steps: int) -> float:
-        """The moving average's, after so many update steps of so many."""
+        """Returns the momentum of the moving average after ``global_step`` of ``num_steps`` update steps."""
         return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
 
     def at(self, global_step: int, num_steps: int) -> dict[str, float]:
-        """What the last of so many update steps had, to be logged."""
+        """Returns momentum and temperature of the last update step, to be logged."""
         step = max(global_step - 1, 0)
         return {
             "ema_momentum": self.momentum_at(step, num_steps),
@@ -83,14 +83,14 @@ class ScheduleSettings:
         }
 
     def freeze_prototypes(self, model: nn.Module, global_step: int) -> None:
-        """Takes the prototypes' gradients away in the first update steps (arXiv:2104.14294, appendix C)."""
+        """Drops the prototypes' gradients in the first update steps (arXiv:2104.14294, appendix C)."""
         if global_step < self.freeze_last_layer_steps:
             for name, parameter in model.named_parameters():
                 if ".prototypes." in name:
                     parameter.grad = None
 
     def set_weight_decay(self, optimizer: Optimizer, global_step: int, num_steps: int) -> None:
-        """Gives those groups that decay the weight decay after so many update steps."""
+        """Sets the weight decay of the groups that have one."""
         for group in optimizer.param_groups:
             if "decays_from" in group and group["decays_from"] > 0:
                 group["weight_decay"] = half_cosine(
@@ -104,16 +104,16 @@ class ScheduleSettings:
         depth_of: Callable[[str], int],
         num_depths: int,
     ) -> list[dict[str, Any]]:
-        """Groups of parameters with a learning rate by depth, and without weight decay for vectors.
+        """Returns parameter groups with a learning rate by depth, and without weight decay for vectors.
 
-        Vectors are biases, norms and scales, which decay would only pull off their place (arXiv:2104.14294).
-        Groups are alike on all ranks, also where a pipeline's stage has nothing for them.
+        Vectors are biases, norms and scales (arXiv:2104.14294). All ranks have the same groups, even if a
+        pipeline stage has no parameter of one.
 
         Args:
-            parameters: that are trained, by name.
-            optimizer: its arguments in the config.
-            depth_of: of a parameter's name, from 0; the deepest have the full learning rate.
-            num_depths: of the whole model.
+            parameters: trained parameters, by name.
+            optimizer: arguments of the optimizer in the config.
+            depth_of: returns a parameter's depth, from 0; the deepest have the full learning rate.
+            num_depths: depths of the whole model.
         """
         decay = optimizer.get("weight_decay")
         depths = (
@@ -135,7 +135,7 @@ class ScheduleSettings:
 
 
 def half_cosine(start: float, end: float | None, step: int, num_steps: int) -> float:
-    """From ``start`` at step 0 to ``end`` at ``num_steps``; ``start`` all the way where there is no end."""
+    """Returns ``start`` at step 0 to ``end`` at ``num_steps``; ``start`` throughout if ``end`` is None."""
     if end is None:
         return start
     part = min(step / max(num_steps, 1), 1.0)

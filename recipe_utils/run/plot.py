@@ -1,8 +1,8 @@
-"""Curves of one training or several, as a picture.
+"""Plots metrics of one or several trainings.
 
 python -m recipe_utils.run.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png]
 
-Reads ``logs/metrics.jsonl`` of each and draws loss, val_loss, accuracy of nearest neighbours, learning
+Reads ``logs/metrics.jsonl`` of each and draws loss, val_loss, k-NN accuracy, learning
 rate, gradient norm, tokens or images per second and padding over update steps, and the losses over target tokens, too.
 """
 
@@ -19,12 +19,12 @@ PANELS = (
     ("loss", "step", "loss [nats]"),
     ("val_loss", "num_tokens_seen", "val_loss [nats]"),
     ("val_loss", "step", "val_loss [nats]"),
-    ("knn_accuracy", "step", "accuracy of nearest neighbours"),
+    ("knn_accuracy", "step", "k-NN accuracy"),
     ("lr", "step", "learning rate"),
     ("grad_norm", "step", "gradient norm"),
     ("tokens_per_second_per_gpu", "step", "target tokens / s / rank"),
     ("images_per_second_per_gpu", "step", "images / s / rank"),
-    ("padding_fraction", "step", "padding [fraction of slots]"),
+    ("padding_fraction", "step", "padding [fraction of positions]"),
 )
 """Metric, what it is drawn over, label."""
 _OVER = {"step": "update steps", "num_tokens_seen": "target tokens"}
@@ -33,13 +33,7 @@ _OVER = {"step": "update steps", "num_tokens_seen": "target tokens"}
 def curve(
     metrics: Sequence[Mapping[str, Any]], name: str, over: str
 ) -> tuple[list[Any], list[Any]]:
-    """The points of a metric, where it was logged and is a number.
-
-    Args:
-        metrics: of the update steps, as :func:`recipe_utils.run.log.read_metrics` reads them.
-        name: of the metric.
-        over: another.
-    """
+    """Returns the points of metric ``name`` over metric ``over``, without missing values."""
     points = [
         (line[over], line[name])
         for line in metrics
@@ -49,12 +43,7 @@ def curve(
 
 
 def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draws the metrics of runs, one colour each.
-
-    Args:
-        runs: name -> its metrics.
-        path: of the picture; its ending is the format.
-    """
+    """Draws the metrics of runs by name, one colour each. The suffix of ``path`` is the format."""
     import matplotlib
 
     matplotlib.use("Agg")

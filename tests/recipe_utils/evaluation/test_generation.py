@@ -131,8 +131,11 @@ def test_dropout_is_drawn_as_if_nobody_had_asked(tiny_config):
 
 def test_with_stages_and_by_halves_it_is_refused_by_name(tiny_config):
     for changes, text in (
-        ({"sample_prompts": PROMPTS}, "sample_prompts, sample_every_n_steps: one is of no use"),
-        ({**ASKING, "pipeline_parallel_dim": 2}, "sample_prompts: no answers with pipeline"),
+        ({"sample_prompts": PROMPTS}, "sample_prompts, sample_every_n_steps: one has no effect"),
+        (
+            {**ASKING, "pipeline_parallel_dim": 2},
+            "sample_prompts: pipeline_parallel_dim=2 cannot generate",
+        ),
         ({**ASKING, "sample_prompts": []}, "sample_prompts=[]: it must be"),
         ({**ASKING, "sample_prompts": "Why?"}, "sample_prompts='Why?': it must be list of str"),
     ):
