@@ -1,12 +1,13 @@
-"""Several views of an image: crops at two scales, each changed in its colours.
+"""Multi-crop augmentation: crops of an image at two scales with random colours.
 
-DINO's (Caron et al. 2021, arXiv:2104.14294, appendix E) with the numbers of DINOv2 (Oquab et al. 2023,
-arXiv:2304.07193): two global and some local crops. What is drawn comes from one generator, a fixed number of draws
-for each crop in their order, so no outcome moves the draws after it. All arithmetic is NumPy's, elementwise
-and in one thread: not a bit depends on the number of threads or on where a sample is made.
+As in DINO (Caron et al. 2021, arXiv:2104.14294, appendix E), with the numbers of DINOv2 (Oquab et al. 2023,
+arXiv:2304.07193): two global and several local crops. All draws come from one generator, a fixed number for each
+crop, so no outcome shifts the draws after it. Pillow resizes and NumPy computes elementwise, both in one thread: the
+crops are bitwise the same for any number of threads and workers.
 """
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ Box = tuple[float, float, float, float]
 """Top, left, height, width in pixels of an image; need not be whole."""
 
 _NUM_TRIES = 10
-"""Of a box that fits into the image, as in torchvision's ``RandomResizedCrop``."""
+"""Boxes drawn until one fits into the image, as in torchvision's ``RandomResizedCrop``."""
 
 
 class Crops(NamedTuple):
@@ -34,40 +35,39 @@ class Crops(NamedTuple):
 class MultiCrop:
     """Makes two global and several local crops of an image.
 
-    A crop is a box of random area and shape, whose borders need not lie between pixels, resized as Pillow
-    does (:func:`resized_boxes`: antialiased where it gets smaller), flipped at random, changed in its colours and
-    normalised. On images of one channel saturation, hue and greyscale do nothing.
+    A crop is a box of random area and shape with fractional borders, resized (:func:`resized_boxes`), flipped at
+    random, changed in its colours and normalised. Saturation, hue and greyscale do not apply to images of one channel.
 
     Args:
         global_crop_size: side of the global crops [pixels].
         local_crop_size: side of the local crops [pixels].
         num_local_crops: at least 1.
         global_crop_scale: smallest and largest area of global crops, as a share of the image's.
-        local_crop_scale: likewise of local crops.
+        local_crop_scale: the same for local crops.
         aspect_ratio: narrowest and widest box, width over height; uniform in the logarithm.
-        interpolation: of the resizing.
-        flip_probability: of a crop's being flipped from left to right.
-        jitter_probability: of changing brightness, contrast, saturation and hue, in random order.
+        interpolation: filter of the resizing.
+        flip_probability: probability of a horizontal flip.
+        jitter_probability: probability of changing brightness, contrast, saturation and hue, in random order.
         brightness: factor is uniform in 1 -+ this.
-        contrast: likewise.
-        saturation: likewise.
+        contrast: the same.
+        saturation: the same.
         hue: shift is uniform in -+ this [turns], at most 0.5.
-        grey_probability: of a crop's losing its colours.
-        blur_probability: of the first global crop, the second and the local ones.
+        grey_probability: probability of conversion to greyscale.
+        blur_probability: probability for the first global crop, the second and the local ones.
         blur_sigma: smallest and largest standard deviation of the blur [pixels of the crop].
-        solarize_probability: of inverting pixels from ``solarize_threshold`` on, likewise.
+        solarize_probability: the same for inverting pixels of at least ``solarize_threshold``.
         solarize_threshold: in [0, 1].
-        mean: of each channel, which is subtracted; ImageNet's, unless given.
-        std: of each channel, by which is divided.
-        image_transform: a component called with the whole image [c, h, w] (a tensor in [0, 1]) before it is
-            cropped; returns such an image. A torchvision.transforms.v2 class, where torchvision is installed. It
-            may draw from torch's global generator, which is seeded for each image; needs ``num_workers`` of at least 1.
+        mean: of each channel, subtracted; default: ImageNet's.
+        std: of each channel, divided by.
+        image_transform: component that is called with the image [c, h, w] (a tensor in [0, 1]) before it is cropped
+            and returns such an image, for instance a torchvision.transforms.v2 class. It may draw from torch's global
+            generator, which is seeded for each image; needs ``num_workers`` of at least 1.
 
     Raises:
-        ValueError: an argument out of its bounds.
+        ValueError: an argument is out of bounds, or Pillow is not installed.
     """
 
-    def __init__(  # these are a config's keys, never given by position
+    def __init__(
         self,
         *,
         global_crop_size: int = 224,
@@ -110,8 +110,10 @@ class MultiCrop:
         self.blur_sigma = _range("blur_sigma", blur_sigma)
         self.solarize_probability = _of_three("solarize_probability", solarize_probability)
         self.solarize_threshold = _share("solarize_threshold", solarize_threshold)
-        if interpolation not in _FILTERS:
-            raise ValueError(f"interpolation={interpolation}: set it to {' or '.join(_FILTERS)}")
+        if interpolation not in ("bicubic", "bilinear"):
+            raise ValueError(f"interpolation={interpolation}: set it to bicubic or bilinear")
+        if importlib.util.find_spec("PIL") is None:
+            raise ValueError("crops need Pillow; pip install 'torchtune-update-step[vision]'")
         if len(mean) != len(std) or not all(value > 0 for value in std):
             raise ValueError(
                 f"mean={list(mean)}, std={list(std)}: give one value for each channel, std above 0"
@@ -127,9 +129,9 @@ class MultiCrop:
             self.image_transform = made(**arguments)
 
     def problems_with(self, patch_size: int, num_channels: int) -> list[str]:
-        """What does not fit to a model that takes patches of so many pixels a side, and so many channels."""
+        """Returns what does not match a model's patch size [pixels] and number of channels."""
         problems = [
-            f"transform.{name}={size}: no multiple of the model's patch_size={patch_size}; the nearest are "
+            f"transform.{name}={size}: not a multiple of the model's patch_size={patch_size}; the nearest are "
             f"{max(size // patch_size, 1) * patch_size} and {(size // patch_size + 1) * patch_size}"
             for name, size in (
                 ("global_crop_size", self.global_crop_size),
@@ -145,12 +147,7 @@ class MultiCrop:
         return problems
 
     def __call__(self, image: np.ndarray, generator: torch.Generator) -> Crops:
-        """The crops of an image.
-
-        Args:
-            image: [c, h, w], floats in [0, 1].
-            generator: of all draws.
-        """
+        """Returns the crops of an image [c, h, w] of floats in [0, 1]."""
         draws = torch.rand(
             3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64
         ).numpy()
@@ -160,14 +157,7 @@ class MultiCrop:
         return Crops(of_global, self._crops(image, draws[2:-1], is_local=True))
 
     def whole(self, image: np.ndarray) -> np.ndarray:
-        """The largest square in the middle of an image, resized to a global crop's size and normalised.
-
-        Args:
-            image: [c, h, w], floats in [0, 1].
-
-        Returns:
-            [c, global_crop_size, global_crop_size].
-        """
+        """Returns the largest central square [c, global_crop_size, global_crop_size], normalised, of an image."""
         height, width = image.shape[1:]
         side = min(height, width)
         box = ((height - side) / 2, (width - side) / 2, float(side), float(side))
@@ -188,7 +178,7 @@ class MultiCrop:
         return _bounded(array)
 
     def _crops(self, image: np.ndarray, draws: np.ndarray, is_local: bool) -> np.ndarray:
-        """Crops of one size; draws are [crops, _NUM_DRAWS]."""
+        """Returns the crops of one size; draws are [crops, _NUM_DRAWS]."""
         size = self.local_crop_size if is_local else self.global_crop_size
         scale = self.local_crop_scale if is_local else self.global_crop_scale
         drawn = [_Draws(of_crop) for of_crop in draws]
@@ -201,13 +191,7 @@ class MultiCrop:
         return np.stack([self._normalised(crop) for crop in changed])
 
     def _changed(self, crop: np.ndarray, drawn: "_Draws", kind: int) -> np.ndarray:
-        """A crop with other colours, and perhaps flipped.
-
-        Args:
-            crop: [c, h, w], floats in [0, 1].
-            drawn: for it.
-            kind: its place in ``blur_probability`` and ``solarize_probability``.
-        """
+        """Flips a crop and changes its colours; ``kind`` is its index in ``blur_probability``."""
         if drawn.flip < self.flip_probability:
             crop = np.ascontiguousarray(crop[:, :, ::-1])
         if drawn.jitter < self.jitter_probability:
@@ -244,7 +228,7 @@ _NUM_DRAWS = 4 * _NUM_TRIES + 14
 
 
 class _Draws:
-    """What is drawn for one crop, each in [0, 1)."""
+    """Random numbers in [0, 1) for one crop."""
 
     def __init__(self, draws: np.ndarray) -> None:
         self.boxes = draws[: 4 * _NUM_TRIES].reshape(_NUM_TRIES, 4)
@@ -262,13 +246,13 @@ def random_box(
     aspect_ratio: tuple[float, float],
     draws: np.ndarray,
 ) -> Box:
-    """The first box of several that lies within an image; if none does, the largest one in the middle.
+    """Returns the first box of several that lies within an image; if none does, the largest central one.
 
     Args:
         shape: height and width of the image [pixels].
         scale: smallest and largest area, as a share of the image's.
         aspect_ratio: narrowest and widest, width over height.
-        draws: for each box that is tried area, shape, top and left, in [0, 1); shape [tries, 4].
+        draws: area, shape, top and left of each box, in [0, 1); shape [tries, 4].
     """
     height, width = map(float, shape)
     low, high = aspect_ratio
@@ -283,116 +267,58 @@ def random_box(
     return ((height - box_height) / 2, (width - box_width) / 2, box_height, box_width)
 
 
-def _triangle(x: np.ndarray) -> np.ndarray:
-    return np.maximum(1 - np.abs(x), 0)
-
-
-def _cubic(x: np.ndarray) -> np.ndarray:
-    """Keys' kernel (1981) with a = -0.5, as Pillow's."""
-    a, x = -0.5, np.abs(x)
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = (((x - 5) * x + 8) * x - 4) * a
-    return np.where(x < 1, near, np.where(x < 2, far, 0))
-
-
-_FILTERS = {"bicubic": (_cubic, 2.0), "bilinear": (_triangle, 1.0)}
-"""Interpolation -> filter, and where it ends [pixels]."""
-
-
 def resized_boxes(
     image: np.ndarray, boxes: Sequence[Box], size: int, interpolation: str
 ) -> list[np.ndarray]:
-    """Boxes of an image, each resized to a square as Pillow's ``resize(size, box=box)`` does.
+    """Resizes boxes of an image to squares with Pillow.
 
-    Where a box is larger than the square, the filter is stretched by as much: it sees all pixels, so nothing
-    aliases. Near the image's border the filter is cut off and normalised; it may see pixels beside the box.
+    Each channel is an image of mode "F" (float32): any number of channels, and all digits of 16 bits. If a box is
+    larger than the square, the filter is stretched, so nothing aliases. It may see pixels beside the box.
 
     Args:
         image: [c, h, w] of floats.
         boxes: within the image.
-        size: of the squares [pixels].
+        size: side of the squares [pixels].
         interpolation: ``bicubic``, which may overshoot, or ``bilinear``.
 
     Returns:
         For each box [c, size, size].
     """
-    tops, lefts, heights, widths = np.array(boxes, dtype=np.float64).T
-    of_rows = _filter_taps(tops, heights, size, image.shape[1], interpolation)
-    of_columns = _filter_taps(lefts, widths, size, image.shape[2], interpolation)
+    from PIL import Image
+
+    kernel = Image.Resampling[interpolation.upper()]
+    height, width = image.shape[1:]
+    channels = [Image.fromarray(channel.astype(np.float32)) for channel in image]
     resized = []
-    for rows, columns in zip(of_rows, of_columns, strict=True):
-        # Columns that no filter sees need no rows.
-        first, last = columns[0].min(), columns[0].max()
-        filtered = _filtered_rows(image[:, :, first : last + 1], *rows).transpose(0, 2, 1)
-        filtered = _filtered_rows(filtered, columns[0] - first, columns[1]).transpose(0, 2, 1)
-        resized.append(np.ascontiguousarray(filtered))
+    for top, left, box_height, box_width in boxes:
+        # Rounding must not move an edge out of the image.
+        box = (left, top, min(left + box_width, width), min(top + box_height, height))
+        crop = [np.asarray(channel.resize((size, size), kernel, box=box)) for channel in channels]
+        resized.append(np.stack(crop).astype(image.dtype))
     return resized
-
-
-def _filter_taps(
-    starts: np.ndarray, lengths: np.ndarray, size: int, num_rows: int, interpolation: str
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each stretch of an image's rows: which rows each of ``size`` resized ones is made of, and their weights.
-
-    Both [size, taps]; a tap outside of the image has weight 0.
-    """
-    kernel, support = _FILTERS[interpolation]
-    # Of all stretches at once: on small images it is the number of calls that takes time.
-    reach = support * np.maximum(lengths / size, 1)
-    centres = (starts + (np.arange(size)[:, None] + 0.5) * (lengths / size)).T
-    firsts = np.floor(centres - 0.5 - reach[:, None]).astype(np.int64) + 1
-    num_taps = np.ceil(2 * reach).astype(np.int64)
-    taps = firsts[:, :, None] + np.arange(num_taps.max())
-    distances = (taps + 0.5 - centres[:, :, None]) / (reach[:, None, None] / support)
-    weights = kernel(distances) * ((taps >= 0) & (taps < num_rows))
-    weights /= weights.sum(axis=2, keepdims=True)
-    taps = np.minimum(np.maximum(taps, 0), num_rows - 1)
-    for index, number in enumerate(num_taps):
-        yield taps[index, :, :number], weights[index, :, :number]
-
-
-_MOST_AT_ONCE = 2**17
-"""Pixels that are gathered for a sum, as many as stay in a cache: of a photograph all would be gigabytes."""
-
-
-def _filtered_rows(image: np.ndarray, taps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Rows [c, s, w], each a weighted sum of rows of ``image`` [c, h, w]; taps and weights are [s, t]."""
-    num_channels, _, width = image.shape
-    weights = weights.astype(image.dtype)
-    filtered = np.empty((num_channels, len(taps), width), image.dtype)
-    num_rows = max(_MOST_AT_ONCE // (num_channels * taps.shape[1] * width), 1)
-    for first in range(0, len(taps), num_rows):
-        part = slice(first, first + num_rows)
-        # Not a matrix product: the order in which a BLAS sums depends on its threads.
-        np.einsum(
-            "st,cstw->csw", weights[part], image.take(taps[part], axis=1), out=filtered[:, part]
-        )
-    return filtered
 
 
 # ---- Colours, as torchvision's --------------------------------------------------------------------
 
 
 def _bounded(pixels: np.ndarray) -> np.ndarray:
-    bounded: np.ndarray = np.minimum(
-        np.maximum(pixels, 0), 1
-    )  # which np.clip does, ten times slower
+    bounded: np.ndarray = np.minimum(np.maximum(pixels, 0), 1)  # np.clip takes ten times longer
     return bounded
 
 
 def with_brightness(crop: np.ndarray, factor: float) -> np.ndarray:
-    """``factor`` times the pixels, at most 1."""
+    """Multiplies the pixels by ``factor``, at most to 1."""
     return _bounded(crop * crop.dtype.type(factor))
 
 
 def with_contrast(crop: np.ndarray, factor: float) -> np.ndarray:
-    """``factor`` times the pixels' distance from the mean luma."""
+    """Multiplies the pixels' distance from the mean luma by ``factor``."""
     grey = grey_of(crop) if len(crop) == 3 else crop
     return _blended(crop, crop.dtype.type(grey.mean(dtype=np.float64)), factor)
 
 
 def with_saturation(crop: np.ndarray, factor: float) -> np.ndarray:
-    """``factor`` times each pixel's distance from its luma; [3, h, w]."""
+    """Multiplies each pixel's distance from its luma by ``factor``; [3, h, w]."""
     return _blended(crop, grey_of(crop), factor)
 
 
@@ -402,19 +328,19 @@ def _blended(crop: np.ndarray, other: Any, factor: float) -> np.ndarray:
 
 
 def with_hue(crop: np.ndarray, shift: float) -> np.ndarray:
-    """Hue, as in HSV, turned by ``shift`` [turns]; [3, h, w]."""
+    """Rotates the hue of HSV by ``shift`` [turns]; [3, h, w]."""
     red, green, blue = crop
     value = crop.max(axis=0)
     chroma = value - crop.min(axis=0)
     divisor = np.where(chroma == 0, 1, chroma)
-    # Hue in sixths of a turn; that of grey pixels is of no account.
+    # Hue in sixths of a turn; that of grey pixels has no effect.
     hue = np.where(
         value == red,
         (green - blue) / divisor,
         np.where(value == green, (blue - red) / divisor + 2, (red - green) / divisor + 4),
     )
     hue = hue + crop.dtype.type(6 * shift)
-    # A channel has the value for half a turn around its own colour, and lacks the chroma for the third opposite.
+    # A channel is the value within a sixth of a turn of its colour, and the value minus the chroma opposite of it.
     channels = []
     for offset in (5, 3, 1):
         place = np.mod(hue + offset, 6)
@@ -423,20 +349,20 @@ def with_hue(crop: np.ndarray, shift: float) -> np.ndarray:
 
 
 def blurred(crop: np.ndarray, sigma: float) -> np.ndarray:
-    """A Gaussian blur, cut off at three standard deviations; beyond the border its pixels go on.
+    """Blurs with a Gaussian that is cut off at three standard deviations; the border's pixels are repeated.
 
     Args:
         crop: [c, h, w].
-        sigma: its standard deviation [pixels].
+        sigma: standard deviation [pixels].
     """
     radius = int(np.ceil(3 * sigma))
-    offsets = np.arange(-radius, radius + 1)
-    weights = np.exp(-0.5 * (offsets / sigma) ** 2)
-    weights /= weights.sum()
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+    weights = (weights / weights.sum()).astype(crop.dtype)
     for _ in range(2):
         size = crop.shape[1]
-        taps = np.minimum(np.maximum(np.arange(size)[:, None] + offsets, 0), size - 1)
-        crop = _filtered_rows(crop, taps, np.broadcast_to(weights, taps.shape)).transpose(0, 2, 1)
+        padded = np.pad(crop, ((0, 0), (radius, radius), (0, 0)), mode="edge")
+        rows = (weight * padded[:, i : i + size] for i, weight in enumerate(weights))
+        crop = sum(rows, start=np.zeros_like(crop)).transpose(0, 2, 1)
     return crop
 
 
@@ -474,11 +400,7 @@ def _of_three(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
-    """Refuses what makes no crops, or crops that are no whole patches of a model.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """Raises ValueError unless a transform is a MultiCrop whose crops are whole patches of a model."""
     if not isinstance(transform, MultiCrop):
         raise ValueError(
             f"transform: it is a {type(transform).__name__}; set it to recipe_utils.data.images.multi_crop.MultiCrop, "
