@@ -29,7 +29,8 @@ LAYERS = (
     ("optim",),
     ("data",),
     ("parallel",),
-    ("settings", "files", "tune", "embedded"),
+    ("settings", "tune", "embedded"),
+    ("files",),
 )
 """From the top. A package imports packages of lower layers only."""
 MAX_FILES = 10

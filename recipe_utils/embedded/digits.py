@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-NUM_TRAIN, NUM_TEST = 1400, 397
+NUM_TRAIN = 1400
 SIZE = 16
 """Side of the images, which are made of 8 x 8 [pixels]."""
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import config
 
-from recipe_utils.data.images.collator import Views, ViewSamples
+from recipe_utils.data.images.collator import ViewCollator, Views
 from recipe_utils.data.images.crop_rows import TokenLayout
 from recipe_utils.data.images.folders import load_images
-from recipe_utils.data.images.labelled import ImageSamples, WholeImages
+from recipe_utils.data.images.labelled import ImageCollator, WholeImages
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
@@ -91,13 +91,13 @@ def build_image_loaders(
     fill = settings.pipeline.fill(ranks)
     with naming():
         views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
-        collator: Any = ViewSamples(settings.data, settings.views, layout)
+        collator: Any = ViewCollator(settings.data, settings.views, layout)
         loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
         loader.log_epoch_size()
         if not validates:
             return loader, None
         data = settings.data.of_validation()
-        collator = ImageSamples(data, layout)
+        collator = ImageCollator(data, layout)
         bank, images = (
             UpdateStepLoader(
                 WholeImages(each, transform, layout), collator, data, ranks, name, fill

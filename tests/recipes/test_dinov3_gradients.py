@@ -14,9 +14,9 @@ from distributed_runs import run_distributed
 from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.data.images.collator import ViewSamples
+from recipe_utils.data.images.collator import ViewCollator
 
-collate = ViewSamples.collate
+collate = ViewCollator.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
 LAYOUTS = {  # world size, dimensions, schedules
     "one-process": (1, {}, [None]),
@@ -135,7 +135,7 @@ def crop_major(self, samples):
 
 @pytest.mark.parametrize("mutant", [over_all_patches, crop_major])
 def test_naive_microbatches_miss_it(mutant, tiny_config, monkeypatch):
-    monkeypatch.setattr(ViewSamples, "collate", mutant)
+    monkeypatch.setattr(ViewCollator, "collate", mutant)
     split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
     ((found, _),) = gradients_and_metrics([step_of_16(tiny_config, **split)])
     assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2

@@ -188,7 +188,7 @@ class Views(Dataset[dict[str, Any]]):
         }
 
 
-class ViewSamples:
+class ViewCollator:
     """Images with several views, of which an update step counts images.
 
     Args:

@@ -58,7 +58,7 @@ class WholeImages(Dataset[dict[str, Any]]):
         return {**sample, "crop": self._transform.whole(pixels), "digest": digest_of(pixels)}
 
 
-class ImageSamples:
+class ImageCollator:
     """Images as they are, with labels, for nearest neighbours; an update step counts images.
 
     Args:
@@ -92,7 +92,7 @@ class ImageSamples:
         return 1
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One row of one global crop for each image, without masks and draws; see :meth:`recipe_utils.data.images.collator.ViewSamples.collate`."""
+        """One row of one global crop for each image, without masks and draws; see :meth:`recipe_utils.data.images.collator.ViewCollator.collate`."""
         crops = np.stack([sample["crop"] for sample in samples])
         draws = np.zeros((len(crops), 0))
         inputs, (slots,) = row_of(

@@ -24,13 +24,9 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
+from recipe_utils.data.images.crop_rows import MASKED_PATCH, PATCH
 from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
 from recipe_utils.settings.problems import ConfigError
-
-PATCH, MASKED_PATCH = 0, 1
-"""Kinds of tokens: a patch as it is, and one that the mask token stands for."""
-CLS = 2
-"""Kind of a crop's class token; register r is 3 + r."""
 
 CropGroups = Sequence[tuple[int, int]]
 """(number of crops, tokens per crop) of each run of equally long crops, in the order of the row."""

@@ -11,7 +11,7 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
-from recipe_utils.data.images.collator import Views, ViewSamples, ViewSettings
+from recipe_utils.data.images.collator import ViewCollator, Views, ViewSettings
 from recipe_utils.data.images.crop_rows import (
     CLASS,
     FIRST_REGISTER,
@@ -21,7 +21,7 @@ from recipe_utils.data.images.crop_rows import (
     of_global_crops,
 )
 from recipe_utils.data.images.folders import load_images
-from recipe_utils.data.images.labelled import ImageSamples, WholeImages
+from recipe_utils.data.images.labelled import ImageCollator, WholeImages
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader
@@ -73,7 +73,7 @@ def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     keys = dict(keys)
     return UpdateStepLoader(
         views_of(dataset, layout, **keys),
-        ViewSamples(data, settings_of(**keys), layout),
+        ViewCollator(data, settings_of(**keys), layout),
         data,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
     )
@@ -235,7 +235,7 @@ def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)
     ]
-    kind = ViewSamples(DataSettings(batch_size=8), settings_of(**keys), layout)
+    kind = ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout)
     prepared = [kind.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
     return kind.collate(prepared), samples
 
@@ -331,7 +331,7 @@ def test_global_crops_are_what_a_row_begins_with():
 
 
 def test_a_dummy_has_crops_to_run_and_asks_nothing():
-    kind = ViewSamples(DataSettings(), settings_of(), LAYOUT)
+    kind = ViewCollator(DataSettings(), settings_of(), LAYOUT)
     dummy = kind.dummy(kind.prepare(views_of()[0], "sample 0 of dataset"))
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
@@ -357,7 +357,7 @@ def test_all_of_an_update_step_is_one_group_where_koleo_takes_two_passes():
     microbatch, _ = collated(koleo_group_size=None)
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
-    kind = ViewSamples(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
+    kind = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
     alone = kind.collate([kind.prepare(views_of()[0], "sample 0 of dataset")])
     assert alone.counts["koleo_images"] == 0
 
@@ -382,7 +382,7 @@ def test_a_bad_image_is_named_and_left_out_without_moving_the_others_groups(
 
 
 def test_microbatches_hold_whole_groups_and_no_more_than_they_may():
-    kind = ViewSamples(DataSettings(batch_size=8), settings_of(), LAYOUT)
+    kind = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
     positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
     assert kind.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
     assert kind.plan([0] * 9, 1) == [[list(range(8)), [8]]]  # indices of no update step
@@ -393,7 +393,7 @@ def test_whole_images_are_one_crop_each_with_their_labels(one_process):
     data = DataSettings(batch_size=8).of_validation()
     images = WholeImages(Pictures(), MultiCrop(**CROPS), LAYOUT)
     loader = UpdateStepLoader(
-        images, ImageSamples(data, LAYOUT), data, join_ranks(RankSettings(device="cpu"))
+        images, ImageCollator(data, LAYOUT), data, join_ranks(RankSettings(device="cpu"))
     )
     labels = []
     with loader.epoch(0) as steps:
@@ -440,7 +440,7 @@ def test_the_fingerprint_is_of_the_images_alone(one_process):
 
 
 def test_what_makes_views_can_be_sent_to_a_worker():
-    kind = ViewSamples(DataSettings(batch_size=4), settings_of(), LAYOUT)
+    kind = ViewCollator(DataSettings(batch_size=4), settings_of(), LAYOUT)
     checked = CheckedDataset(views_of(), "dataset", kind.prepare)
     sent = pickle.loads(pickle.dumps(checked))
     index = StepIndex(3, 1, 2, 3, 8)
