@@ -34,7 +34,6 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import (
     METRICS,
     PreferenceLoss,
@@ -123,22 +122,18 @@ class FullDPORecipe:
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
         make_model = partial(config.instantiate, cfg.model)
-        make_loss = partial(config.instantiate, cfg.loss)
-        make_ref = partial(config.instantiate, cfg.get("ref_checkpointer"))
 
         # ---- Components: their problems are raised together, each by its key
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", make_preference_loss, make_loss)
+            loss_fn = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
-            self.reference = build(
-                "reference", Reference, settings.reference, loss_fn, settings.run.output_dir, ranks
-            )
-            check = self.reference.check
-            ref = build("ref_checkpointer", check, make_ref, whole, run.resumes_from_stock)
+            self.reference = build("reference", Reference, settings, loss_fn, ranks)
+            ref = cfg.get("ref_checkpointer")
+            build("ref_checkpointer", self.reference.check, ref, whole, run.resumes_from_stock)
 
         # ---- Data: what a sample is, and how update steps are made of samples
         limits = limits_of(whole, ranks.device, modules.compile)
@@ -148,8 +143,7 @@ class FullDPORecipe:
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
-        log_probs = LinearLogProbs(settings.preference.tokens_per_chunk)
-        pair_loss = PreferenceLoss(log_probs, loss_fn)
+        pair_loss = PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk)
         if modules.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
 
@@ -163,19 +157,12 @@ class FullDPORecipe:
         run.open_log(cfg)
         checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         # None for a model in one piece
-        sums = (len(METRICS), torch.float64)
-        self.pipeline = build_pipeline(
-            self.model, settings.pipeline, modules.torch_dtype, ranks, *sums
-        )
+        dtype, num_sums = modules.torch_dtype, len(METRICS)
+        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
-        frozen |= self.reference.set_up(
-            self.model,
-            self.pipeline,
-            build=partial(build_frozen_model, make_model, prepare, ranks=ranks),
-            load=(ref or self.checkpointer).load_checkpoint,
-            modules=modules,
-            context={"model": settings.model, "layout": collator.layout},
-        )
+        own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
+        context = {"model": settings.model, "layout": collator.layout}
+        frozen |= self.reference.set_up(self.model, self.pipeline, own, self.checkpointer, context)
 
         # ---- Optimizer, and resume
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)

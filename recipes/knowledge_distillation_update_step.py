@@ -37,7 +37,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.distillation import SUMS, LinearDistillationLoss, make_distillation_loss
+from recipe_utils.loss.distillation import SUMS, make_distillation_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -131,12 +131,8 @@ class KDRecipe:
         """Builds everything. Weights are read after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
-        self.teacher = Teacher(settings.teacher, ranks, settings.run.output_dir)
+        self.teacher = Teacher(settings, ranks)
         make_model = partial(config.instantiate, cfg.model)
-        parts_of_teacher = ("teacher_model", "teacher_checkpointer", "teacher_tokenizer")
-        make_teacher, make_teacher_checkpointer, make_teacher_tokenizer = (
-            partial(config.instantiate, cfg.get(key)) for key in parts_of_teacher
-        )
 
         # ---- Components: their problems are raised together, each by its key
         with collected_problems() as build:
@@ -147,13 +143,9 @@ class KDRecipe:
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
-            build("teacher_model", self.teacher.take_model, make_teacher, modules)
-            build("teacher_checkpointer", self.teacher.take_checkpointer, make_teacher_checkpointer)
-            check_tokens = self.teacher.check_tokens
-            build("teacher_tokenizer", check_tokens, make_teacher_tokenizer, self.tokenizer)
+            self.teacher.build_parts(build, cfg, self.tokenizer)
         if self.teacher.is_used:
             with naming():
-                kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.teacher.kd_ratio)
         # Without a teacher the loss is that of fine-tuning, and its only metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
@@ -178,9 +170,8 @@ class KDRecipe:
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
         # None for a model in one piece
-        self.pipeline = build_pipeline(
-            self.model, settings.pipeline, modules.torch_dtype, ranks, len(self.metrics)
-        )
+        dtype, num_sums = modules.torch_dtype, len(self.metrics)
+        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
         frozen |= self.teacher.set_up(whole, loss_fn, collator.longest_row, settings.teacher_model)
 

@@ -430,7 +430,7 @@ _STOCK_CROSS_ENTROPIES = (
 
 
 def make_distillation_loss(
-    loss_fn: Any, kd_loss_fn: Any, kd_ratio: float
+    loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
 ) -> LinearDistillationLoss:
     """Cross-entropy and divergence as one loss.
 
@@ -438,12 +438,13 @@ def make_distillation_loss(
         loss_fn: ours, ``torch.nn.CrossEntropyLoss`` or ``CEWithChunkedOutputLoss``; says which label is
             ignored.
         kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six; of theirs the divergence is
-            taken, not the entropy that they leave in it.
+            taken, not the entropy that they leave in it. None for the default.
         kd_ratio: the divergence's part.
 
     Raises:
         ValueError: a loss of another kind.
     """
+    kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
     name = type(loss_fn).__name__
     if not isinstance(loss_fn, _STOCK_CROSS_ENTROPIES):
         raise ValueError(

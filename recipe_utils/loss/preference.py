@@ -164,15 +164,15 @@ class PreferenceLoss(nn.Module):
     reference.
 
     Args:
-        log_probs: computes the log-probability of each target token.
         loss_fn: of pairs; see :func:`make_preference_loss`.
+        tokens_per_chunk: see :class:`recipe_utils.loss.log_probs.LinearLogProbs`.
     """
 
     takes_hidden_states = True
 
-    def __init__(self, log_probs: LinearLogProbs, loss_fn: Any) -> None:
+    def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
-        self.log_probs = log_probs
+        self.log_probs = LinearLogProbs(tokens_per_chunk)
         self.loss_fn = loss_fn
 
     def compile_chunks(self, backend: Any) -> None:

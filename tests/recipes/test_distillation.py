@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.checkpoint.folder import read_marker
+from recipe_utils.parallel import process_group
 from recipe_utils.settings.problems import ConfigError
 
 METRICS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
@@ -577,3 +578,24 @@ def test_images_are_not_kept(tiny_kd_config):
     config["dataset"] = {"_component_": "tiny.tiny_image_dataset", "num_samples": 8}
     with pytest.raises(ValueError, match="teacher_cache"):
         run(config)
+
+
+def groups_of_all_ranks(config):
+    num_groups = 0
+    make = process_group.new_cpu_group
+
+    def count(*args):
+        nonlocal num_groups
+        num_groups += 1
+        return make(*args)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(process_group, "new_cpu_group", count)
+        run(config)
+    return num_groups
+
+
+def test_the_main_thread_has_one_gloo_group_and_each_loader_one(tiny_kd_config):
+    """A gloo group connects each rank with all others."""
+    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
+    assert run_distributed(groups_of_all_ranks, 2, config) == [3, 3]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import training
+from torchtune import config, training
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.loader import UpdateStepLoader
@@ -66,17 +66,18 @@ class Reference:
     """Attaches the reference's log-probabilities [2, p] to the pairs of update steps. All ranks together.
 
     Args:
-        settings: of the reference.
+        settings: of the recipe.
         loss_fn: its loss. With ``loss_fn.needs_reference`` False nothing is built or attached.
-        output_dir: of the training.
         ranks: of the job.
     """
 
-    def __init__(
-        self, settings: ReferenceSettings, loss_fn: Any, output_dir: Path, ranks: Ranks
-    ) -> None:
-        self._settings = settings
+    def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
+        folder = Path(settings.run.output_dir, "reference")
+        self._modules: ModelSettings = settings.modules.without_gradients()
+        self._settings: ReferenceSettings = settings.reference
+        settings = self._settings
         self._ranks = ranks
+        self._checkpointer: Any = None
         self._is_cached = settings.reference == "cached"
         kind = OutputKind(
             name="reference",
@@ -87,7 +88,7 @@ class Reference:
             needs_output_layer=False,
             is_small=True,
         )
-        folder = Path(settings.reference_cache_dir or Path(output_dir, "reference"))
+        folder = Path(settings.reference_cache_dir or folder)
         self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing if the loss needs no reference."""
         self._is_used = getattr(loss_fn, "needs_reference", True)
@@ -99,20 +100,18 @@ class Reference:
         """What a collator looks log-probabilities up in; None without a cache."""
         return self.outputs if self._is_cached and self._is_used else None
 
-    def check(
-        self, make_checkpointer: Callable[[], Any], whole: nn.Module, resumes_from_stock: bool
-    ) -> Any:
-        """Returns the reference's checkpointer; None if it has none of its own.
+    def check(self, component: Any, whole: nn.Module, resumes_from_stock: bool) -> None:
+        """Builds the reference's checkpointer, if it has one of its own.
 
         Args:
-            make_checkpointer: returns that of ``ref_checkpointer``; None without the key.
+            component: ``ref_checkpointer``.
             whole: the policy, on any device.
             resumes_from_stock: the policy's checkpointer holds weights that were trained already.
 
         Raises:
             ValueError: it has one, but is the policy without adapters; or has none, and should.
         """
-        checkpointer = make_checkpointer()
+        checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
         if checkpointer is not None and has_adapters:
             raise ValueError(
@@ -123,16 +122,14 @@ class Reference:
                 "it is missing, and checkpointer holds weights that a stock recipe has trained; set it to the "
                 "checkpointer of the weights that the training began with"
             )
-        self._whole = whole
-        return checkpointer
+        self._whole, self._checkpointer = whole, checkpointer
 
     def set_up(
         self,
         policy: nn.Module,
         pipeline: Pipeline | None,
         build: Callable[..., FrozenModel],
-        load: Callable[[], dict[str, Any]],
-        modules: ModelSettings,
+        policy_checkpointer: Any,
         context: Mapping[str, Any],
     ) -> dict[str, str]:
         """Builds the reference, unless a cache may contain everything.
@@ -141,8 +138,7 @@ class Reference:
             policy: the trained model, with its weights. With adapters it is the reference, too.
             pipeline: of the policy's stages.
             build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's builder.
-            load: reads the reference's full weights, by torchtune's keys.
-            modules: of the policy. Where no gradient is kept, nothing is recomputed.
+            policy_checkpointer: reads the reference's full weights where it has no checkpointer of its own.
             context: what log-probabilities depend on besides weights and precision, as plain values.
 
         Returns:
@@ -153,7 +149,8 @@ class Reference:
         """
         if not self._is_used:
             return {}
-        modules = modules.without_gradients()
+        modules = self._modules
+        load = (self._checkpointer or policy_checkpointer).load_checkpoint
         adapters = adapters_of(policy)
         without_adapters = partial(policy_without_adapters, policy, pipeline, self._ranks.device)
         if adapters.modules and self._settings.reference == "offload" and self._ranks.is_zero:

@@ -5,7 +5,8 @@ Computes hidden states at target positions; the loss projects them in chunks, so
 Shapes: n target tokens of a microbatch, d_t the teacher's width, k likeliest tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import training
+from torchtune import config, training
 from torchtune.utils import get_logger
 
 from recipe_utils.checkpoint.load import TEACHER
@@ -39,7 +40,7 @@ from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
-from recipe_utils.settings.problems import Problem, naming, problems_with_folder
+from recipe_utils.settings.problems import Build, Problem, naming, problems_with_folder
 
 _log = get_logger("INFO")
 
@@ -120,14 +121,16 @@ class Teacher:
     loss is.
 
     Args:
-        settings: of the teacher. With ``kd_ratio=0`` nothing is built or read.
+        settings: of the recipe. With ``kd_ratio=0`` nothing is built or read.
         ranks: of the job.
-        output_dir: of the training.
     """
 
-    def __init__(self, settings: TeacherSettings, ranks: Ranks, output_dir: Path) -> None:
+    def __init__(self, settings: Any, ranks: Ranks) -> None:
+        folder = Path(settings.run.output_dir, "teacher")
+        self._student_modules: ModelSettings = settings.modules
+        self._settings: TeacherSettings = settings.teacher
+        settings = self._settings
         self.is_used = settings.kd_ratio > 0
-        self._settings = settings
         self._ranks = ranks
         self._whole: Any = None  # on the meta device
         self._checkpointer: Any = None
@@ -141,7 +144,7 @@ class Teacher:
             needs_output_layer=True,
             is_small=False,
         )
-        folder = Path(settings.teacher_cache_dir or Path(output_dir, "teacher"))
+        folder = Path(settings.teacher_cache_dir or folder)
         is_cached = settings.teacher_cache is not None
         self.outputs = FrozenOutputs(kind, folder if is_cached else None, ranks)
         """Attaches nothing without a teacher."""
@@ -154,26 +157,29 @@ class Teacher:
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def take_model(self, make_model: Callable[[], nn.Module], modules: ModelSettings) -> None:
-        """Builds the model on the meta device.
+    def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
+        """Builds the model on the meta device and the checkpointer, and compares the tokenizers.
 
         Args:
-            make_model: its builder.
-            modules: of the student; what saves memory of gradients does not apply.
-
-        Raises:
-            ValueError: it is no decoder, or has adapters.
+            build: collects problems by key.
+            cfg: the whole config.
+            tokenizer: the student's.
         """
-        if not self.is_used:
-            return
-        settings = self._settings
-        self._make_model = make_model
+        if self.is_used:
+            build("teacher_model", self._take_model, cfg.get("teacher_model"))
+            build("teacher_checkpointer", self._take_checkpointer, cfg.get("teacher_checkpointer"))
+            build("teacher_tokenizer", self._check_tokens, cfg.get("teacher_tokenizer"), tokenizer)
+
+    def _take_model(self, component: Any) -> None:
+        settings, modules = self._settings, self._student_modules
+        self._make_model = partial(config.instantiate, component)
+        # What saves memory of gradients does not apply.
         self._modules = modules.without_gradients(
             dtype=settings.teacher_dtype or modules.dtype,
             custom_sharded_layers=settings.teacher_custom_sharded_layers,
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
         )
-        self._whole = build_on_meta(make_model, self._modules)
+        self._whole = build_on_meta(self._make_model, self._modules)
         if not hasattr(getattr(self._whole, "decoder", self._whole), "unembed"):
             raise ValueError(
                 f"a {type(self._whole).__name__} returns no hidden states; set it to a torchtune decoder"
@@ -184,25 +190,12 @@ class Teacher:
                 "teacher_checkpointer to an exported model that they are merged into"
             )
 
-    def take_checkpointer(self, make_checkpointer: Callable[[], Any]) -> None:
-        """Builds the checkpointer, which looks for its files."""
-        if self.is_used:
-            self._checkpointer = make_checkpointer()
+    def _take_checkpointer(self, component: Any) -> None:
+        self._checkpointer = config.instantiate(component)
 
-    def check_tokens(self, make_tokenizer: Callable[[], Any], tokenizer: Any) -> None:
-        """Compares both tokenizers token by token; warns where they cannot be compared.
-
-        Args:
-            make_tokenizer: returns the teacher's; None to look into its checkpoint's folder.
-            tokenizer: the student's.
-
-        Raises:
-            ValueError: they differ; names the first token that does.
-        """
-        if not self.is_used:
-            return
+    def _check_tokens(self, component: Any, tokenizer: Any) -> None:
         folder = getattr(self._checkpointer, "_checkpoint_dir", None)
-        warning = check_same_tokens(tokenizer, make_tokenizer(), folder)
+        warning = check_same_tokens(tokenizer, config.instantiate(component), folder)
         if warning and self._ranks.is_zero:
             _log.warning(warning)
 

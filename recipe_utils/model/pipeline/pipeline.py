@@ -55,7 +55,6 @@ class Pipeline:
         output_is_tied: the first stage's embeddings and the last one's output share their weight. Each has
             a copy, whose gradients are summed.
         num_sums: k. Ranks without the last stage cannot see it. :meth:`outputs` does not look at it.
-        sums_dtype: in which sums are added up over microbatches.
     """
 
     def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
@@ -70,7 +69,6 @@ class Pipeline:
         group: dist.ProcessGroup,
         output_is_tied: bool = False,
         num_sums: int = 1,
-        sums_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._stages = [
             _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
@@ -84,7 +82,6 @@ class Pipeline:
         self.group = group
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
-        self._sums_dtype = sums_dtype
         self._num_to_run = partial(
             num_microbatches_to_run,
             schedule=schedule,
@@ -122,14 +119,14 @@ class Pipeline:
                 for each microbatch, on the rank of the last stage.
 
         Returns:
-            The sums over all microbatches, [k], as the last stage gave them: not scaled, without a graph.
+            The sums over all microbatches, [k] in fp64, as the last stage gave them: not scaled, without a graph.
             As a mean over the ranks of the pipeline, because only the rank of the last stage has them.
 
         Raises:
             PipelineError: a stage or the objective failed on this rank, or there are other than
                 ``num_sums`` sums; the other ranks' receives fail or time out.
         """
-        totals = torch.zeros(self._num_sums, dtype=self._sums_dtype, device=self._device)
+        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 
         def begin_backward(_: int, output: Tensor) -> Tensor:
             # A clone, because zero-bubble schedules detach it in place, which a view forbids.
@@ -147,7 +144,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The sums over microbatches [k], as :meth:`forward_backward` gives them, and no gradients."""
-        totals = torch.zeros(self._num_sums, dtype=self._sums_dtype, device=self._device)
+        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
         )
@@ -408,7 +405,6 @@ def build_pipeline(
     dtype: torch.dtype,
     ranks: Ranks,
     num_sums: int = 1,
-    sums_dtype: torch.dtype | None = None,
 ) -> Pipeline | None:
     """What runs update steps through the stages of :func:`recipe_utils.model.build.build.build_model`.
 
@@ -418,7 +414,6 @@ def build_pipeline(
         dtype: of the hidden states.
         ranks: of the job.
         num_sums: that the loss module returns.
-        sums_dtype: in which they are added up; None for that of losses, at least fp32.
 
     Returns:
         None where the model is not cut.
@@ -437,5 +432,4 @@ def build_pipeline(
         group=group,
         output_is_tied=model.whole.output_is_tied,
         num_sums=num_sums,
-        sums_dtype=sums_dtype or torch.promote_types(dtype, torch.float32),
     )
