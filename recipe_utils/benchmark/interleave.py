@@ -1,15 +1,14 @@
-"""One peer computes at a time, one optimizer step per turn.
+"""Runs baselines in turns: one at a time, one optimizer step per turn.
 
-All peers are alive at once, each in processes of its own. After each optimizer step a peer's ranks
-report to the benchmark and block until their next turn. The peers' code is not touched: PyTorch calls
-a hook after every optimizer step of a process.
+All baselines are alive at once, each in processes of its own. After each optimizer step the ranks of a baseline
+report to the benchmark and block until their next turn. PyTorch calls a hook after every optimizer step of a process,
+so the code of a baseline is not changed.
 
-Meanwhile the operating system keeps them stopped with all their threads. A thread that prepares data
-ahead, or one of OpenMP's that spins, would otherwise work in the time of other peers, which slows
-these and is free for its own.
+Between its turns a baseline is stopped by SIGSTOP with all its threads. A thread that prepares data ahead, or a
+spinning OpenMP thread, would otherwise work in the time of other baselines.
 
-The time of a step is from "go" to the end of the next optimizer step on the slowest rank, read from
-the benchmark's clock. What a peer does between two steps (logging, fetching data) lies inside of it.
+The time of a step is measured from "go" to the end of the next optimizer step on the slowest rank, by the
+benchmark's clock. It includes everything between two steps, such as logging and fetching data.
 """
 
 import contextlib
@@ -40,22 +39,21 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 
 @dataclass
 class RankReport:
-    """What one rank says after an optimizer step."""
+    """Report of one rank after an optimizer step."""
 
-    num_slots: int
-    """Positions that went through its model since the last report, padding included."""
+    num_positions: int
+    """Positions that went through the model since the last report, padding included."""
     fingerprint: int
-    """Of the tokens among them, see :func:`recipe_utils.benchmark.token_audit.fingerprint`."""
+    """Fingerprint of their tokens, see :func:`recipe_utils.benchmark.token_audit.fingerprint`."""
     peak_memory_bytes: int
-    """Of the process so far; on CUDA, of the allocator."""
+    """Peak of the process so far; on CUDA, of the allocator."""
     idle_cpu_seconds: float
-    """CPU time that its threads took between the last report and "go", although they were stopped."""
+    """CPU time between the last report and "go", although the process was stopped."""
     losses: list[float] = field(default_factory=list)
-    """Logged since the last report [nats per target token]; a recipe logs after its step, so they
-    come one turn late."""
+    """Losses logged since the last report [nats per target token]. Recipes log after a step, so they are one turn late."""
 
 
-# ---- In a peer's process -------------------------------------------------------------------------
+# ---- In a baseline's process ---------------------------------------------------------------------
 
 
 class Gate:
@@ -63,8 +61,8 @@ class Gate:
 
     Args:
         pipe: to the benchmark.
-        fed_tokens: counts what goes into the model.
-        device: where the model is.
+        fed_tokens: counts the tokens that go into the model.
+        device: of the model.
     """
 
     def __init__(self, pipe: Connection, fed_tokens: FedTokens, device: torch.device) -> None:
@@ -76,12 +74,12 @@ class Gate:
         self._is_finishing = False
 
     def install(self) -> None:
-        """From now on every optimizer step of the process ends a turn."""
+        """Ends a turn after every optimizer step of the process from now on."""
         register_optimizer_step_post_hook(self._end_turn)
         LossLogger.gate = self
 
     def wait_for_turn(self) -> None:
-        """Returns when the benchmark says so; ends the process if the benchmark is gone."""
+        """Blocks until the next turn; ends the process if the benchmark is gone."""
         started = time.process_time()
         try:
             turn = self._pipe.recv()
@@ -91,11 +89,11 @@ class Gate:
         self._is_finishing = turn == _FINISH
 
     def add_loss(self, loss: float) -> None:
-        """Takes a step's loss; the one of the last step also ends the process."""
+        """Adds the loss of a step; the loss of the last step also ends the process."""
         self._losses.append(loss)
         if self._is_finishing:
             self._report()
-            # No exception: recipes and trainers would save a checkpoint or tidy up on their way out.
+            # No exception: recipes and trainers would save a checkpoint or clean up.
             os._exit(0)
 
     def _end_turn(self, _: Optimizer, __: Any, ___: Any) -> None:
@@ -105,14 +103,9 @@ class Gate:
         self.wait_for_turn()
 
     def _report(self) -> None:
-        num_slots, fingerprint = self._fed_tokens.read_and_restart()
-        report = RankReport(
-            num_slots,
-            fingerprint,
-            peak_memory_bytes(self._device),
-            self._idle_cpu_seconds,
-            self._losses,
-        )
+        memory = peak_memory_bytes(self._device)
+        counts = self._fed_tokens.read_and_restart()
+        report = RankReport(*counts, memory, self._idle_cpu_seconds, self._losses)
         try:
             self._pipe.send(report)
         except BrokenPipeError:
@@ -121,38 +114,44 @@ class Gate:
 
 
 class LossLogger(MetricLoggerInterface):
-    """A metric logger that hands each step's loss to the gate of its process."""
+    """Metric logger that passes the loss of each step to the gate of its process.
+
+    Args:
+        kd_ratio: weight of the divergence in the loss. torchtune's divergence includes the teacher's entropy; where
+            it is logged separately, it is added with this weight.
+    """
 
     gate: Gate | None = None
 
+    def __init__(self, kd_ratio: float = 0.0) -> None:
+        self._kd_ratio = kd_ratio
+
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        """Takes ``payload["loss"]``; everything else is left out."""
+        """Passes on ``payload["loss"]``."""
         if LossLogger.gate is not None and "loss" in payload:
-            LossLogger.gate.add_loss(float(payload["loss"]))
+            entropy = self._kd_ratio * float(payload.get("teacher_entropy", 0.0))
+            LossLogger.gate.add_loss(float(payload["loss"]) + entropy)
 
     def log(self, name: str, data: Any, step: int) -> None:
-        """Takes ``data`` if ``name`` is ``"loss"``."""
+        """Passes on ``data`` if ``name`` is ``"loss"``."""
         self.log_dict({name: data}, step)
 
     def log_config(self, config: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 def end_with_the_benchmark() -> None:
-    """Makes Linux kill this process as soon as the one that started it is gone.
-
-    A process that is stopped could not notice by itself.
-    """
+    """Makes Linux kill this process when its parent ends, which a stopped process could not notice."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most that this process ever had: of the device's memory, or of the machine's where that is the device."""
+    """Returns the peak of this process: allocated memory on CUDA, otherwise resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):
@@ -166,22 +165,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 # ---- In the benchmark's process ------------------------------------------------------------------
 
 
-class PeerDiedError(RuntimeError):
-    """A peer's process ended or went silent; the message has the last lines it wrote."""
+class BaselineDiedError(RuntimeError):
+    """A process of a baseline ended or timed out; the message has the last lines of its output."""
 
 
-class PeerProcesses:
-    """The ranks of one running peer.
+class Processes:
+    """The ranks of a running baseline.
 
-    They are started directly, with the environment that torchrun sets, and not through it: the
-    benchmark must be able to end all of them at any moment.
+    They are started with torchrun's environment but without torchrun, so that the benchmark can end them at any time.
 
     Args:
-        name: of the peer.
-        spec_path: what its worker reads, see :mod:`recipe_utils.benchmark.worker`.
-        num_ranks: processes; with one there is no launcher's environment.
-        log_path: ``{rank}`` in it is replaced; each rank's output goes there.
-        timeout_seconds: how long to wait for any message.
+        name: of the baseline.
+        spec_path: file for :mod:`recipe_utils.benchmark.baselines.worker`.
+        num_ranks: processes; a single one gets no launcher's environment.
+        log_path: file for the output of each rank; ``{rank}`` is replaced.
+        timeout_seconds: maximum wait for a message.
     """
 
     def __init__(
@@ -201,7 +199,7 @@ class PeerProcesses:
                     self._pipes.append(ours)
                     process = subprocess.Popen(
                         # -P: the working directory must not come before the installed packages.
-                        [sys.executable, "-P", "-m", "recipe_utils.benchmark.worker",
+                        [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker",
                          str(spec_path), str(theirs.fileno())],
                         env=environment,
                         pass_fds=[theirs.fileno()],
@@ -216,13 +214,13 @@ class PeerProcesses:
             raise
 
     def take_turn(self) -> tuple[float, list[Any]]:
-        """Lets the peer go on to its next message: the end of its next optimizer step.
+        """Lets the baseline compute until its next message: the end of its next optimizer step.
 
         Returns:
-            How long it took on the slowest rank [seconds], and what each rank says.
+            Time on the slowest rank [seconds], and the message of each rank.
 
         Raises:
-            PeerDiedError: a rank ended without a message, or the time is up.
+            BaselineDiedError: a rank ended without a message, or timed out.
         """
         started = time.perf_counter()
         self._go(_GO)
@@ -233,13 +231,10 @@ class PeerProcesses:
         return seconds, messages
 
     def finish(self) -> list[float]:
-        """Ends the peer after its last turn.
-
-        Returns:
-            The losses that rank 0 had not reported yet [nats per target token].
+        """Ends the baseline after its last turn; returns the losses that rank 0 had not reported yet.
 
         Raises:
-            PeerDiedError: it ended before it logged the last one.
+            BaselineDiedError: it ended before it logged the last loss.
         """
         self._go(_FINISH)
         deadline = time.monotonic() + self._timeout_seconds
@@ -248,7 +243,7 @@ class PeerProcesses:
         return losses
 
     def kill(self) -> None:
-        """Ends the ranks and whatever they started, now; does nothing the second time."""
+        """Kills the ranks and their children; does nothing the second time."""
         self._signal_all(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -264,7 +259,7 @@ class PeerProcesses:
                 raise self._died(rank) from None
 
     def _signal_all(self, signal_number: signal.Signals) -> None:
-        """To the ranks and to what they started, such as DataLoader workers."""
+        """Signals the ranks and their children, such as DataLoader workers."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -273,7 +268,7 @@ class PeerProcesses:
     def _receive_from(self, rank: int, deadline: float) -> Any:
         pipe, process = self._pipes[rank], self._processes[rank]
         while True:
-            # Asked for before the pipe: what a rank sent before it ended still counts.
+            # Polled before the pipe: a message sent before the end still counts.
             has_ended = process.poll() is not None
             try:
                 if pipe.poll(0 if has_ended else 0.5):
@@ -283,9 +278,9 @@ class PeerProcesses:
             if has_ended:
                 raise self._died(rank)
             if time.monotonic() > deadline:
-                raise self._died(rank, f"said nothing for {self._timeout_seconds:g} s")
+                raise self._died(rank, f"sent nothing for {self._timeout_seconds:g} s")
 
-    def _died(self, rank: int, what: str = "") -> PeerDiedError:
+    def _died(self, rank: int, what: str = "") -> BaselineDiedError:
         if not what:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._processes[rank].wait(timeout=10)
@@ -293,11 +288,13 @@ class PeerProcesses:
         path = self._log_paths[rank]
         lines = path.read_text(errors="replace").rstrip().splitlines()[-8:]
         text = "\n".join(f"    {line}" for line in lines)
-        return PeerDiedError(f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}")
+        return BaselineDiedError(
+            f"{self.name}: rank {rank} {what}; the last lines of {path}:\n{text}"
+        )
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """The environment of each rank, as torchrun would set it."""
+    """Returns the environment of each rank, as torchrun sets it."""
     common = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
     if num_ranks == 1:
         return [common]

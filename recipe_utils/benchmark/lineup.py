@@ -1,77 +1,146 @@
-"""Which peers take part in a benchmark, why others do not, and what each of their update steps should hold."""
+"""Baselines of a benchmark: their resolved configs, why some are skipped, and the contents of their update steps."""
 
-import difflib
+import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic.dataclasses import dataclass
-from torchtune import config
+from torchtune import config as torchtune_config
 
-from recipe_utils.benchmark.peer_configs import (
-    Peer,
-    load_base_config,
-    merge,
-    peer_of,
-    update_step_keys,
-    update_step_settings,
+from recipe_utils.benchmark.baselines.kinds import (
+    DISTILLATION,
+    KINDS,
+    OWN_KEYS,
+    PAIRS,
+    TEXT,
+    why_skipped,
 )
-from recipe_utils.benchmark.peers import KINDS, OWN_KEYS, PAIRS, why_skipped
-from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX, samples_in_order
-from recipe_utils.benchmark.start_adapters import adapters_in
-from recipe_utils.benchmark.token_audit import StepContents, contents_of, contents_of_pairs
-from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath
-from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
-from recipe_utils.settings.read import check_keys
+from recipe_utils.benchmark.baselines.start import adapters_in
+from recipe_utils.benchmark.token_audit import (
+    IGNORE_INDEX,
+    StepContents,
+    contents_of,
+    contents_of_pairs,
+    samples_in_order,
+)
+from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.files import problems_with_folder
+from recipe_utils.parallel.ranks import resolve_device
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.settings import (
+    AS_WRITTEN,
+    ROOM,
+    Count,
+    all_keys_of,
+    check_keys,
+    read_settings,
+    settings_of,
+)
+from recipe_utils.tune.registry import config_path
 
-# Update steps beyond the measured ones: what prepares data ahead shall not run out of it, since its
-# last steps would be timed without any such work.
+# Update steps beyond the measured ones: the last steps of an epoch would run without data being prepared ahead.
 SPARE_STEPS = 4
+_FIXED = {
+    "epochs": 1,
+    "resume_from_checkpoint": False,
+    "run_val_every_n_steps": None,
+    "save_every_n_minutes": None,
+    "log_every_n_steps": 1,
+    "log_peak_memory_stats": False,
+    "profiler": None,
+}
+"""Keys that a benchmark sets in all baselines."""
+_DEFAULTS = {
+    "batch_size": 1,
+    "compile": False,
+    "dtype": "fp32",
+    "enable_activation_checkpointing": False,
+    "lr_scheduler": None,
+    "optimizer_in_bwd": False,
+    "seed": None,
+    "shuffle": True,
+}
+"""Keys that stock recipes require and update-step recipes do not."""
+_STOCK_LOSSES = {
+    TEXT: {"loss": "CEWithChunkedOutputLoss"},
+    PAIRS: {},
+    DISTILLATION: {
+        "loss": "CEWithChunkedOutputLoss",
+        "kd_loss": "ForwardKLWithChunkedOutputLoss",
+    },
+}
+"""Recipe -> key -> loss of torchtune that replaces a loss of this project in a stock recipe."""
+
+
+@plain_dataclass(frozen=True)
+class Baseline:
+    """An entry of ``peers``."""
+
+    name: str
+    kind: str
+    overrides: dict[str, Any]
+    """As written in the benchmark's config."""
+    config: dict[str, Any]
+    """Resolved, in plain containers."""
+    draws_adapters: bool = False
+    """True if ``checkpointer.adapter_checkpoint`` is written before the benchmark starts."""
+    recipe: str = TEXT
+    """Update-step recipe that the config is for."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if a common prefix of both sides of a pair goes into the model once."""
+        is_ours = self.recipe == PAIRS and self.kind == "update_step"
+        is_packed = self.config.get("microbatching") == "packed"
+        return is_ours and is_packed and self.config.get("prefix_sharing") is not False
 
 
 @plain_dataclass
 class Lineup:
-    """The peers of a benchmark."""
+    """The baselines of a benchmark."""
 
-    peers: list[Peer] = field(default_factory=list)
-    """Those that take part."""
+    baselines: list[Baseline] = field(default_factory=list)
+    """Baselines that run."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why others do not, by name."""
+    """Name -> why the baseline does not run."""
     contents: dict[str, list[StepContents]] = field(default_factory=dict)
-    """What each measured update step of a peer should hold, by its name."""
-    problems: list[str] = field(default_factory=list)
-    """What is wrong with the config."""
+    """Name -> contents of each measured update step, by the order of the data."""
+    problems: list[Problem | str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=ROOM)
 class LineupSettings:
     """What is compared."""
 
-    output_dir: FilePath
-    """Where the report goes, and what the peers write."""
+    output_dir: str
+    """Folder of the report and of all output of the baselines."""
     update_step_config: str
-    """What all peers train: a config of ``update_step_recipe``, by name or path."""
+    """Config of `update_step_recipe` that all baselines train, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
-    """Name -> ``kind`` (stock, update_step, hf_trainer, trl or limit) and changes of the config for this one."""
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit: a bare loop) and overrides of the config for this one."""
     update_step_recipe: Literal[
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
     ] = "full_finetune_update_step"
-    """Samples, pairs of answers or samples with a teacher; only of the first there is an hf_trainer."""
+    """Recipe of the config: fine-tuning, preference pairs or distillation. Only the first has an hf_trainer."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
-    """Changes of the config for all peers."""
+    """Overrides of the config for all baselines."""
     baseline: str | None = None
-    """Name of the peer that ratios are taken over; null is the first."""
+    """Name of the baseline that ratios are taken over; null is the first."""
     num_warmup_steps: Count = 1
-    """Update steps of each round that are not timed; the first one holds loading."""
+    """Update steps of each round that are not timed; the first one includes loading."""
     num_update_steps: Count = 8
     """Timed update steps of each round."""
     nproc_per_node: Count = 1
-    """Processes of each peer, all of them data-parallel."""
+    """Processes of each baseline, all data-parallel."""
 
     @property
     def num_steps(self) -> int:
@@ -79,180 +148,262 @@ class LineupSettings:
         return self.num_warmup_steps + self.num_update_steps
 
     @property
-    def baseline_name(self) -> str:
-        """Of the peer that ratios are taken over."""
+    def reference(self) -> str:
+        """Name of the baseline that ratios are taken over."""
         return self.baseline or next(iter(self.peers), "")
 
     @cached_property
     def lineup(self) -> Lineup:
-        """The peers, found once: their datasets are tokenized to count what update steps hold."""
+        """The baselines. Computed once: datasets are tokenized to count the contents of update steps."""
         return _line_up(self)
 
-    def problems(self) -> Iterator[Problem]:
-        """What is wrong with the peers' configs and with this machine."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    def problems(self) -> Iterator[Problem | str]:
+        """Problems of the baselines' configs and of the launch."""
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if int(world_size) > 1:
             yield Problem(
-                f"--nproc_per_node {os.environ['WORLD_SIZE']}",
-                f"the benchmark starts its peers' processes "
-                f"itself; set nproc_per_node={os.environ['WORLD_SIZE']} as a key instead",
+                f"--nproc_per_node {world_size}",
+                f"the benchmark starts processes itself; set the key nproc_per_node={world_size} instead",
             )
         yield from problems_with_folder("output_dir", self.output_dir)
-        for problem in self.lineup.problems:
-            key, _, text = problem.partition(": ")
-            yield Problem(key, text)
+        yield from self.lineup.problems
+
+
+def load_base_config(name_or_path: str) -> DictConfig:
+    """Loads the config that all baselines start from, by its registered name or path.
+
+    Raises:
+        ValueError: there is no such config, or it cannot be read.
+    """
+    for path in (config_path(name_or_path), Path(name_or_path)):
+        if path.is_file():
+            try:
+                loaded = OmegaConf.load(path)
+            except (yaml.YAMLError, OSError) as error:
+                raise ValueError(f"{_KEY}={name_or_path}: {_first_line(error)}") from error
+            if isinstance(loaded, DictConfig):
+                return loaded
+            raise ValueError(f"{_KEY}={name_or_path}: it is a list, not keys")
+    raise ValueError(
+        f"{_KEY}={name_or_path}: it is neither the name of a config of this project nor a file; set it to "
+        "llama3_2/5M_full_update_step or to the path of a YAML file"
+    )
+
+
+_KEY = "update_step_config"
+
+
+@cache
+def update_step_settings(recipe: str) -> type:
+    """Returns the settings class of an update-step recipe."""
+    return settings_of(recipe)
+
+
+@cache
+def update_step_keys(recipe: str) -> frozenset[str]:
+    """Returns the config keys of an update-step recipe."""
+    return frozenset(all_keys_of(update_step_settings(recipe)))
+
+
+def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
+    """Merges overrides into a copy of ``base``; one that names a component replaces the value as a whole."""
+    merged = base.copy()
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and "_component_" in value:
+            merged[key] = OmegaConf.create(dict(value))
+        else:
+            merged.merge_with({key: value})
+    return merged
+
+
+def baseline_of(
+    name: str, entry: Mapping[str, Any], base: DictConfig, settings: LineupSettings
+) -> Baseline:
+    """Resolves the config of a baseline.
+
+    Everything that the base config derives from ``output_dir``, such as fresh weights, is shared by all baselines;
+    what a baseline writes goes to a folder of its own. Baselines of one model with adapters start from the same
+    ones: those of ``checkpointer.adapter_checkpoint``, or fresh ones in a shared file.
+
+    Args:
+        name: of the baseline.
+        entry: ``kind``, and overrides of ``base``.
+        base: config with the overrides for all baselines.
+        settings: of the benchmark.
+
+    Raises:
+        ValueError: a batch that does not divide, or no checkpointer.
+        recipe_utils.settings.problems.ConfigError: a batch of wrong values.
+        omegaconf.errors.OmegaConfBaseException: the config does not resolve.
+    """
+    recipe, kind, output_dir = settings.update_step_recipe, entry["kind"], settings.output_dir
+    overrides = {key: value for key, value in entry.items() if key != "kind"}
+    config = merge(merge(base, overrides), {**_FIXED, "output_dir": output_dir})
+    config.pop("dataset_val", None)
+    if "save_every_n_steps" not in overrides:
+        config.save_every_n_steps = None
+    for key, value in {**_DEFAULTS, "device": resolve_device(None).type}.items():
+        config.setdefault(key, value)
+    if kind == "stock":
+        for key, stock in _STOCK_LOSSES[recipe].items():
+            loss = str(OmegaConf.select(config, f"{key}._component_"))
+            if key not in overrides and not loss.startswith(("torch.", "torchtune.")):
+                config[key] = {"_component_": f"torchtune.modules.loss.{stock}"}
+    config.metric_logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
+    if recipe == DISTILLATION:
+        config.metric_logger.kd_ratio = config.get("kd_ratio", 0.5)
+    of_batch = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
+    batch = OmegaConf.create({key: config[key] for key in of_batch if key in config})
+    accumulated = read_settings(batch, DataSettings).num_accumulated(settings.nproc_per_node)
+    config.gradient_accumulation_steps = accumulated
+    config.pop("global_batch_size", None)
+    config.max_steps_per_epoch = settings.num_steps + SPARE_STEPS
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    # Keys that only others refer to are resolved by now, and the recipe would refuse them.
+    known = update_step_keys(recipe) | OWN_KEYS[recipe].get(kind, set())
+    plain = {str(key): value for key, value in container.items() if key in known}
+    if not isinstance(plain.get("checkpointer"), dict):
+        raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")
+    own_dir = f"{output_dir}/peers/{name}"
+    checkpointer = {**plain["checkpointer"], "output_dir": own_dir}
+    draws_adapters = False
+    if adapters_in(plain).modules:
+        if plain["seed"] is None:
+            plain["seed"] = 0  # of the adapters and their dropout
+        given = checkpointer.get("adapter_checkpoint")
+        draws_adapters = given is None
+        if given is None:
+            of_fresh = [plain[key] for key in ("model", "dtype", "seed")] + [plain["checkpointer"]]
+            hashed = zlib.crc32(json.dumps(of_fresh, sort_keys=True).encode())
+            path = Path(output_dir, "start_adapters", f"{hashed:08x}.pt")
+        else:
+            path = Path(str(plain["checkpointer"].get("output_dir")), given)
+        checkpointer["adapter_checkpoint"] = str(path)
+    plain |= {"output_dir": own_dir, "checkpointer": checkpointer}
+    return Baseline(name, str(kind), overrides, plain, draws_adapters, recipe)
 
 
 def _line_up(settings: LineupSettings) -> Lineup:
     lineup = Lineup()
-    base, is_whole = None, False
-    try:
-        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
-        whole = merge(base, {"output_dir": str(settings.output_dir)})
-        lineup.problems += map(
-            str, check_keys(whole, update_step_settings(settings.update_step_recipe))
-        )
-        is_whole = not lineup.problems
-        lineup.problems += _problems_with_base(base)
-    except (ValueError, OSError, OmegaConfBaseException) as error:
-        lineup.problems.append(_first_line(error))
+    recipe = settings.update_step_recipe
     if not settings.peers:
         lineup.problems.append(
-            "peers: there are none; set it to names with a kind each, see the config"
+            Problem("peers", "there are none; set it to names with a kind each, see the config")
         )
-    elif settings.baseline_name not in settings.peers:
-        lineup.problems.append(
-            f"baseline={settings.baseline_name}: no peer has this name; set it to one of "
-            f"{', '.join(settings.peers)}"
-        )
-    if base is not None:
-        for name, of_peer in settings.peers.items():
-            recipe = settings.update_step_recipe
-            lineup.problems += _problems_with_keys(name, of_peer, base, recipe)
-            if is_whole and _kind_of(of_peer) in KINDS[recipe]:
-                _add_peer(lineup, name, of_peer, base, settings)
+    elif settings.reference not in settings.peers:
+        names = ", ".join(settings.peers)
+        text = f"no entry of peers has this name; set it to one of {names}"
+        lineup.problems.append(Problem("baseline", text, settings.reference))
+    try:
+        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
+        whole = merge(base, {"output_dir": settings.output_dir})
+        wrong_keys = check_keys(whole, update_step_settings(recipe))
+        lineup.problems += [*wrong_keys, *_problems_with_base(base)]
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        lineup.problems.append(_first_line(error))
+        return lineup
+    for name, entry in settings.peers.items():
+        kind = entry.get("kind") if isinstance(entry, Mapping) else None
+        if kind not in KINDS[recipe]:
+            text = f"set it to one of {', '.join(KINDS[recipe])}"
+            lineup.problems.append(Problem(f"peers.{name}.kind", text, kind))
+            continue
+        if not wrong_keys:
+            _add_baseline(lineup, name, entry, base, settings)
     return lineup
 
 
-def _problems_with_base(base: DictConfig) -> Iterator[str]:
+def _problems_with_base(base: DictConfig) -> Iterator[Problem]:
+    """Keys that cannot be compared with other trainers."""
+
+    def problem(key: str, text: str) -> Problem:
+        return Problem(f"overrides.{key}", text, OmegaConf.select(base, key))
+
     if base.get("optimizer_in_bwd", False):
-        yield (
-            "overrides.optimizer_in_bwd=True: it steps in every backward, so update steps could not "
-            "be told apart; set it to False"
-        )
+        yield problem("optimizer_in_bwd", "it would step in every backward; set it to False")
     if base.get("quantizer") is not None:
-        yield (
-            f"overrides.quantizer={base.quantizer.get('_component_')}: only kind=update_step trains with "
-            "it; set it to null"
-        )
+        yield problem("quantizer", "only kind=update_step trains with it; set it to null")
     if base.get("sft_loss_weight", 0) != 0:
-        yield (
-            f"overrides.sft_loss_weight={base.sft_loss_weight}: only kind=update_step adds it; set it to 0"
-        )
+        yield problem("sft_loss_weight", "only kind=update_step adds it; set it to 0")
     kd_loss = base.get("kd_loss") or {}
+    name = str(kd_loss.get("_component_", "")).rpartition(".")[2]
     is_forward = kd_loss.get("divergence", "forward") == "forward"
-    of_stock = str(kd_loss.get("_component_", "")).rpartition(".")[2]
-    if of_stock.startswith(("Reverse", "Symmetric")) or not is_forward:
-        yield (
-            f"overrides.kd_loss={of_stock}: losses are compared of the forward divergence only; set "
-            "divergence=forward"
-        )
+    if name.startswith(("Reverse", "Symmetric")) or not is_forward:
+        text = f"{name}: only losses of the forward divergence compare; set divergence=forward"
+        yield Problem("overrides.kd_loss", text)
     if kd_loss.get("temperature", 1) != 1 or kd_loss.get("teacher_temperature") not in (None, 1):
-        yield (
-            "overrides.kd_loss.temperature: torchtune's recipe has none; set it to 1, and "
-            "teacher_temperature to null"
-        )
+        text = "stock has no temperature; set it to 1, and teacher_temperature to null"
+        yield problem("kd_loss.temperature", text)
     for key in ("tensor_parallel_dim", "pipeline_parallel_dim"):
         if base.get(key, 1) != 1:
-            yield (
-                f"overrides.{key}={base[key]}: the benchmark compares data-parallel processes only; "
-                "set it to 1"
-            )
+            yield problem(key, "only data-parallel processes are compared; set it to 1")
 
 
-def _problems_with_keys(name: str, of_peer: Any, base: DictConfig, recipe: str) -> Iterator[str]:
-    kind = _kind_of(of_peer)
-    if kind not in KINDS[recipe]:
-        yield f"peers.{name}.kind={kind}: set it to one of {', '.join(KINDS[recipe])}"
-        return
-    known = {"kind", *update_step_keys(recipe), *OWN_KEYS[recipe].get(kind, ())}
-    given = {str(key): value for key, value in of_peer.items()}
-    for key in sorted(given.keys() - known - set(map(str, base))):
-        similar = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {similar[0]}?" if similar else "take it out"
-        yield f"peers.{name}.{key}={given[key]}: kind={kind} has no such key; {hint}"
-
-
-def _kind_of(of_peer: Any) -> str:
-    return str(of_peer.get("kind") if isinstance(of_peer, Mapping) else None)
-
-
-def _add_peer(
+def _add_baseline(
     lineup: Lineup,
     name: str,
-    of_peer: Mapping[str, Any],
+    entry: Mapping[str, Any],
     base: DictConfig,
     settings: LineupSettings,
 ) -> None:
-    """Adds a peer to the lineup, or why it cannot run."""
+    """Adds a baseline to the lineup, or why it cannot run."""
+    recipe, kind = settings.update_step_recipe, entry["kind"]
     try:
-        merged = merge(base, {k: v for k, v in of_peer.items() if k != "kind"})
+        own = {"kind", *OWN_KEYS[recipe].get(kind, ())}
+        given = {key: value for key, value in entry.items() if key not in own}
+        merged = merge(base, {**given, "output_dir": settings.output_dir})
+        found = check_keys(merged, update_step_settings(recipe))
+        # A key of the base config may have lost the value that refers to it.
+        if problems := [problem for problem in found if problem.root in given]:
+            raise ConfigError(*problems)
         dataset = merged.get("dataset")
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
-        adapters = adapters_in(merged)
-        recipe, kind = settings.update_step_recipe, of_peer["kind"]
-        kd_ratio = merged.get("kd_ratio", 0.5)
+        adapters, kd_ratio = adapters_in(merged), merged.get("kd_ratio", 0.5)
         reason = why_skipped(recipe, kind, settings.nproc_per_node, is_packed, adapters, kd_ratio)
         if reason is not None:
-            if name == settings.baseline_name:
-                lineup.problems.append(f"baseline={name}: it {reason}; set it to another peer")
+            if name == settings.reference:
+                text = f"it {reason}; set it to another entry of peers"
+                lineup.problems.append(Problem("baseline", text, name))
             lineup.skipped[name] = f"skipped: {reason}"
             return
-        peer = peer_of(
-            name,
-            of_peer,
-            base,
-            str(settings.output_dir),
-            settings.nproc_per_node,
-            settings.num_steps + SPARE_STEPS,
-            recipe,
-        )
-        of_recipe = {key: peer.config[key] for key in peer.config.keys() & update_step_keys(recipe)}
-        if problems := check_keys(OmegaConf.create(of_recipe), update_step_settings(recipe)):
-            raise ConfigError(*problems)
-        contents = _contents_of(peer, lineup, settings)
+        baseline = baseline_of(name, entry, base, settings)
+        contents = _contents_of(baseline, lineup, settings)
     except ConfigError as error:
-        lineup.problems += [f"peers.{name}: {problem}" for problem in error.problems]
+        lineup.problems += [Problem(f"peers.{name}", str(each)) for each in error.problems]
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        lineup.problems.append(f"peers.{name}: {_first_line(error)}")
+        lineup.problems.append(Problem(f"peers.{name}", _first_line(error)))
     else:
-        lineup.peers.append(peer)
+        lineup.baselines.append(baseline)
         lineup.contents[name] = contents
 
 
-def _contents_of(peer: Peer, lineup: Lineup, settings: LineupSettings) -> list[StepContents]:
-    """What each measured update step of the peer should hold.
+def _contents_of(
+    baseline: Baseline, lineup: Lineup, settings: LineupSettings
+) -> list[StepContents]:
+    """Counts the contents of each measured update step.
 
     Raises:
         ValueError: the dataset is too small.
     """
-    cfg = OmegaConf.create(peer.config)
+    cfg = OmegaConf.create(baseline.config)
     data = ("dataset", "tokenizer", "shuffle", "batch_size", "gradient_accumulation_steps")
-    for other in lineup.peers:
-        is_same = all(peer.config[key] == other.config[key] for key in data)
-        if is_same and peer.shares_prefixes == other.shares_prefixes:
+    for other in lineup.baselines:
+        is_same = all(baseline.config[key] == other.config[key] for key in data)
+        if is_same and baseline.shares_prefixes == other.shares_prefixes:
             return lineup.contents[other.name]
-    tokenizer = config.instantiate(cfg.tokenizer)
+    tokenizer = torchtune_config.instantiate(cfg.tokenizer)
     samples = samples_in_order(cfg, tokenizer, settings.nproc_per_node)
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * settings.nproc_per_node
     if len(samples) < settings.num_steps * per_step:
         raise ValueError(
-            f"num_update_steps={settings.num_update_steps}: the dataset's {len(samples)} samples hold "
+            f"num_update_steps={settings.num_update_steps}: the dataset has {len(samples)} samples, enough for "
             f"{len(samples) // per_step} update steps of {per_step}, {settings.num_warmup_steps} of them "
             "warm-up; set it lower"
         )
     count = contents_of
-    if peer.recipe == PAIRS:
-        count = partial(contents_of_pairs, shares_prefixes=peer.shares_prefixes)
+    if baseline.recipe == PAIRS:
+        count = partial(contents_of_pairs, shares_prefixes=baseline.shares_prefixes)
     return [
         count(samples[step * per_step : (step + 1) * per_step], tokenizer.pad_id, IGNORE_INDEX)
         for step in range(settings.num_steps)
@@ -260,5 +411,5 @@ def _contents_of(peer: Peer, lineup: Lineup, settings: LineupSettings) -> list[S
 
 
 def _first_line(error: Exception) -> str:
-    """OmegaConf's errors go on with where they were raised."""
+    """Drops the position in the config, which OmegaConf appends."""
     return str(error).partition("\n")[0]

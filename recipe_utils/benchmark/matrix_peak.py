@@ -1,32 +1,31 @@
-"""How fast a machine multiplies matrices, and what of that a training needs."""
+"""FLOP/s of matrix products on a machine, and the FLOPs that a training needs."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
-from torchtune import config as torchtune_config
 from torchtune.modules import TransformerDecoder
 
-from recipe_utils.benchmark.gpu.flops import decoder_flops
-from recipe_utils.benchmark.gpu.measure import median_seconds
-from recipe_utils.benchmark.peer_configs import Peer
-from recipe_utils.benchmark.peers import TEXT
-from recipe_utils.benchmark.start_adapters import adapters_in
+from recipe_utils.benchmark.baselines.kinds import TEXT
+from recipe_utils.benchmark.baselines.start import model_on_meta
 from recipe_utils.benchmark.token_audit import StepContents
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.adapters.adapters import find_adapters
+from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.sizes import num_outputs
 
 _ROWS = 2048
-"""Tokens that a product is of."""
+"""Tokens of a product."""
 _MOST_FLOPS_ON_CPU = 4e10
-"""Of one product; of larger weights there are fewer rows."""
+"""Maximum of one product; larger weights get fewer rows."""
 
 
 class Product(NamedTuple):
-    """[m, k] @ [k, n], or with the left one transposed in memory, as a weight's gradient is computed."""
+    """[m, k] @ [k, n]; the left one is transposed in memory for the gradient of a weight."""
 
     m: int
     k: int
@@ -35,7 +34,7 @@ class Product(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it stands in the results."""
+        """Name in the results."""
         return f"{self.m}x{self.k}x{self.n}" + (" left transposed" if self.is_transposed else "")
 
     @property
@@ -47,15 +46,7 @@ class Product(NamedTuple):
 def tflops(
     product: Product, device: torch.device, dtype: torch.dtype, num_warm_up: int, num_timed: int
 ) -> float:
-    """TFLOP/s of the median of some products.
-
-    Args:
-        product: of random matrices.
-        device: to measure.
-        dtype: of the matrices.
-        num_warm_up: products that are not timed.
-        num_timed: those that are.
-    """
+    """Returns TFLOP/s of a product of random matrices; see :func:`median_seconds`."""
     m, k, n, is_transposed = product
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     left = torch.randn(*((k, m) if is_transposed else (m, k)), **options)
@@ -67,13 +58,30 @@ def tflops(
     return product.flops / seconds / 1e12
 
 
-def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
-    """One of each shape of a decoder's weights, forward and for its gradient, and one of square matrices.
+def median_seconds(
+    call: Callable[[], Any], device: torch.device, num_warm_up: int, num_timed: int
+) -> float:
+    """Returns the median time of a call; on CUDA between events, so that the host can run ahead."""
+    for _ in range(num_warm_up):
+        call()
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(num_timed):
+            call()
+            times.append(time.perf_counter())
+        return statistics.median(stop - start for start, stop in pairwise(times))
+    torch.cuda.synchronize(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_timed + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))
 
-    Args:
-        model: a torchtune decoder, in any place.
-        is_on_cpu: fewer rows where the weights are large.
-    """
+
+def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
+    """Returns a product for each shape of a decoder's weights, one for its gradient, and one of square matrices."""
     decoder: Any = getattr(model, "decoder", model)
     shapes = {tuple(p.shape) for p in decoder.layers.parameters() if p.dim() == 2}
     shapes.add((num_outputs(decoder), decoder.tok_embeddings.embedding_dim))
@@ -85,41 +93,69 @@ def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
 
 
 def measure_products(config: DictConfig) -> dict[str, float]:
-    """TFLOP/s of this process by product, in a config's ``dtype`` on its ``device``, with as many threads as now."""
+    """Returns TFLOP/s of this process by product, in the ``dtype`` and on the ``device`` of a config."""
     device = torch.device(config.device)
     dtype = ModelSettings(config.dtype).torch_dtype
     return {
         product.name: tflops(product, device, dtype, num_warm_up=2, num_timed=7)
-        for product in products_of(_on_meta(config), device.type == "cpu")
+        for product in products_of(model_on_meta(config), device.type == "cpu")
     }
 
 
 def peak_of(ranks: Sequence[Mapping[str, float]]) -> float:
-    """TFLOP/s of all ranks together in the product that they are fastest in.
-
-    Args:
-        ranks: what each has measured at the same time.
-    """
+    """Returns TFLOP/s of all ranks together in their fastest product, from simultaneous measurements."""
     return max(sum(of_rank[name] for of_rank in ranks) for name in ranks[0])
 
 
-def useful_flops(peer: Peer, contents: Sequence[StepContents]) -> list[float | None]:
-    """What each update step's samples need; see :func:`recipe_utils.benchmark.gpu.flops.decoder_flops`.
+class Flops(NamedTuple):
+    """FLOPs of a forward and backward."""
 
-    None where less or more is needed than a forward and backward of all weights: with adapters, of pairs, with a
-    teacher; or where the model is no decoder of torchtune's.
+    matrix: float
+    """Products with weights."""
+    attention: float
+    """Causal products of queries with keys and of attention weights with values."""
+
+    @property
+    def total(self) -> float:
+        """Sum of both."""
+        return self.matrix + self.attention
+
+
+def decoder_flops(model: nn.Module, document_lengths: Iterable[int], num_targets: int) -> Flops:
+    """Counts 6 FLOPs per weight and token, and 6 * L * d * n^2 for the attention of a document of n tokens.
+
+    A product with a weight takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361, section
+    2.1). Embeddings, norms and recomputation are not counted; the output layer counts for targets only.
+
+    Args:
+        model: a torchtune decoder on any device, not sharded.
+        document_lengths: [tokens], without padding.
+        num_targets: positions that are projected onto the vocabulary.
     """
-    if peer.recipe != TEXT or adapters_in(peer.config).modules:
-        return [None] * len(contents)
-    model = _on_meta(OmegaConf.create(peer.config))
-    if not isinstance(getattr(model, "decoder", model), TransformerDecoder):
+    decoder: Any = getattr(model, "decoder", model)
+    lengths = list(document_lengths)
+    num_weights = sum(p.numel() for p in decoder.layers.parameters() if p.dim() > 1)
+    width = decoder.num_heads * decoder.head_dim
+    of_outputs = num_outputs(decoder) * decoder.tok_embeddings.embedding_dim
+    return Flops(
+        matrix=6.0 * (num_weights * sum(lengths) + of_outputs * num_targets),
+        attention=6.0 * len(decoder.layers) * width * sum(n * n for n in lengths),
+    )
+
+
+def useful_flops(
+    recipe: str, config: Mapping[str, Any], contents: Sequence[StepContents]
+) -> list[float | None]:
+    """Returns the FLOPs that the samples of each update step need; see :func:`decoder_flops`.
+
+    None where a forward and backward of all weights is not the work: adapters, pairs, a teacher; or for a model that
+    is not a decoder of torchtune.
+    """
+    model = model_on_meta(config)
+    is_decoder = isinstance(getattr(model, "decoder", model), TransformerDecoder)
+    if recipe != TEXT or not is_decoder or find_adapters(model).modules:
         return [None] * len(contents)
     return [
         decoder_flops(model, each.document_lengths, each.num_target_tokens).total
         for each in contents
     ]
-
-
-def _on_meta(config: DictConfig) -> nn.Module:
-    make_model = partial(torchtune_config.instantiate, config.model)
-    return build_on_meta(make_model, ModelSettings())

@@ -1,17 +1,17 @@
 """Counts the idle time of pipeline schedules: one schedule per accumulation group, and one per update step.
 
     python -m recipe_utils.benchmark.pipeline_bubble
-    python -m recipe_utils.benchmark.pipeline_bubble --num_ranks 4 --num_groups 2 8 --plot timeline.png
+    python -m recipe_utils.benchmark.pipeline_bubble --num_ranks 4 --num_groups 2 8
     python -m recipe_utils.benchmark.pipeline_bubble --teacher
 
-Each rank's order of forwards and backwards is PyTorch's own; nothing is trained. A forward through a rank's
-layers takes one slot, a backward two, halves where the backward is split. Sending takes no time. Groups hold
-as many microbatches as ranks, the fewest that 1F1B takes, and the next group starts when the one before is
-through, as in a loop over ``schedule.step``.
+The order of forwards and backwards on each rank is PyTorch's; nothing is trained. A forward through the layers of a rank
+takes one slot, a backward two, each half of a split backward one; sending takes no time. A group has as many microbatches
+as there are ranks, the fewest that 1F1B takes, and starts when the previous group has ended, as in a loop over
+``schedule.step``.
 
-With a teacher all of a group's or an update step's microbatches go through its forward-only schedule before the
-student's begins; NeMo Automodel does so for each group. It has one stage per rank.
-No barrier lies between both: the first ranks begin with the student while the last ones compute the teacher.
+With a teacher, all microbatches of a group or an update step go through its forward-only schedule, one stage per rank,
+before the student's schedule. There is no barrier between both: the first ranks begin with the student while the last
+ones compute the teacher.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TEACHER = "T"
 
 
 class Action(NamedTuple):
-    """What a rank does without pause."""
+    """A computation of a rank: one microbatch in one stage."""
 
     kind: str
     stage: int
@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When it does so [slots]."""
+    """Time of an action [slots]."""
 
     action: Action
     start: Fraction
@@ -45,12 +45,12 @@ class Span(NamedTuple):
 
 
 def order_of_ranks(schedule: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """What each rank computes one after the other, as PyTorch's schedule has it."""
+    """Returns the actions of each rank in the order of PyTorch's schedule."""
     several = has_several_stages_per_rank(schedule)
     stages_per_rank = 2 if several else 1
 
     class Stage:
-        """All of a stage that a schedule looks at to make its order."""
+        """The attributes of a stage that a schedule reads to make its order."""
 
         num_stages = num_ranks * stages_per_rank
         group_size = num_ranks
@@ -75,7 +75,7 @@ def order_of_ranks(schedule: str, num_ranks: int, num_microbatches: int) -> list
 
 
 def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """The same after a teacher's forwards of these microbatches, whose order is GPipe's."""
+    """Returns the same after the forwards of a teacher, in the order of GPipe."""
     teacher, student = (
         order_of_ranks(each, num_ranks, num_microbatches) for each in ("GPipe", schedule)
     )
@@ -86,17 +86,14 @@ def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) ->
 
 
 def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[list[Span]]:
-    """When each rank computes what, if it starts as soon as what it needs is there.
-
-    A forward needs that of the stage before, a backward that of the stage after and its own forward, the
-    part for the weights the one for the inputs.
+    """Returns the times of all actions, if each starts as soon as its inputs are ready.
 
     Args:
-        order: of each rank.
-        teacher_slots: of a teacher's forward through a rank's layers.
+        order: actions of each rank.
+        teacher_slots: time of a teacher's forward through the layers of a rank.
     """
     num_stages = 1 + max(action.stage for actions in order for action in actions)
-    unit = Fraction(len(order), num_stages)  # a stage is that part of a rank's layers
+    unit = Fraction(len(order), num_stages)  # a stage has this part of the layers of a rank
     slots = {kind: number * unit for kind, number in SLOTS.items()}
     slots[TEACHER] = Fraction(teacher_slots)
     done: dict[Action, Fraction] = {}
@@ -118,7 +115,7 @@ def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[
 
 
 def needs(action: Action, num_stages: int, done: Mapping[Action, Fraction]) -> Fraction | None:
-    """When all that ``action`` needs was done; None while it is not."""
+    """Returns when all inputs of an action are ready; None while one is not computed."""
     kind, stage, microbatch = action
     before: list[tuple[str, int]] = []
     if kind in ("F", TEACHER):
@@ -137,31 +134,24 @@ def needs(action: Action, num_stages: int, done: Mapping[Action, Fraction]) -> F
 
 
 def idle_fraction(spans: Sequence[Sequence[Span]]) -> tuple[Fraction, Fraction]:
-    """Idle slots of all ranks from the first start to the last stop, and their share of all slots."""
+    """Returns the idle slots of all ranks from the first start to the last stop, and their share."""
     length = max(of_rank[-1].stop for of_rank in spans)
     busy = sum(span.stop - span.start for of_rank in spans for span in of_rank)
     return length * len(spans) - busy, 1 - busy / (length * len(spans))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a markdown table, and draws two timelines if asked to.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-    """
+    """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--num_groups", type=int, nargs="+", default=[4])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument(
-        "--plot", help="file for the timelines of 1F1B at the second number of ranks"
-    )
-    parser.add_argument(
         "--teacher",
         type=int,
         nargs="*",
         metavar="SLOTS",
-        help="with a teacher before it, whose forward takes so many slots: 1 and 6, if not said",
+        help="adds a teacher whose forward takes so many slots (default: 1 and 6)",
     )
     args = parser.parse_args(arguments)
     if args.teacher is not None:
@@ -184,8 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{float(share):.1%} | {float(whole_share):.1%} | {(p - 1) / (m + p - 1):.1%} | "
                     f"{float((1 - whole_share) / (1 - share)):.2f} |"
                 )
-    if args.plot:
-        draw(args.plot, args.num_ranks[min(1, len(args.num_ranks) - 1)], args.num_groups[0])
 
 
 def print_with_teacher(
@@ -194,7 +182,7 @@ def print_with_teacher(
     schedules: Sequence[str],
     teacher_slots: Sequence[int],
 ) -> None:
-    """Prints a markdown table for each number of ranks, groups of an update step, schedule and teacher."""
+    """Prints a Markdown table with a row for each combination."""
     print(
         "| ranks p | microbatches m | schedule | teacher's forward [slots] | idle share: groups of p "
         "| whole step | whole step is faster by |"
@@ -211,44 +199,6 @@ def print_with_teacher(
             f"| {p} | {p * groups} | {schedule} | {slots} | {float(share):.1%} | "
             f"{float(whole_share):.1%} | {float((1 - whole_share) / (1 - share)):.2f} |"
         )
-
-
-def draw(path: str, num_ranks: int, num_groups: int) -> None:
-    """Draws 1F1B in groups of ``num_ranks`` microbatches above 1F1B of the whole update step."""
-    import matplotlib.pyplot as plt
-
-    group = timeline(order_of_ranks("1F1B", num_ranks, num_ranks))
-    length = max(of_rank[-1].stop for of_rank in group)
-    in_groups = [
-        [
-            Span(action, start + length * g, stop + length * g)
-            for g in range(num_groups)
-            for action, start, stop in of_rank
-        ]
-        for of_rank in group
-    ]
-    whole = timeline(order_of_ranks("1F1B", num_ranks, num_ranks * num_groups))
-    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(10, 3.6), layout="constrained")
-    for panel, spans, title in zip(
-        panels,
-        (in_groups, whole),
-        (f"{num_groups} accumulation groups, one schedule each", "one schedule per update step"),
-        strict=True,
-    ):
-        for rank, of_rank in enumerate(spans):
-            for action, start, stop in of_rank:
-                color = "#4477aa" if action.kind == "F" else "#cc8844"
-                width = float(stop - start)
-                panel.barh(
-                    rank, width, left=float(start), color=color, edgecolor="white", height=0.9
-                )
-        _, share = idle_fraction(spans)
-        panel.set_title(f"{title}: {float(share):.0%} idle", loc="left", fontsize=10)
-        panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-        panel.invert_yaxis()
-        panel.spines[:].set_visible(False)
-    panels[-1].set_xlabel("slots (forwards blue, backwards orange)")
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

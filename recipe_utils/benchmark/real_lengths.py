@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from recipe_utils.benchmark.shared_by_peers import IGNORE_INDEX
+from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.data.loader.samples import Sample
 
 

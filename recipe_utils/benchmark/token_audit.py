@@ -1,31 +1,47 @@
-"""What goes into a peer's model, and what should.
-
-Shapes: b samples, s slots per sample.
-"""
+"""Samples of the update steps, and the tokens that reach a model, so that unfair baselines are noticed."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.loader.sampler import epoch_permutation
+from recipe_utils.data.loader.samples import Sample, load_dataset
 from recipe_utils.data.pairs.collator import num_shared_tokens
 from recipe_utils.data.text.collate import num_real_tokens
 
+IGNORE_INDEX = -100
+
+
+def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
+    """Returns the samples of the first epoch in the order of the recipes.
+
+    Args:
+        config: of a baseline; ``max_steps_per_epoch`` limits the samples, null takes the whole epoch.
+        tokenizer: of the config.
+        num_ranks: processes of the baseline.
+    """
+    dataset = load_dataset(config.dataset, tokenizer)
+    order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
+    if config.max_steps_per_epoch is not None:
+        per_step = config.batch_size * config.gradient_accumulation_steps * num_ranks
+        order = order[: config.max_steps_per_epoch * per_step]
+    return [dataset[i] for i in order.tolist()]
+
 
 class StepContents(NamedTuple):
-    """What the samples of one update step hold, over all ranks."""
+    """Contents of the samples of one update step, over all ranks."""
 
     num_target_tokens: int
-    """Labels of a next position within the same sample that are not ignored."""
     num_real_tokens: int
-    """That go into the model."""
+    """Tokens that go into the model."""
     fingerprint: int
-    """Of all tokens of the samples."""
+    """Fingerprint of all tokens of the samples."""
     fingerprint_of_shared: int = 0
-    """Of those that pairs share and that go into the model once, although both sides hold them."""
+    """Fingerprint of the tokens that both sides of a pair have but that go into the model once."""
     document_lengths: tuple[int, ...] = ()
     """[tokens], without padding."""
 
@@ -35,8 +51,8 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
 
     Args:
         samples: with ``tokens`` and ``labels``; those of a packed dataset also with ``seq_lens``.
-        pad_id: the token that batches are padded with.
-        ignore_index: the label of positions that are no targets.
+        pad_id: token that batches are padded with.
+        ignore_index: label of positions that are not targets.
     """
     num_targets = num_real = tokens_fingerprint = 0
     document_lengths: list[int] = []
@@ -44,8 +60,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
         labels = torch.as_tensor(sample["labels"])
         is_target = labels != ignore_index
         lengths = torch.as_tensor(sample.get("seq_lens", [len(labels)]))
-        # Nothing comes before the first token of a document that it could be predicted from.
-        first = lengths.cumsum(0) - lengths
+        first = lengths.cumsum(0) - lengths  # nothing precedes these, so they are not predicted
         is_target[first[first < len(labels)]] = False
         num_targets += int(is_target.sum())
         num_real_of_sample = num_real_tokens(sample, ignore_index)
@@ -65,9 +80,9 @@ def contents_of_pairs(
 
     Args:
         pairs: by torchtune's keys.
-        pad_id: the token that batches are padded with.
-        ignore_index: the label of positions that are no targets.
-        shares_prefixes: whether what both sides begin with goes into the model once.
+        pad_id: token that batches are padded with.
+        ignore_index: label of positions that are not targets.
+        shares_prefixes: True if a common prefix goes into the model once.
     """
     sides, shared = [], []
     for pair in pairs:
@@ -76,8 +91,7 @@ def contents_of_pairs(
             tokens, labels = arrays[f"{side}_input_ids"], arrays[f"{side}_labels"]
             sides.append({"tokens": tokens, "labels": labels})
         if shares_prefixes:
-            num_shared = num_shared_tokens(arrays) or 0
-            shared.append(arrays["chosen_input_ids"][:num_shared])
+            shared.append(arrays["chosen_input_ids"][: num_shared_tokens(arrays) or 0])
     contents = contents_of(sides, pad_id, ignore_index)
     return contents._replace(
         num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
@@ -86,17 +100,10 @@ def contents_of_pairs(
 
 
 def fingerprint(tokens: Tensor, pad_id: int) -> Tensor:
-    """A number that hardly ever agrees for two different sets of tokens.
+    """Returns a number, int64 of shape [], that is likely to differ for different sets of tokens.
 
-    The sum of a polynomial of each token, so the order and the grouping of the samples do not enter.
-    Padding does not either, neither with ``pad_id`` nor with 0, which torchtune packs with.
-
-    Args:
-        tokens: any shape, integers.
-        pad_id: the token that batches are padded with.
-
-    Returns:
-        int64, shape [].
+    It is the sum of a polynomial of each token, independent of order, grouping, and padding with ``pad_id`` or with 0
+    (as torchtune packs).
     """
     tokens = tokens.to(torch.int64) * (tokens != pad_id)
     return (tokens * (tokens * tokens + 7919)).sum()
@@ -105,16 +112,16 @@ def fingerprint(tokens: Tensor, pad_id: int) -> Tensor:
 class FedTokens:
     """Counts the tokens that go into the model of this process while gradients are recorded.
 
-    All token embeddings of the process are counted, so it must train one model with one of them.
+    All embeddings of the process are counted, so it must train one model with one of them.
 
     Args:
-        pad_id: the token that batches are padded with.
+        pad_id: token that batches are padded with.
     """
 
     def __init__(self, pad_id: int) -> None:
         self._pad_id = pad_id
-        self._num_slots = 0
-        # Tensors, read at the end of a turn: a device must not be waited for in the middle.
+        self._num_positions = 0
+        # Tensors, read at the end of a turn: no wait for the device within a step.
         self._fingerprints: list[Tensor] = []
 
     def install(self) -> None:
@@ -126,17 +133,16 @@ class FedTokens:
                 self._count(input)
             return embed(module, input)
 
-        # The class and not a module: it covers models that do not exist yet, wrapped ones as well.
+        # Patches the class: models may be created later, and wrapped.
         nn.Embedding.forward = counted  # type: ignore[method-assign, assignment]
 
     def read_and_restart(self) -> tuple[int, int]:
-        """The slots since the last call, and the fingerprint of their tokens."""
-        counts = self._num_slots, sum(int(each) for each in self._fingerprints)
-        self._num_slots, self._fingerprints = 0, []
+        """Returns the positions since the last call, and the fingerprint of their tokens."""
+        counts = self._num_positions, sum(int(each) for each in self._fingerprints)
+        self._num_positions, self._fingerprints = 0, []
         return counts
 
     def _count(self, tokens: Tensor) -> None:
-        self._num_slots += tokens.numel()
-        # A rank without samples of its own runs a single token, so that the collectives match.
-        if tokens.numel() > 1:
+        self._num_positions += tokens.numel()
+        if tokens.numel() > 1:  # a dummy microbatch is a single token
             self._fingerprints.append(fingerprint(tokens.detach(), self._pad_id))

@@ -20,7 +20,7 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
 
-from recipe_utils.benchmark.shared_by_peers import let_stock_recipe_run_on_cpu
+from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.tune.registry import ROOT
 

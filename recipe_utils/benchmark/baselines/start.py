@@ -1,4 +1,4 @@
-"""The adapters that all peers of a benchmark start from, and how each of them gets them."""
+"""What baselines start from: weights, adapters, learning-rate schedule."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,7 +9,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchao.dtypes.nf4tensor import to_nf4
 from torchtune import config as torchtune_config
 from torchtune import training
 
@@ -26,14 +25,11 @@ from recipe_utils.settings.components import MadeWith, check_component
 from recipe_utils.settings.problems import ConfigError, naming
 
 
-def adapters_in(config: Mapping[str, Any]) -> Adapters:
-    """What of a config's model is trained and what is not. No weight is allocated.
-
-    Args:
-        config: of a recipe.
+def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
+    """Builds the model of a config without allocating weights.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: a model that cannot be built.
+        recipe_utils.settings.problems.ConfigError: the model cannot be built.
     """
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
@@ -42,16 +38,16 @@ def adapters_in(config: Mapping[str, Any]) -> Adapters:
         raise ConfigError(*problems)
     make_model = partial(torchtune_config.instantiate, OmegaConf.create(cfg_model))
     with naming("model"):
-        return find_adapters(build_on_meta(make_model, ModelSettings()))
+        return build_on_meta(make_model, ModelSettings())
 
 
-def write_fresh_adapters(config: DictConfig, change: float = 0.0) -> None:
-    """Writes a config's ``checkpointer.adapter_checkpoint``: the adapters that this project's recipe would draw.
+def adapters_in(config: Mapping[str, Any]) -> Adapters:
+    """Finds the adapters of a config's model; see :func:`model_on_meta`."""
+    return find_adapters(model_on_meta(config))
 
-    Args:
-        config: of a peer.
-        change: standard deviation of what is added to B, and of the factors that magnitudes are
-            multiplied with around 1. Without it the model with adapters is the one without.
+
+def write_fresh_adapters(config: DictConfig) -> None:
+    """Writes ``checkpointer.adapter_checkpoint``: the adapters that the update-step recipe would draw.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the weights cannot be read.
@@ -61,26 +57,18 @@ def write_fresh_adapters(config: DictConfig, change: float = 0.0) -> None:
     with naming("checkpointer"):
         base = torchtune_config.instantiate(OmegaConf.create(without)).load_checkpoint()
     dtype = ModelSettings(config.dtype).torch_dtype
-    adapters = adapters_in(config)
-    fresh = fresh_adapters(adapters, base[training.MODEL_KEY], config.seed, dtype)
-    generator = torch.Generator().manual_seed(config.seed)
-    for name, tensor in fresh.items():
-        noise = change * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        if name.endswith("lora_b.weight"):
-            tensor += noise
-        elif name.endswith("magnitude"):
-            tensor *= 1 + noise
+    fresh = fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(fresh, path)
 
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, path: str) -> None:
-    """Copies adapters from a file into a model's, in place: an optimizer may hold them already.
+    """Copies adapters from a file into a model in place, since an optimizer may hold its parameters.
 
     Args:
-        model: wrapped and sharded or not; all ranks together.
-        path: of tensors by parameter name.
+        model: wrapped and sharded or not; called on all ranks.
+        path: file of full tensors by parameter name.
     """
     given = torch.load(path, map_location="cpu", weights_only=True)
     for name, parameter in model.named_parameters():
@@ -95,23 +83,19 @@ def load_adapters(model: nn.Module, path: str) -> None:
         raise ValueError(f"checkpointer.adapter_checkpoint={path}: the model has no {min(given)}")
 
 
-def load_start(model: nn.Module, config: DictConfig, rounded_to: torch.dtype | None = None) -> None:
-    """Loads a whole model's weights and adapters, and freezes what is not trained.
-
-    Args:
-        model: as its builder made it, without NF4.
-        config: of a peer.
-        rounded_to: a precision that the weights go through, and NF4 where the builder would have made it;
-            None takes them as they are.
-    """
+def load_start(model: nn.Module, config: DictConfig) -> None:
+    """Loads the weights and adapters of ``checkpointer`` into a whole model, and freezes what is not trained."""
     freeze_base(model)
-    quantised = find_adapters(model).frozen
     checkpointer = torchtune_config.instantiate(config.checkpointer)
     loaded = load_checkpoint(checkpointer, config.checkpointer)
-    weights = {**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})}
-    if rounded_to is not None:
-        for name, weight in weights.items():
-            weights[name] = weight.to(rounded_to)
-            if quantised.get(name):
-                weights[name] = to_nf4(weights[name]).get_original_weight()
-    model.load_state_dict(weights)
+    model.load_state_dict({**loaded[training.MODEL_KEY], **loaded.get(training.ADAPTER_KEY, {})})
+
+
+def make_lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
+    """Makes the schedule of the recipes over ``max_steps_per_epoch`` update steps, or None."""
+    return torchtune_config.instantiate(
+        config.get("lr_scheduler"),
+        optimizer,
+        num_training_steps=config.max_steps_per_epoch,
+        last_epoch=-1,
+    )

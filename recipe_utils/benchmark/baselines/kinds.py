@@ -1,0 +1,97 @@
+"""Kinds of baselines: which there are for each recipe, what each needs, and when it cannot run."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+from omegaconf import DictConfig
+
+from recipe_utils.model.adapters.adapters import Adapters
+
+TEXT = "full_finetune_update_step"
+PAIRS = "full_dpo_update_step"
+DISTILLATION = "knowledge_distillation_update_step"
+
+KINDS: dict[str, dict[str, str]] = {
+    TEXT: {
+        "stock": "stock.train",
+        "update_step": "update_step.train_text",
+        "hf_trainer": "hugging_face.train_hf_trainer",
+        "trl": "hugging_face.train_trl_sft",
+        "limit": "bare_loop.train_text",
+    },
+    PAIRS: {
+        "stock": "stock.train_dpo",
+        "update_step": "update_step.train_dpo",
+        "trl": "hugging_face.train_trl_dpo",
+        "limit": "bare_loop.train_dpo",
+    },
+    DISTILLATION: {
+        "stock": "stock.train_distillation",
+        "update_step": "update_step.train_distillation",
+        "trl": "hugging_face.train_trl_gkd",
+    },
+}
+"""Recipe -> kind -> function in :mod:`recipe_utils.benchmark.baselines` that trains."""
+OWN_KEYS: dict[str, dict[str, set[str]]] = {
+    TEXT: {
+        "hf_trainer": {"train_sampling_strategy", "attn_implementation"},
+        "trl": {"padding_free", "attn_implementation"},
+        "limit": {"max_tokens_per_row"},
+    },
+    PAIRS: {
+        "trl": {"precompute_ref_log_probs", "attn_implementation"},
+        "limit": {"pairs_per_row"},
+    },
+    DISTILLATION: {"trl": {"attn_implementation"}},
+}
+"""Recipe -> kind -> config keys that only this kind reads."""
+NEEDS = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "trl": ("transformers", "accelerate", "peft", "trl"),
+}
+"""Kind -> packages that this project does not require."""
+
+
+def train_function(recipe: str, kind: str) -> Callable[[DictConfig], None]:
+    """Imports the function that trains a baseline as a resolved config of the update-step recipe says."""
+    module, name = KINDS[recipe][kind].split(".")
+    imported = importlib.import_module(f"recipe_utils.benchmark.baselines.{module}")
+    function: Callable[[DictConfig], None] = getattr(imported, name)
+    return function
+
+
+def why_skipped(
+    recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters, kd_ratio: float
+) -> str | None:
+    """Returns why a baseline of this kind cannot run; None if it can.
+
+    Args:
+        recipe: key of :data:`KINDS`.
+        kind: key of ``KINDS[recipe]``.
+        num_ranks: processes of the baseline.
+        is_packed: True if the dataset packs its samples.
+        adapters: of the model.
+        kd_ratio: weight of the divergence in the loss, for distillation.
+    """
+    if kind in ("hf_trainer", "trl", "limit") and is_packed:
+        return "reads no packed dataset"
+    has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")
+    if has_one_process and num_ranks > 1:
+        return "runs as one process only"
+    if kind == "hf_trainer" and adapters.modules:
+        return "trains no adapters; kind=trl does"
+    if recipe == PAIRS and kind != "update_step" and adapters.modules:
+        return "trains no adapters on pairs"
+    if recipe == DISTILLATION and kind == "trl" and adapters.modules:
+        return "trains no adapters with a teacher"
+    if recipe == DISTILLATION and kind == "trl" and kd_ratio != 1:
+        return "computes no cross-entropy; set kd_ratio=1"
+    if recipe == TEXT and kind == "trl" and not adapters.modules:
+        return "trains adapters only; kind=hf_trainer trains whole models"
+    if kind in ("trl", "limit") and any(adapters.frozen.values()):
+        return "has no base in torchao's NF4"
+    missing = [package for package in NEEDS.get(kind, ()) if not importlib.util.find_spec(package)]
+    if missing:
+        return f"{' and '.join(missing)} not installed (pip install {' '.join(missing)})"
+    return None

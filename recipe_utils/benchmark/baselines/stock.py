@@ -1,0 +1,113 @@
+"""torchtune's recipes as baselines. They read the keys of the config that they know."""
+
+import runpy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtune
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config as torchtune_config
+from torchtune import modules, training
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+from torchtune.utils import get_device
+
+from recipe_utils.benchmark.baselines.start import adapters_in, load_adapters
+
+_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
+# (file, class) on a single device and on several.
+_FULL = (
+    ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
+    ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
+)
+_LORA = (
+    ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice"),
+    ("lora_finetune_distributed", "LoRAFinetuneRecipeDistributed"),
+)
+
+
+def train(config: DictConfig) -> None:
+    """Fine-tunes with the LoRA recipe if the model has adapters; FSDP2 on several processes."""
+    is_distributed = training.is_distributed()
+    has_adapters = bool(adapters_in(config).modules)
+    if is_distributed:
+        let_stock_recipe_run_on_cpu(get_device(config.device))
+        if has_adapters:  # the entry point of this recipe does it, the other recipe does it itself
+            _init_process_group(config)
+    recipe = _recipe(*(_LORA if has_adapters else _FULL)[is_distributed], config)
+    _run(recipe, config, has_adapters)
+
+
+def train_dpo(config: DictConfig) -> None:
+    """Tunes preferences with FSDP2 on any number of processes: torchtune has no recipe for one device."""
+    let_stock_recipe_run_on_cpu(get_device(config.device))
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    _init_process_group(config, **({} if training.is_distributed() else alone))
+    config.ref_checkpointer = config.get("ref_checkpointer") or config.checkpointer
+    recipe = _recipe("full_dpo_distributed", "FullDPORecipeDistributed", config)
+    _run(recipe, config, has_adapters=False)
+
+
+def train_distillation(config: DictConfig) -> None:
+    """Distills on one device. The recipe builds LoRA students only; a whole student replaces it where needed."""
+    recipe = _recipe("knowledge_distillation_single_device", "KDRecipeSingleDevice", config)
+    has_adapters = bool(adapters_in(config).modules)
+    if not has_adapters:
+        recipe._setup_model = partial(_whole_student, config)
+    _run(recipe, config, has_adapters)
+
+
+def let_stock_recipe_run_on_cpu(device: torch.device) -> None:
+    """Replaces the memory statistics of torchtune 0.6.1's distributed recipes, which fail on CPU."""
+    if device.type == "cpu":
+        training.get_memory_stats = _do_nothing
+        training.log_memory_stats = _do_nothing
+        training.cleanup_before_training = _do_nothing
+
+
+def _recipe(file: str, name: str, config: DictConfig) -> Any:
+    """Makes a recipe that saves no checkpoints."""
+    CheckpointClient.save_checkpoint = _do_nothing
+    recipe = runpy.run_path(str(_RECIPES / f"{file}.py"))[name](config)
+    recipe.save_checkpoint = _do_nothing  # called by single-device recipes
+    return recipe
+
+
+def _run(recipe: Any, config: DictConfig, has_adapters: bool) -> None:
+    recipe.setup(config)
+    if has_adapters:  # the recipes read adapters only when they resume
+        load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
+    # Some recipes step a schedule without checking that there is one.
+    recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
+    recipe.train()
+
+
+def _init_process_group(config: DictConfig, **options: Any) -> None:
+    device = get_device(config.device)
+    on_accelerator = device.type != "cpu"
+    backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=on_accelerator)
+    dist.init_process_group(backend, **options)
+
+
+def _whole_student(
+    config: DictConfig, *, base_model_state_dict: dict[str, Any], **_: Any
+) -> nn.Module:
+    """Builds a student whose weights are all trained, wrapped as the recipe wraps its own."""
+    device = get_device(config.device)
+    with training.set_default_dtype(training.get_dtype(config.dtype, device=device)), device:
+        model: nn.Module = torchtune_config.instantiate(config.model)
+    if config.compile:
+        training.compile_model(model)
+    if config.enable_activation_checkpointing:
+        wrapped = {modules.TransformerSelfAttentionLayer}
+        training.set_activation_checkpointing(model, auto_wrap_policy=wrapped)
+    model.load_state_dict(base_model_state_dict)
+    return model
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass

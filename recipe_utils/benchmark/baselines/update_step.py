@@ -1,0 +1,31 @@
+"""The update-step recipes as baselines. A checkpoint is saved only if the config sets ``save_every_n_steps``."""
+
+import runpy
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig
+
+from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS, TEXT
+from recipe_utils.tune.registry import recipe_path
+
+_CLASSES = {TEXT: "FullFinetuneRecipe", PAIRS: "FullDPORecipe", DISTILLATION: "KDRecipe"}
+
+
+def _train(name: str, config: DictConfig) -> None:
+    recipe = runpy.run_path(str(recipe_path(name)))[_CLASSES[name]](config)
+    recipe.run.export = _do_nothing
+    if config.get("save_every_n_steps") is None:
+        recipe.run.save = _do_nothing
+    with recipe.run:
+        recipe.setup(config)
+        recipe.train()
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+train_text = partial(_train, TEXT)
+train_dpo = partial(_train, PAIRS)
+train_distillation = partial(_train, DISTILLATION)

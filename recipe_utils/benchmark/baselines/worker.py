@@ -1,0 +1,59 @@
+"""The process of a baseline: ``python -m recipe_utils.benchmark.baselines.worker SPEC PIPE``.
+
+``SPEC`` is a JSON file of :func:`write_spec`, ``PIPE`` the inherited file descriptor of a connection to the benchmark.
+"""
+
+import json
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import torch
+from omegaconf import OmegaConf
+
+from recipe_utils.benchmark.baselines.kinds import train_function
+from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
+from recipe_utils.benchmark.lineup import Baseline
+from recipe_utils.benchmark.matrix_peak import measure_products
+from recipe_utils.benchmark.token_audit import FedTokens
+
+
+def write_spec(path: Path, job: Literal["turns", "products"], of: Baseline, pad_id: int) -> Path:
+    """Writes the job of a worker: train in turns, or time matrix products.
+
+    Args:
+        path: of the JSON file.
+        job: of the worker.
+        of: the baseline.
+        pad_id: token that batches are padded with.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spec = {"job": job, "recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
+    path.write_text(json.dumps(spec, indent=1))
+    return path
+
+
+def main() -> None:
+    """Waits for the first turn, then works until the benchmark ends the process."""
+    end_with_the_benchmark()
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    pipe = Connection(int(sys.argv[2]))
+    config = OmegaConf.create(spec["config"])
+    train = train_function(spec["recipe"], spec["kind"])  # imports before the first turn
+    fed_tokens = FedTokens(spec["pad_id"])
+    gate = Gate(pipe, fed_tokens, torch.device(config.device))
+    gate.wait_for_turn()
+    if spec["job"] == "turns":
+        fed_tokens.install()
+        gate.install()
+        train(config)
+        raise RuntimeError("the training ended before the benchmark")
+    pipe.send(measure_products(config))
+    pipe.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
