@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -32,7 +33,7 @@ from recipe_utils.benchmark.token_audit import (
     contents_of_pairs,
     samples_in_order,
 )
-from recipe_utils.data.loader.loader import DataSettings
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.files import problems_with_folder
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -157,7 +158,10 @@ class LineupSettings:
         """The baselines. Computed once: datasets are tokenized to count the contents of update steps."""
         return _line_up(self)
 
-    def problems(self) -> Iterator[Problem | str]:
+    def problems(self) -> Iterator[str]:
+        return map(str, self._problems())
+
+    def _problems(self) -> Iterator[Problem | str]:
         """Problems of the baselines' configs and of the launch."""
         world_size = os.environ.get("WORLD_SIZE", "1")
         if int(world_size) > 1:
@@ -355,7 +359,7 @@ def _add_baseline(
         merged = merge(base, {**given, "output_dir": settings.output_dir})
         found = check_keys(merged, update_step_settings(recipe))
         # A key of the base config may have lost the value that refers to it.
-        if problems := [problem for problem in found if problem.root in given]:
+        if problems := [problem for problem in found if _root(problem) in given]:
             raise ConfigError(*problems)
         dataset = merged.get("dataset")
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
@@ -413,3 +417,7 @@ def _contents_of(
 def _first_line(error: Exception) -> str:
     """Drops the position in the config, which OmegaConf appends."""
     return str(error).partition("\n")[0]
+
+
+def _root(problem):
+    return re.match(r"[\w-]+", str(problem))[0]
