@@ -24,7 +24,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf

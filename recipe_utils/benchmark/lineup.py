@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -34,18 +33,11 @@ from recipe_utils.benchmark.token_audit import (
     samples_in_order,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.files import problems_with_folder
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.settings.problems import ConfigError, Problem
-from recipe_utils.settings.settings import (
-    AS_WRITTEN,
-    ROOM,
-    Count,
-    all_keys_of,
-    check_keys,
-    read_settings,
-    settings_of,
-)
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, all_keys_of
+from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
+from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.tune.registry import config_path
 
 # Update steps beyond the measured ones: the last steps of an epoch would run without data being prepared ahead.
@@ -115,14 +107,14 @@ class Lineup:
     """Name -> why the baseline does not run."""
     contents: dict[str, list[StepContents]] = field(default_factory=dict)
     """Name -> contents of each measured update step, by the order of the data."""
-    problems: list[Problem | str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
-@dataclass(frozen=True, config=ROOM)
+@dataclass(frozen=True, config=STRICT)
 class LineupSettings:
     """What is compared."""
 
-    output_dir: str
+    output_dir: FilePath
     """Folder of the report and of all output of the baselines."""
     update_step_config: str
     """Config of `update_step_recipe` that all baselines train, by name or path."""
@@ -158,10 +150,7 @@ class LineupSettings:
         """The baselines. Computed once: datasets are tokenized to count the contents of update steps."""
         return _line_up(self)
 
-    def problems(self) -> Iterator[str]:
-        return map(str, self._problems())
-
-    def _problems(self) -> Iterator[Problem | str]:
+    def problems(self) -> Iterator[Problem]:
         """Problems of the baselines' configs and of the launch."""
         world_size = os.environ.get("WORLD_SIZE", "1")
         if int(world_size) > 1:
@@ -240,7 +229,7 @@ def baseline_of(
         recipe_utils.settings.problems.ConfigError: a batch of wrong values.
         omegaconf.errors.OmegaConfBaseException: the config does not resolve.
     """
-    recipe, kind, output_dir = settings.update_step_recipe, entry["kind"], settings.output_dir
+    recipe, kind, output_dir = settings.update_step_recipe, entry["kind"], str(settings.output_dir)
     overrides = {key: value for key, value in entry.items() if key != "kind"}
     config = merge(merge(base, overrides), {**_FIXED, "output_dir": output_dir})
     config.pop("dataset_val", None)
@@ -301,11 +290,11 @@ def _line_up(settings: LineupSettings) -> Lineup:
         lineup.problems.append(Problem("baseline", text, settings.reference))
     try:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
-        whole = merge(base, {"output_dir": settings.output_dir})
+        whole = merge(base, {"output_dir": str(settings.output_dir)})
         wrong_keys = check_keys(whole, update_step_settings(recipe))
         lineup.problems += [*wrong_keys, *_problems_with_base(base)]
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        lineup.problems.append(_first_line(error))
+        lineup.problems += ConfigError(_first_line(error)).problems
         return lineup
     for name, entry in settings.peers.items():
         kind = entry.get("kind") if isinstance(entry, Mapping) else None
@@ -356,10 +345,10 @@ def _add_baseline(
     try:
         own = {"kind", *OWN_KEYS[recipe].get(kind, ())}
         given = {key: value for key, value in entry.items() if key not in own}
-        merged = merge(base, {**given, "output_dir": settings.output_dir})
+        merged = merge(base, {**given, "output_dir": str(settings.output_dir)})
         found = check_keys(merged, update_step_settings(recipe))
         # A key of the base config may have lost the value that refers to it.
-        if problems := [problem for problem in found if _root(problem) in given]:
+        if problems := [problem for problem in found if problem.root in given]:
             raise ConfigError(*problems)
         dataset = merged.get("dataset")
         is_packed = isinstance(dataset, DictConfig) and dataset.get("packed", False)
@@ -417,7 +406,3 @@ def _contents_of(
 def _first_line(error: Exception) -> str:
     """Drops the position in the config, which OmegaConf appends."""
     return str(error).partition("\n")[0]
-
-
-def _root(problem):
-    return re.match(r"[\w-]+", str(problem))[0]

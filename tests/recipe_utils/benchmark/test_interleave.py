@@ -1,4 +1,4 @@
-"""A peer's processes, started for real."""
+"""Processes of a baseline."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from recipe_runs import tiny_config
 
-from recipe_utils.benchmark.interleave import PeerDiedError, PeerProcesses
-from recipe_utils.benchmark.peer_configs import Peer
-from recipe_utils.benchmark.worker import write_spec
+from recipe_utils.benchmark.baselines.worker import write_spec
+from recipe_utils.benchmark.interleave import BaselineDiedError, Processes
+from recipe_utils.benchmark.lineup import Baseline
 
 
 def spec_of(folder, kind="limit", **changes):
@@ -21,12 +21,11 @@ def spec_of(folder, kind="limit", **changes):
         "metric_logger": {"_component_": "recipe_utils.benchmark.interleave.LossLogger"},
         "max_steps_per_epoch": 8,
     }
-    peer = Peer("mine", kind, {}, config)
-    return write_spec(folder / "spec.json", "turns", peer, config, 0, folder / "references")
+    return write_spec(folder / "spec.json", "turns", Baseline("mine", kind, {}, config), pad_id=0)
 
 
 def started(folder, timeout_seconds=60.0):
-    return PeerProcesses("mine", folder / "spec.json", 1, folder / "{rank}.log", timeout_seconds)
+    return Processes("mine", folder / "spec.json", 1, folder / "{rank}.log", timeout_seconds)
 
 
 def state_of(pid):
@@ -45,28 +44,29 @@ def wait_for(condition):
     return condition()
 
 
-def test_a_peer_that_says_nothing_is_given_up_and_killed(tmp_path):
+def test_a_baseline_that_sends_nothing_times_out_and_is_killed(tmp_path):
     spec_of(tmp_path)
-    peer = started(tmp_path, timeout_seconds=0.2)  # too short to import PyTorch
-    with pytest.raises(PeerDiedError, match=r"said nothing for 0.2 s"):
-        peer.take_turn()
-    (process,) = peer._processes
-    peer.kill()
+    baseline = started(tmp_path, timeout_seconds=0.2)  # too short to import PyTorch
+    with pytest.raises(BaselineDiedError, match=r"sent nothing for 0.2 s"):
+        baseline.take_turn()
+    (process,) = baseline._processes
+    baseline.kill()
     assert process.returncode == -signal.SIGKILL
-    peer.kill()
+    baseline.kill()
 
 
-def test_a_waiting_peer_stands_still_and_dies_with_the_benchmark(weights_folder, tmp_path):
+@pytest.mark.slow
+def test_a_waiting_baseline_is_stopped_and_ends_with_the_benchmark(weights_folder, tmp_path):
     if sys.platform != "linux":
         pytest.skip("only Linux ends a stopped process with its parent")
     (tmp_path / "weights").symlink_to(weights_folder / "weights")
     spec_of(tmp_path)
     script = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; import test_interleave\n"
-        "peer = test_interleave.started(Path(sys.argv[1]))\n"
-        "peer.take_turn(); seconds, reports = peer.take_turn()\n"
-        "assert 0 < seconds < 30 and reports[0].num_slots > 0 and len(reports[0].losses) == 1\n"
-        "print(peer._processes[0].pid, flush=True); sys.stdin.read()"
+        "baseline = test_interleave.started(Path(sys.argv[1]))\n"
+        "baseline.take_turn(); seconds, reports = baseline.take_turn()\n"
+        "assert 0 < seconds < 30 and reports[0].num_positions > 0 and len(reports[0].losses) == 1\n"
+        "print(baseline._processes[0].pid, flush=True); sys.stdin.read()"
     )
     benchmark = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],

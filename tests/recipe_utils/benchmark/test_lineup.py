@@ -1,28 +1,42 @@
+import importlib.util
+
 import pytest
 import tiny
 import yaml
 from omegaconf import OmegaConf
-from recipe_runs import tiny_config
+from recipe_runs import tiny_config, tiny_dpo_config, tiny_kd_config
 
-from recipe_utils.benchmark.lineup import LineupSettings
+from recipe_utils.benchmark.interleave import LossLogger
+from recipe_utils.benchmark.lineup import LineupSettings, load_base_config, merge
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
+
+OURS = {"kind": "update_step"}
+KD_LOSS = {"_component_": "recipe_utils.loss.LinearDistillationLoss"}
+RECIPES = {
+    "text": ("full_finetune_update_step", tiny_config),
+    "pairs": ("full_dpo_update_step", tiny_dpo_config),
+    "distillation": ("knowledge_distillation_update_step", tiny_kd_config),
+}
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a lineup of one peer over the tiny config, with changes."""
+    """Reads a lineup of one baseline over a tiny config, with changes."""
 
-    def read(base=None, **changes):
-        (tmp_path / "base.yaml").write_text(yaml.safe_dump(tiny_config(tmp_path, **(base or {}))))
+    def read(base=None, recipe="text", **changes):
+        name, make = RECIPES[recipe]
+        path = tmp_path / "base.yaml"
+        path.write_text(yaml.safe_dump(make(tmp_path, **(base or {}))))
         config = {
             "output_dir": f"{tmp_path}/out",
-            "update_step_config": f"{tmp_path}/base.yaml",
-            "peers": {"ours": {"kind": "update_step"}},
+            "update_step_recipe": name,
+            "update_step_config": str(path),
+            "peers": {"ours": OURS},
             "num_update_steps": 2,
             **changes,
         }
-        return read_settings(OmegaConf.create(config), LineupSettings)
+        return read_settings(OmegaConf.create(config), LineupSettings).lineup
 
     return read
 
@@ -33,46 +47,163 @@ def problems(read, *args, **changes):
     return tuple(map(str, caught.value.problems))
 
 
-def test_changes_of_a_config_may_refer_to_its_keys(read):
-    peers = {"ours": {"kind": "update_step", "gradient_accumulation_steps": "${batch_size}"}}
-    lineup = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers).lineup
-    config = lineup.peers[0].config
+def config_of(read, base=None, **entry):
+    """The resolved config of one baseline; the first is the reference."""
+    peers = {"first": OURS, "mine": {**OURS, **entry}}
+    return read(base, peers=peers).baselines[1].config
+
+
+# ---- Configs of baselines -----------------------------------------------------------------------
+
+
+def test_overrides_may_refer_to_keys_of_the_config(read):
+    peers = {"ours": {**OURS, "gradient_accumulation_steps": "${batch_size}"}}
+    lineup = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)
+    config = lineup.baselines[0].config
     assert config["seed"] == config["gradient_accumulation_steps"] == 3
 
 
-def test_peers_of_the_same_data_share_what_their_update_steps_hold(read):
+def test_baselines_share_what_derives_from_output_dir_and_write_to_their_own_folder(read, tmp_path):
+    base = {"my_folder": "${output_dir}/fresh", "metric_logger": None}
+    base["checkpointer"] = {
+        **tiny_config(tmp_path)["checkpointer"],
+        "checkpoint_dir": "${my_folder}",
+    }
+    config = config_of(read, base)
+    assert config["checkpointer"]["checkpoint_dir"] == f"{tmp_path}/out/fresh"
+    own = f"{tmp_path}/out/peers/mine"
+    assert config["output_dir"] == config["checkpointer"]["output_dir"] == own
+    assert "my_folder" not in config, "the recipe refuses a key that nothing refers to"
+
+
+def test_only_a_baseline_that_asks_for_it_saves(read):
+    base = {"save_every_n_steps": 200, "save_every_n_minutes": 200}
+    config = config_of(read, base)
+    assert config["save_every_n_steps"] is config["save_every_n_minutes"] is None
+    assert config_of(read, base, save_every_n_steps=1)["save_every_n_steps"] == 1
+
+
+def test_stock_gets_a_loss_of_torchtune_unless_it_is_overridden(read):
+    stock = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+    assert config_of(read, kind="stock")["loss"]["_component_"] == stock
+    own = {"_component_": "torch.nn.CrossEntropyLoss"}
+    assert config_of(read, kind="stock", loss=own)["loss"] == own
+    assert config_of(read)["loss"]["_component_"].startswith("recipe_utils.")
+
+
+def test_a_global_batch_is_divided_over_the_ranks(read):
+    base = {"global_batch_size": 8, "gradient_accumulation_steps": None}
+    (ours,) = read(base, nproc_per_node=2).baselines
+    assert ours.config["gradient_accumulation_steps"] == 2
+    found = problems(read, base, nproc_per_node=3)
+    assert any("global_batch_size=8: it is not a multiple" in text for text in found)
+
+
+def test_baselines_of_one_model_start_from_the_same_adapters(read, tmp_path):
+    adapted = tiny.adapted(tiny.MODEL)
+    peers = {
+        "stock": {"kind": "stock"},
+        "packed": {**OURS, "microbatching": "packed"},
+        "rank_2": {**OURS, "model": {**adapted, "lora_rank": 2}},
+        "full": {**OURS, "model": tiny.MODEL},
+    }
+    lineup = read({"model": adapted}, peers=peers)
+    assert [each.draws_adapters for each in lineup.baselines] == [True, True, True, False]
+    stock, packed, rank_2, full = (each.config["checkpointer"] for each in lineup.baselines)
+    assert stock["adapter_checkpoint"].startswith(f"{tmp_path}/out/start_adapters/")
+    assert packed["adapter_checkpoint"] == stock["adapter_checkpoint"]
+    assert rank_2["adapter_checkpoint"] != stock["adapter_checkpoint"]
+    assert "adapter_checkpoint" not in full
+
+
+def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
+    base = OmegaConf.create(tiny_config(tmp_path))
+    merged = merge(base, {"optimizer": {"_component_": "torch.optim.SGD"}, "dataset": {"seed": 1}})
+    assert merged.optimizer == {"_component_": "torch.optim.SGD"}
+    assert merged.dataset.num_samples == 32
+    assert "seed" not in base.dataset
+
+
+# ---- Contents of update steps -------------------------------------------------------------------
+
+
+def test_baselines_of_the_same_data_share_the_contents_of_update_steps(read):
     peers = {
         "first": {"kind": "stock"},
-        "same": {"kind": "update_step", "microbatching": "packed"},
-        "other": {"kind": "update_step", "batch_size": 1},
+        "same": {**OURS, "microbatching": "packed"},
+        "other": {**OURS, "batch_size": 1},
     }
-    contents = read(peers=peers).lineup.contents
+    contents = read(peers=peers).contents
     assert contents["first"] is contents["same"]
     assert contents["first"] != contents["other"]
     assert [len(each) for each in contents.values()] == [3, 3, 3]  # with the warm-up step
 
 
-def test_a_peer_that_cannot_run_is_skipped_unless_it_is_the_baseline(read):
-    peers = {"ours": {"kind": "update_step"}, "limit": {"kind": "limit"}}
-    lineup = read(peers=peers, nproc_per_node=2).lineup
-    assert [peer.name for peer in lineup.peers] == ["ours"]
+def test_baselines_that_share_prefixes_have_the_same_pairs_in_fewer_tokens(read):
+    peers = {
+        "stock": {"kind": "stock"},
+        "packed": {**OURS, "microbatching": "packed", "prefix_sharing": False},
+        "shared": {**OURS, "microbatching": "packed"},
+    }
+    contents = read({"ref_checkpointer": None}, "pairs", peers=peers).contents
+    assert contents["stock"] is contents["packed"]
+    for whole, shared in zip(contents["stock"], contents["shared"], strict=True):
+        assert shared.num_target_tokens == whole.num_target_tokens
+        assert shared.num_real_tokens < whole.num_real_tokens
+        assert shared.fingerprint == whole.fingerprint
+
+
+# ---- Skipped baselines --------------------------------------------------------------------------
+
+
+def test_a_baseline_that_cannot_run_is_skipped_unless_it_is_the_reference(read):
+    peers = {"ours": OURS, "limit": {"kind": "limit"}}
+    lineup = read(peers=peers, nproc_per_node=2)
+    assert [each.name for each in lineup.baselines] == ["ours"]
     assert lineup.skipped == {"limit": "skipped: runs as one process only"}
     (problem,) = problems(read, peers=peers, nproc_per_node=2, baseline="limit")
-    assert problem == "baseline=limit: it runs as one process only; set it to another peer"
+    assert (
+        problem == "baseline=limit: it runs as one process only; set it to another entry of peers"
+    )
 
 
-def test_a_model_with_adapters_is_left_to_the_trainer_that_knows_them(read):
-    peers = {"ours": {"kind": "update_step"}, "hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl"}}
-    skipped = read(base={"model": tiny.adapted(tiny.MODEL)}, peers=peers).lineup.skipped
-    assert skipped["hf"] == "skipped: trains no adapters, which kind=trl does"
-    skipped = read(peers=peers).lineup.skipped
-    assert skipped["trl"] == ("skipped: trains adapters only; kind=hf_trainer trains whole models")
+@pytest.mark.parametrize(
+    ("recipe", "kind", "changes", "reason"),
+    [
+        ("text", "hf_trainer", {"model": tiny.adapted(tiny.MODEL)}, "trains no adapters"),
+        ("text", "trl", {}, "trains adapters only; kind=hf_trainer trains whole models"),
+        ("pairs", "stock", {"model": tiny.adapted(tiny.MODEL)}, "trains no adapters on pairs"),
+        ("distillation", "trl", {"kd_ratio": 0.9}, "computes no cross-entropy; set kd_ratio=1"),
+        (
+            "distillation",
+            "trl",
+            {"kd_ratio": 1.0, "model": tiny.adapted(tiny.MODEL)},
+            "trains no adapters with a teacher",
+        ),
+    ],
+)
+def test_baselines_are_skipped_where_they_compute_something_else(
+    recipe, kind, changes, reason, read
+):
+    found = read(changes, recipe, peers={"ours": OURS, "other": {"kind": kind}}).skipped
+    assert found["other"].startswith(f"skipped: {reason}")
 
 
-def test_keys_and_components_of_what_all_peers_train_are_checked_before_any_starts(read):
+def test_missing_packages_are_named(read, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    skipped = read(peers={"ours": OURS, "hf": {"kind": "hf_trainer"}}).skipped
+    assert skipped["hf"] == (
+        "skipped: transformers and accelerate not installed (pip install transformers accelerate)"
+    )
+
+
+# ---- Problems -----------------------------------------------------------------------------------
+
+
+def test_keys_and_components_of_the_base_config_are_checked(read):
     found = problems(
         read,
-        base={"batchsize": 2, "optimizer": {"_component_": "torch.optim.AdamW", "lrr": 0.1}},
+        {"batchsize": 2, "optimizer": {"_component_": "torch.optim.AdamW", "lrr": 0.1}},
         overrides={"tensor_parallel_dim": 2},
     )
     assert any(text.startswith("batchsize: this recipe has no such key") for text in found)
@@ -84,12 +215,34 @@ def test_keys_and_components_of_what_all_peers_train_are_checked_before_any_star
     ("key", "value"),
     [("batch_size", 0), ("batch_size", "2"), ("global_batch_size", 3), ("dataset", {"num": 1})],
 )
-def test_what_is_wrong_with_a_peer_names_it_and_its_key(read, key, value):
-    (problem,) = problems(read, peers={"ours": {"kind": "update_step", key: value}})
+def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
+    (problem,) = problems(read, peers={"ours": {**OURS, key: value}})
     assert problem.startswith(f"peers.ours: {key}")
 
 
-def test_a_lineup_without_peers_or_with_an_unreadable_config_is_refused(read, tmp_path):
+def test_pairs_have_kinds_and_keys_of_their_own(read):
+    peers = {"hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl", "padding_free": True}}
+    base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
+    first, second, third = problems(read, base, "pairs", peers=peers)
+    assert first.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
+    assert second == "peers.hf.kind=hf_trainer: set it to one of stock, update_step, trl, limit"
+    assert third.startswith("peers.trl: padding_free: this recipe has no such key")
+
+
+@pytest.mark.parametrize(
+    ("kd_loss", "problem"),
+    [
+        ({**KD_LOSS, "divergence": "js"}, "overrides.kd_loss: LinearDistillationLoss: "),
+        ({"_component_": "torchtune.modules.loss.ReverseKLLoss"}, "overrides.kd_loss: ReverseKLL"),
+        ({**KD_LOSS, "temperature": 2.0}, "overrides.kd_loss.temperature=2.0: "),
+    ],
+)
+def test_a_divergence_whose_losses_do_not_compare_is_refused(read, kd_loss, problem):
+    (found,) = problems(read, {"kd_loss": kd_loss}, "distillation")
+    assert found.startswith(problem)
+
+
+def test_a_lineup_without_entries_or_with_an_unreadable_config_is_refused(read, tmp_path):
     assert problems(read, peers={}) == (
         "peers: there are none; set it to names with a kind each, see the config",
     )
@@ -97,3 +250,27 @@ def test_a_lineup_without_peers_or_with_an_unreadable_config_is_refused(read, tm
         (tmp_path / "bad.yaml").write_text(text)
         (problem,) = problems(read, update_step_config=f"{tmp_path}/bad.yaml")
         assert problem.startswith(f"update_step_config={tmp_path}/bad.yaml: ")
+    assert load_base_config("llama3_2/5M_full_update_step").batch_size == 4
+    with pytest.raises(ValueError, match=r"update_step_config=llama9/1B: .* set it to"):
+        load_base_config("llama9/1B")
+
+
+# ---- Losses of distillation ---------------------------------------------------------------------
+
+
+def test_losses_include_the_teachers_entropy_with_the_weight_of_the_divergence(read, monkeypatch):
+    base = {"kd_ratio": 0.25, "kd_loss": KD_LOSS}
+    stock, ours = read(
+        base, "distillation", peers={"stock": {"kind": "stock"}, "ours": OURS}
+    ).baselines
+    assert stock.config["kd_loss"]["_component_"].endswith(".ForwardKLWithChunkedOutputLoss")
+    assert ours.config["kd_loss"] == KD_LOSS
+    taken = []
+    gate = type("Gate", (), {"add_loss": lambda _, loss: taken.append(loss)})()
+    monkeypatch.setattr(LossLogger, "gate", gate)
+    settings = dict(ours.config["metric_logger"])
+    assert settings.pop("_component_").endswith(".LossLogger")
+    logger = LossLogger(**settings)
+    logger.log_dict({"loss": 2.0, "teacher_entropy": 4.0}, 1)
+    logger.log_dict({"loss": 2.0}, 2)
+    assert taken == [3, 2]

@@ -35,8 +35,8 @@ def lineup(tmp_path, config, **changes):
 
 
 def flops_of(found):
-    (peer,) = found.peers
-    return useful_flops(peer, found.contents["ours"])
+    (baseline,) = found.baselines
+    return useful_flops(baseline.recipe, baseline.config, found.contents["ours"])
 
 
 def test_useful_work_is_that_of_real_tokens_targets_and_documents(tmp_path):

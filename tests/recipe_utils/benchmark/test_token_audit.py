@@ -3,7 +3,12 @@ import torch
 from torch import nn
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.benchmark.token_audit import FedTokens, contents_of, fingerprint
+from recipe_utils.benchmark.token_audit import (
+    FedTokens,
+    contents_of,
+    contents_of_pairs,
+    fingerprint,
+)
 
 IGNORE = -100
 SAMPLES = [
@@ -49,6 +54,23 @@ def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
     assert fed_tokens.read_and_restart() == (0, 0)
 
 
-def test_a_single_token_that_only_keeps_ranks_together_is_a_slot_and_no_sample(fed_tokens):
+def test_a_single_token_that_only_keeps_ranks_together_is_a_position_and_no_sample(fed_tokens):
     nn.Embedding(12, 2)(torch.tensor([[5]]))
     assert fed_tokens.read_and_restart() == (1, 0)
+
+
+def test_tokens_that_are_shared_are_counted_once_and_their_targets_twice():
+    pair = {
+        "chosen_input_ids": [5, 6, 7, 8], "chosen_labels": [-100, 6, 7, 8],
+        "rejected_input_ids": [5, 6, 7, 9, 10], "rejected_labels": [-100, 6, 7, 9, 10],
+    }  # fmt: skip
+    whole = contents_of_pairs([pair], 0, -100, shares_prefixes=False)
+    shared = contents_of_pairs([pair], 0, -100, shares_prefixes=True)
+    assert (whole.num_target_tokens, whole.num_real_tokens) == (7, 9)
+    assert (shared.num_target_tokens, shared.num_real_tokens) == (
+        7,
+        7,
+    )  # all but the last in common
+    once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [7, 9, 10]}]
+    fed = contents_of_pairs(once, 0, -100, shares_prefixes=False).fingerprint
+    assert fed + shared.fingerprint_of_shared == whole.fingerprint == shared.fingerprint
