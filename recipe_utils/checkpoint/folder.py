@@ -111,7 +111,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return removed
 
 
-def put_aside(folder: Path, run_id: str) -> Path | None:
+def move_to_backup(folder: Path, run_id: str) -> Path | None:
     """Moves the checkpoints of earlier runs, whole or not, where a new one does not meet them.
 
     Else they would be taken for its own: the newest is the one of most update steps.

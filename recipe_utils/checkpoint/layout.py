@@ -83,11 +83,6 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
     ]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tensors as they are now, which the next update step does not change.
 

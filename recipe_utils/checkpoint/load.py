@@ -73,12 +73,6 @@ def read_state(path: Path) -> TrainingState:
         CheckpointError: it cannot be read; names the file.
     """
     content = read_json(path / "state.json")
-    content.pop("num_target_tokens_seen", None)  # of version 0.1.0
-    content.setdefault("frozen", {})  # of versions before 0.3
-    content.setdefault("run_id", "")  # of versions before 0.4.1
-    content.setdefault("num_tokens_seen", 0)  # of versions before 0.4.2
-    content.setdefault("num_images_seen", 0)  # of versions before 0.4.3
-    content.setdefault("best_val_loss", None)
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:
         raise CheckpointError(

@@ -29,7 +29,6 @@ from recipe_utils.checkpoint.layout import (
     SaveLayout,
     copy_to_cpu,
     layout_of,
-    local_part,
     plan_save,
     rank_file,
 )
@@ -42,6 +41,7 @@ from recipe_utils.checkpoint.tensors import (
     optimizer_contents,
 )
 from recipe_utils.files import FileFacts, write_atomically, write_tensors
+from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 
 
@@ -135,7 +135,7 @@ class CheckpointWriter:
         layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
         if not self._names_are_alike:
             description = merge_descriptions(gather_objects(description, self._group))
-        mine = {name: local_part(tensors[name]) for name in layout.names}
+        mine = {name: local(tensors[name]) for name in layout.names}
         problem = None
         if self._copies is not None:
             mine, problem = self._attempt(partial(copy_to_cpu, mine, self._copies))

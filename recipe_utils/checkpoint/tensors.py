@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,6 +18,7 @@ from recipe_utils.optim.optimizer import (
     single_optimizers,
     trained_parameters,
 )
+from recipe_utils.parallel.fsdp import local, reshard
 
 AnyOptimizer = Optimizer | OptimizerInBackward
 
@@ -35,10 +35,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     The names are those of the modules, so that a run with other wrappers (activation checkpointing,
     compile) finds them. Weights that modules share are there once.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # A forward without a backward (validation) leaves the root's parameters unsharded.
-            module.reshard()
+    reshard(model)
     tensors: dict[str, Tensor] = dict(trained_parameters(model))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -126,17 +123,15 @@ def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]
 
 
 def _check_storable(value: Tensor, what: str) -> None:
-    local = value
-    if isinstance(value, DTensor):
-        local = value.to_local()
-        if any(isinstance(placement, Partial) for placement in value.placements):
-            raise ValueError(f"{what}: its parts on the ranks are summands, which cannot be saved")
-    if is_traceable_wrapper_subclass(local):
+    own = local(value)
+    if isinstance(value, DTensor) and any(isinstance(each, Partial) for each in value.placements):
+        raise ValueError(f"{what}: its parts on the ranks are summands, which cannot be saved")
+    if is_traceable_wrapper_subclass(own):
         raise ValueError(
-            f"{what} is a {type(local).__name__}, which step checkpoints cannot hold; use an "
+            f"{what} is a {type(own).__name__}, which step checkpoints cannot hold; use an "
             "optimizer with plain tensors"
         )
-    dtype_name(local.dtype)
+    dtype_name(own.dtype)
 
 
 def _plain(value: Any, what: str) -> Any:

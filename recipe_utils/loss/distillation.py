@@ -53,8 +53,8 @@ class TeacherHidden(NamedTuple):
     """Its output layer, [c, d_t] -> [c, v_t], with a weight that can be read as it is. Its logits are
     worked in."""
     bias: Tensor | None = None
-    """Added to its logits after the temperature, [v_t]; softmax(logits / t + log_u) are Sinkhorn-Knopp's
-    targets, whose log_u is all that the rest of a batch contributes."""
+    """Added to its logits after the temperature, [v_t]; softmax(logits / t + dual) are Sinkhorn-Knopp's
+    targets, whose dual is all that the rest of a batch contributes."""
 
     def of_rows(self, rows: slice) -> "TeacherHidden":
         """Those of a chunk."""

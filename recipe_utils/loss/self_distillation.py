@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from recipe_utils.data.images.crop_rows import ViewTargets
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.loss.chunks import sum_dtype
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
-from recipe_utils.loss.gram import gram_loss
+from recipe_utils.loss.koleo import koleo_loss
 from recipe_utils.loss.prototype_head import SelfDistillationHeads
-from recipe_utils.loss.spreading import koleo_loss
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
@@ -113,7 +114,7 @@ class TeacherViews(NamedTuple):
     """What is said of a microbatch's crops before its student is asked."""
 
     crops: TeacherHidden
-    """Of the global crops: bottlenecks [2 * g, b], prototypes, and log_u of the update step."""
+    """Of the global crops: bottlenecks [2 * g, b], prototypes, and dual of the update step."""
     patches: TeacherHidden
     """Of the masked patches: bottlenecks [m, b], and the same."""
     gram: Tensor | None = None
@@ -296,3 +297,22 @@ def _pairs_of_crops(
     image_of_local = local // max(num_local, 1)
     of_local = torch.cat([2 * image_of_local, 2 * image_of_local + 1])
     return [(of_teacher ^ 1, of_teacher), (2 * num_images + local.repeat(2), of_local)]
+
+
+def gram_loss(patches: Tensor, of_teacher: Tensor) -> Tensor:
+    """Returns the sum over crops of the mean squared difference between the cosines of all pairs of patches, [].
+
+    Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself.
+
+    Args:
+        patches: of the student, [crops, patches, d].
+        of_teacher: the same patches as the teacher sees them, [crops, patches, any d].
+    """
+    if len(patches) == 0:
+        return patches.sum()  # 0, with a graph
+    wide = sum_dtype(patches)
+    cosines, wanted = (
+        directions @ directions.transpose(1, 2)
+        for directions in (F.normalize(each.to(wide), dim=-1) for each in (patches, of_teacher))
+    )
+    return (cosines - wanted).square().mean((1, 2)).sum()

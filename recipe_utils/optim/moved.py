@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
+from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import mean_over_ranks
 
 NUM_STEPS = 20  # update steps between the snapshots, unless the epoch has fewer
@@ -24,7 +25,7 @@ class ChangedWeights:
 
     def __init__(self, optimizer: Optimizer | OptimizerInBackward) -> None:
         self._groups, self._has_warned = optimizer.param_groups, False
-        num_elements = sum(_local(p).numel() for group in self._groups for p in group["params"])
+        num_elements = sum(_flat(p).numel() for group in self._groups for p in group["params"])
         self._stride = -(-num_elements // NUM_SAMPLED) | 1  # odd: not always the same columns
         self.restart()
         for each in single_optimizers(optimizer):
@@ -44,10 +45,10 @@ class ChangedWeights:
             gradient = p.grad
             if isinstance(p, DTensor):  # tensor parallelism leaves that of embeddings whole
                 gradient = gradient.redistribute(placements=p.placements)
-            sample = _local(gradient)[:: self._stride]
+            sample = _flat(gradient)[:: self._stride]
             is_skipped = getattr(optimizer, "found_inf", torch.zeros(1)).to(sample.device) > 0
             counted = (sample != 0) & sample.isfinite() & ~is_skipped
-            self._first[p] = _local(p)[:: self._stride].clone(), counted
+            self._first[p] = _flat(p)[:: self._stride].clone(), counted
             self._num_steps, self._lr = 1, self._groups[0]["lr"]
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class ChangedWeights:
             return None
         counts = torch.zeros(2, dtype=torch.float64)
         for p, (before, counted) in self._first.items():
-            changed = (_local(p)[:: self._stride] != before) & counted
+            changed = (_flat(p)[:: self._stride] != before) & counted
             counts += torch.stack([changed.sum(), counted.sum()]).cpu() * self._stride
         num_changed, num_counted = mean_over_ranks(counts).tolist()
         fraction, steps, lr = num_changed / max(num_counted, 1), self._num_steps, self._lr
@@ -75,5 +76,5 @@ class ChangedWeights:
         return fraction
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().flatten()
+def _flat(tensor: Tensor) -> Tensor:
+    return local(tensor).detach().flatten()

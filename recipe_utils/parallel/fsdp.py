@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torchtune import training
 
 GradientSync = Literal["each_microbatch", "last_microbatch"]
@@ -73,6 +74,18 @@ def shard_model(
         if module is not model and is_unit(name, module):
             fully_shard(module, **options)
     fully_shard(model, **options)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard, which shares its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered parameters that a forward without a backward leaves in FSDP2's root module."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtune import training
 
-from recipe_utils.checkpoint.folder import find_newest_whole, put_aside
+from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_options, load
 from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
@@ -149,7 +149,7 @@ class Resume:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             try:
                 if not self._settings.resume_from_checkpoint:
-                    self._put_aside(run_id)
+                    self._move_to_backup(run_id)
             except OSError as error:
                 problem = (
                     f"output_dir: checkpoints of an earlier run could not be put aside: {error}"
@@ -244,8 +244,8 @@ class Resume:
             self._log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
 
-    def _put_aside(self, run_id: str) -> None:
-        aside = put_aside(Path(self._settings.output_dir), run_id)
+    def _move_to_backup(self, run_id: str) -> None:
+        aside = move_to_backup(Path(self._settings.output_dir), run_id)
         if aside is not None:
             found = ", ".join(sorted(path.name for path in aside.iterdir()))
             self._log.warn(

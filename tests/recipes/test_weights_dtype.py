@@ -27,7 +27,7 @@ from torch.func import functional_call
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.kernels import speed_up_layers
+from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.settings.problems import ConfigError
 
 FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")
@@ -78,7 +78,7 @@ def bf16_gradients(model, microbatch, scale):
 def reference(sizes, steps_of_ranks, sums_each_microbatch, accumulate=torch.float32):
     """The gradients of each update step, from plain tensors and a plain model."""
     model = tiny.tiny_model(sizes)
-    speed_up_layers(model)  # bf16 would make more of a norm's last digit
+    fuse_norms_and_rope(model)  # bf16 would make more of a norm's last digit
     attach_loss(model, LinearCrossEntropyLoss())
     found = []
     for steps in zip(*steps_of_ranks, strict=True):  # one update step on each rank

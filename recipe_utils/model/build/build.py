@@ -26,7 +26,7 @@ from recipe_utils.model.attention.packed_attention import (
     missing_for_triton,
     raise_recompile_limit,
 )
-from recipe_utils.model.build.kernels import speed_up_layers
+from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
     Stages,
@@ -361,7 +361,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         raise_recompile_limit()
         training.compile_model(model, verbose=ranks.is_zero)
     else:
-        speed_up_layers(model)
+        fuse_norms_and_rope(model)
     if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
         parallelize_module(

@@ -17,7 +17,7 @@ from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 
 
-def speed_up_layers(model: nn.Module) -> None:
+def fuse_norms_and_rope(model: nn.Module) -> None:
     """Replaces the forwards of a model's norms and rotary positions, in place.
 
     Only of torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's scaled ones; others,

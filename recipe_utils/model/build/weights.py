@@ -21,6 +21,7 @@ from recipe_utils.model.adapters.adapters import (
 )
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.pipeline.stages import Stages, adapters_of
+from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
@@ -234,18 +235,18 @@ def _shard_like(
         # All of it, since its blocks share a mean; cut at blocks' borders, see check_blocks.
         parts = to_nf4(full.to(device, dtype)).split(shape[0])
         part = parts[offset[0] // shape[0]]
-        local = part.new_zeros(part.shape)
-        local.copy_(part)
+        own = part.new_zeros(part.shape)
+        own.copy_(part)
     else:
         slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
-        local = full[slices].to(device, dtype, copy=True)
-    if local.device.type != like.device_mesh.device_type:
+        own = full[slices].to(device, dtype, copy=True)
+    if own.device.type != like.device_mesh.device_type:
         # fsdp_cpu_offload. DTensor.from_local would move it to the mesh's device, where FSDP2 refuses it.
         assert like._spec.tensor_meta is not None
-        meta = like._spec.tensor_meta._replace(dtype=local.dtype)
-        return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
+        meta = like._spec.tensor_meta._replace(dtype=own.dtype)
+        return DTensor(own, replace(like._spec, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(
-        local,
+        own,
         like.device_mesh,
         like.placements,
         run_check=False,
@@ -256,13 +257,13 @@ def _shard_like(
 
 def _plain(weight: Tensor, device: torch.device) -> Tensor:
     """A weight without shards and NF4, both undone."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    if isinstance(local, NF4Tensor):
-        local = local.get_original_weight()
+    own = local(weight)
+    if isinstance(own, NF4Tensor):
+        own = own.get_original_weight()
     if not isinstance(weight, DTensor):
-        return local
+        return own
     whole = DTensor.from_local(
-        local.to(device),
+        own.to(device),
         weight.device_mesh,
         weight.placements,
         run_check=False,

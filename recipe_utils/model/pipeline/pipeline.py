@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from recipe_utils.data.loader.microbatch import Microbatch
@@ -28,6 +26,7 @@ from recipe_utils.model.pipeline.schedule import (
     num_microbatches_to_run,
 )
 from recipe_utils.model.pipeline.stages import Stages
+from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
 
 
@@ -137,8 +136,7 @@ class Pipeline:
             gradient: Any = copy.weight.grad
             if gradient is None:  # frozen, on both ranks alike
                 continue
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(local, group=self._tied_group)
+            dist.all_reduce(local(gradient), group=self._tied_group)
         return totals * self._num_ranks
 
     @torch.no_grad()
@@ -205,7 +203,7 @@ class Pipeline:
         for stage in self._stages:
             stage.clear_runtime_states()
             if not has_backward:
-                _reshard(stage.submod)
+                reshard(stage.submod)
 
     def _name_failures(self, take: Callable[[int, Any], Any], index: int, output: Any) -> Any:
         last = next(stage for stage in self._stages if stage.is_last)
@@ -239,13 +237,6 @@ def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward
         # Its step() would cut one big batch into microbatches of one shape.
         schedule._has_backward = has_backward
         schedule._step_microbatches(target_mbs=takes, return_outputs=False)
-
-
-def _reshard(module: nn.Module) -> None:
-    # As a backward does. Up to torch 2.14 schedules do so even without one.
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 class _Stage(PipelineStage):

@@ -16,21 +16,21 @@ from recipe_utils.data.images.crop_rows import of_global_crops
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.loss.distillation import TeacherHidden
-from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
+from recipe_utils.loss.koleo import gradient_of_all
 from recipe_utils.loss.self_distillation import (
     ObjectiveSettings,
     PatchStates,
     TeacherBottlenecks,
     TeacherViews,
 )
-from recipe_utils.loss.spreading import gradient_of_all
+from recipe_utils.loss.sinkhorn import num_prototypes_used, sinkhorn
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
-from recipe_utils.model.vision.moving_average import MovingAverage
 from recipe_utils.model.vision.vision_transformer import PatchEmbedding
+from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
 
 
@@ -104,8 +104,8 @@ class AverageTeacher:
     ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
         """The microbatches with what is said of all images of an update step, before any gradient exists.
 
-        Sinkhorn-Knopp's targets are softmax(logits / temperature + log_u). Each microbatch has its own logits, which
-        are made of bottlenecks when they are needed; log_u [k] is of all microbatches on all ranks.
+        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Each microbatch has its own logits, which
+        are made of bottlenecks when they are needed; dual [k] is of all microbatches on all ranks.
 
         Args:
             step: the update step.
@@ -141,14 +141,12 @@ class AverageTeacher:
     def _biases(
         self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float
     ) -> list[Tensor]:
-        """log_u for each microbatch's rows: that of the update step for all, or each its own."""
+        """Dual for each microbatch's rows: that of the update step for all, or each its own."""
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
-            return [
-                prototype_bias([each], prototypes, temperature, num_iterations) for each in rows
-            ]
-        log_u = prototype_bias(rows, prototypes, temperature, num_iterations, self._dp_group)
-        return [log_u] * len(rows)
+            return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
+        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
+        return [dual] * len(rows)
 
     def _spread_of(
         self, seen: Sequence[Microbatch], max_images: int
@@ -170,7 +168,7 @@ class AverageTeacher:
 
         Args:
             momentum: how much of itself it keeps.
-            grad_norm: see :meth:`recipe_utils.model.vision.moving_average.MovingAverage.update`.
+            grad_norm: see :meth:`MovingAverage.update`.
             num_steps: update steps that are done, by which the Gram teacher is due.
         """
         self._average.update(momentum, grad_norm)
@@ -181,3 +179,48 @@ class AverageTeacher:
     def states_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Class states [g, d] of whole images by the microbatch's index; empty on ranks without the last stage."""
         return self._forward.outputs(microbatches)
+
+
+class MovingAverage:
+    """The moving average of a model's weights over update steps, in place, each rank of its own shards.
+
+    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) What is split over ranks is
+    split alike in both, so nothing is communicated.
+
+    Args:
+        average: of the same builder, wrapped, cut and sharded alike, with weights.
+        model: that it follows.
+    """
+
+    def __init__(self, average: nn.Module, model: nn.Module) -> None:
+        self._average = average
+        self._model = model
+
+    @torch.no_grad()
+    def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
+        """Average = momentum * average + (1 - momentum) * model. Does not wait for the device.
+
+        Args:
+            momentum: from 0, a copy, to 1.
+            grad_norm: of the update step, []; where it is not finite a fused optimizer has left the
+                step out on the device, and so does this. None where it was taken.
+        """
+        averages, followed = (_local_weights(each) for each in (self._average, self._model))
+        if not averages:
+            return
+        if grad_norm is None:
+            torch._foreach_lerp_(averages, followed, 1.0 - momentum)
+            return
+        is_taken = grad_norm.isfinite()
+        for dtype in {each.dtype for each in averages}:
+            of_dtype = [i for i, each in enumerate(averages) if each.dtype == dtype]
+            weights = [is_taken.to(dtype) * (1.0 - momentum)] * len(of_dtype)
+            torch._foreach_lerp_(
+                [averages[i] for i in of_dtype], [followed[i] for i in of_dtype], weights
+            )
+
+
+def _local_weights(model: nn.Module) -> list[Tensor]:
+    """This rank's shards of the parameters, in the order of their names."""
+    reshard(model)
+    return [local(parameter) for _, parameter in sorted(model.named_parameters())]

@@ -136,7 +136,7 @@ def test_with_every_output_layer_and_number_of_rows(output, num_rows):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_teacher_s_bias_row_weights_and_temperatures_of_both_sides(divergence):
-    """What self-supervised losses are made of: targets softmax(l / t + log_u), each row with its weight."""
+    """What self-supervised losses are made of: targets softmax(l / t + dual), each row with its weight."""
     assert_is_the_plain_sum(
         Case(1.0, 0.1, divergence, 0.3, V, 0.07, with_bias=True, with_row_weights=True)
     )

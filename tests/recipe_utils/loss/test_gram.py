@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe_utils.loss.gram import gram_loss
+from recipe_utils.loss.self_distillation import gram_loss
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

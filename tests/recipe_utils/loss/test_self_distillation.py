@@ -62,17 +62,17 @@ def targets_of(num_images=NUM_IMAGES, masked=(1, 3, 8), **changes):
     return targets._replace(**changes)
 
 
-def said_of(targets, teacher, states, log_u=None):
+def said_of(targets, teacher, states, dual=None):
     """What a teacher of these states says."""
-    log_u = torch.linspace(-1, 1, NUM_PROTOTYPES) if log_u is None else log_u
+    dual = torch.linspace(-1, 1, NUM_PROTOTYPES) if dual is None else dual
     of_crops, of_patches = TeacherBottlenecks()(
         teacher,
         states,
         targets._replace(cls_positions=targets.cls_positions[: 2 * targets.num_images]),
     )
     return TeacherViews(
-        TeacherHidden(of_crops, teacher.dino.prototypes, log_u),
-        TeacherHidden(of_patches, teacher.ibot.prototypes, log_u),
+        TeacherHidden(of_crops, teacher.dino.prototypes, dual),
+        TeacherHidden(of_patches, teacher.ibot.prototypes, dual),
         PatchStates()(teacher, states, targets),
     )
 

@@ -30,7 +30,7 @@ from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.kernels import speed_up_layers
+from recipe_utils.model.build.kernels import fuse_norms_and_rope
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
 VOCAB_SIZE = 128_256
@@ -50,7 +50,7 @@ def without_weights(make_model, loss_fn, dtype="bf16", **settings):
     """A model that takes itself to be on CUDA."""
     model = build_on_meta(make_model, ModelSettings(dtype=dtype, **settings))
     attend_within_documents(model, CUDA, 8192)
-    speed_up_layers(model)
+    fuse_norms_and_rope(model)
     for module in model.modules():
         if hasattr(module, "rope_init"):
             module.rope_init()

@@ -6,7 +6,7 @@ import torch
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 
-from recipe_utils.model.build.kernels import speed_up_layers
+from recipe_utils.model.build.kernels import fuse_norms_and_rope
 
 
 def forward_and_gradients(module, x, **arguments):
@@ -26,7 +26,7 @@ def test_norms_are_torchtune_s_bitwise(shape, dtype):
     torch.nn.init.normal_(norm.scale, mean=1)
     norm.to(dtype)
     stock = forward_and_gradients(norm, x)
-    speed_up_layers(norm)
+    fuse_norms_and_rope(norm)
     found = forward_and_gradients(norm, x)
     for ours, theirs in zip(found, stock, strict=True):
         assert ours.dtype == theirs.dtype == dtype
@@ -36,7 +36,7 @@ def test_norms_are_torchtune_s_bitwise(shape, dtype):
 def test_a_frozen_scale_gets_no_gradient():
     norm = RMSNorm(8)
     norm.scale.requires_grad_(False)
-    speed_up_layers(norm)
+    fuse_norms_and_rope(norm)
     _, grad, none = forward_and_gradients(norm, torch.randn(2, 8))
     assert grad is not None
     assert none is None
@@ -53,7 +53,7 @@ def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
     x = torch.randn(2, 40, 3, 16).to(dtype)
     given = {"input_pos": torch.randint(64, (2, 40))} if positions == "given" else {}
     stock = forward_and_gradients(rope, x, **given)
-    speed_up_layers(rope)
+    fuse_norms_and_rope(rope)
     found = forward_and_gradients(rope, x, **given)
     for ours, theirs in zip(found, stock, strict=True):
         assert ours.dtype == theirs.dtype == dtype
@@ -65,13 +65,13 @@ def test_what_is_no_plain_norm_keeps_its_forward():
         pass
 
     model = torch.nn.Sequential(Own(8), torch.nn.LayerNorm(8), RMSNorm(8))
-    speed_up_layers(model)
+    fuse_norms_and_rope(model)
     assert ["forward" in vars(module) for module in model] == [False, False, True]
 
 
 def test_a_model_s_weights_keep_their_names():
     model = tiny.tiny_model()
     names = list(model.state_dict())
-    speed_up_layers(model)
+    fuse_norms_and_rope(model)
     assert list(model.state_dict()) == names
     assert sum("forward" in vars(module) for module in model.modules()) == 2 * 2 + 1 + 1

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.model.vision.moving_average import MovingAverage
+from recipe_utils.model.vision.average_teacher import MovingAverage
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings
 

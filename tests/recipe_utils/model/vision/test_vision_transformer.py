@@ -292,7 +292,7 @@ def test_arguments_of_published_sizes_are_checked_as_a_config_s_are():
     path = "recipe_utils.model.vision.vision_transformer.dinov3_vit_s16"
     wrong = {"_component_": path, "drop_pth": 0.1, "num_layers": "many"}
     problems = list(check_component("model", wrong, MadeWith()))
-    assert problems == [
+    assert list(map(str, problems)) == [
         "model.drop_pth: dinov3_vit_s16 has no such argument; did you mean drop_path?",
         "model.num_layers='many': dinov3_vit_s16 takes int",
     ]

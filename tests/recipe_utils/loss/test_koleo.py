@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_runs import run_distributed
 
-from recipe_utils.loss.spreading import gradient_of_all, koleo_loss
+from recipe_utils.loss.koleo import gradient_of_all, koleo_loss
 
 
 def drawn(*shape, seed=0):

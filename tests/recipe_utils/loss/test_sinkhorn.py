@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 
-from recipe_utils.loss.prototype_bias import num_prototypes_used, prototype_bias
+from recipe_utils.loss.sinkhorn import num_prototypes_used, sinkhorn
 
 DIM, NUM_PROTOTYPES = 5, 7
 
@@ -24,8 +24,8 @@ def direct(logits, num_iterations):
     return targets
 
 
-def targets_of(rows, weight, temperature, log_u):
-    return torch.softmax(rows @ weight.T / temperature + log_u, dim=1)
+def targets_of(rows, weight, temperature, dual):
+    return torch.softmax(rows @ weight.T / temperature + dual, dim=1)
 
 
 CUTS = {
@@ -41,16 +41,16 @@ CUTS = {
 def test_streamed_is_direct_for_any_chunks_and_cuts(cut, rows_per_chunk, num_iterations):
     rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
     parts = rows.split(CUTS[cut])
-    log_u = prototype_bias(parts, weight, 0.3, num_iterations, rows_per_chunk=rows_per_chunk)
-    found = targets_of(rows, weight, 0.3, log_u)
+    dual = sinkhorn(parts, weight, 0.3, num_iterations, rows_per_chunk=rows_per_chunk)
+    found = targets_of(rows, weight, 0.3, dual)
     expected = direct(rows @ weight.T / 0.3, num_iterations)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_after_many_iterations_every_prototype_has_as_much_as_any_other():
     rows, weight = drawn(21, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
-    log_u = prototype_bias([rows], weight, 0.5, 500)
-    targets = targets_of(rows, weight, 0.5, log_u)
+    dual = sinkhorn([rows], weight, 0.5, 500)
+    targets = targets_of(rows, weight, 0.5, dual)
     torch.testing.assert_close(targets.sum(1), torch.ones(21).double(), rtol=0, atol=1e-12)
     share = torch.full((NUM_PROTOTYPES,), 21 / NUM_PROTOTYPES).double()
     torch.testing.assert_close(targets.sum(0), share, rtol=0, atol=1e-9)
@@ -58,8 +58,8 @@ def test_after_many_iterations_every_prototype_has_as_much_as_any_other():
 
 def test_of_each_microbatch_by_itself_it_is_something_else():
     rows, weight = drawn(20, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
-    whole = prototype_bias([rows], weight, 0.3)
-    alone = prototype_bias([rows[:10]], weight, 0.3)
+    whole = sinkhorn([rows], weight, 0.3)
+    alone = sinkhorn([rows[:10]], weight, 0.3)
     difference = targets_of(rows[:10], weight, 0.3, whole) - targets_of(
         rows[:10], weight, 0.3, alone
     )
@@ -71,24 +71,24 @@ def test_of_each_microbatch_by_itself_it_is_something_else():
 def test_fp32_neither_overflows_nor_loses_a_row_at_the_temperatures_in_use(temperature, scale):
     rows, weight = drawn(64, DIM), scale * drawn(NUM_PROTOTYPES, DIM, seed=1)
     rows = torch.nn.functional.normalize(rows, dim=1)
-    exact = prototype_bias([rows], weight, temperature)
+    exact = sinkhorn([rows], weight, temperature)
     for dtype in (torch.float32, torch.bfloat16):
-        log_u = prototype_bias([rows.to(dtype)], weight.to(dtype), temperature)
-        assert log_u.dtype == torch.float32
-        assert log_u.isfinite().all()
-    log_u = prototype_bias([rows.float()], weight.float(), temperature)
+        dual = sinkhorn([rows.to(dtype)], weight.to(dtype), temperature)
+        assert dual.dtype == torch.float32
+        assert dual.isfinite().all()
+    dual = sinkhorn([rows.float()], weight.float(), temperature)
     largest = rows @ weight.T / temperature
     # As exact as logits so large are in fp32.
-    assert (log_u - exact).abs().max() < 1e-5 * max(largest.abs().max().item(), 1.0)
-    targets = targets_of(rows.float(), weight.float(), temperature, log_u)
+    assert (dual - exact).abs().max() < 1e-5 * max(largest.abs().max().item(), 1.0)
+    targets = targets_of(rows.float(), weight.float(), temperature, dual)
     torch.testing.assert_close(targets.sum(1), torch.ones(64))
 
 
 @pytest.mark.parametrize("rows", [[], [torch.zeros(0, DIM)], [torch.zeros(0, DIM)] * 3])
 def test_of_no_row_at_all_it_is_zero(rows):
-    log_u = prototype_bias(rows, drawn(NUM_PROTOTYPES, DIM, dtype=torch.float32), 0.1)
-    assert log_u.dtype == torch.float32
-    assert torch.equal(log_u, torch.zeros(NUM_PROTOTYPES))
+    dual = sinkhorn(rows, drawn(NUM_PROTOTYPES, DIM, dtype=torch.float32), 0.1)
+    assert dual.dtype == torch.float32
+    assert torch.equal(dual, torch.zeros(NUM_PROTOTYPES))
 
 
 def over_ranks(cases):
@@ -100,13 +100,13 @@ def over_ranks(cases):
         rank = dist.get_rank()
         own = rows[starts[rank] : starts[rank] + sum(of_ranks[rank])].split(of_ranks[rank])
         group = dist.group.WORLD
-        log_u = prototype_bias(own, weight, 0.3, group=group, rows_per_chunk=4)
+        dual = sinkhorn(own, weight, 0.3, group=group, rows_per_chunk=4)
         used = (
-            num_prototypes_used(own, weight, 0.3, [log_u] * len(own) or [log_u], group)
+            num_prototypes_used(own, weight, 0.3, [dual] * len(own) or [dual], group)
             if own
             else None
         )
-        found.append((log_u, used))
+        found.append((dual, used))
     return found
 
 
@@ -118,12 +118,12 @@ def test_over_ranks_it_is_that_of_all_rows_also_where_one_has_none():
         [[0], [0, 0]],
     ]
     for rank, found in enumerate(run_distributed(over_ranks, 2, cases)):
-        for case, (log_u, used) in zip(cases, found, strict=True):
+        for case, (dual, used) in zip(cases, found, strict=True):
             rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
             rows = rows[: sum(map(sum, case))]
-            expected = prototype_bias([rows], weight, 0.3)
-            torch.testing.assert_close(log_u, expected, rtol=0, atol=1e-12, msg=f"{rank} {case}")
-            targets = targets_of(rows, weight, 0.3, log_u)
+            expected = sinkhorn([rows], weight, 0.3)
+            torch.testing.assert_close(dual, expected, rtol=0, atol=1e-12, msg=f"{rank} {case}")
+            targets = targets_of(rows, weight, 0.3, dual)
             assert used == targets.argmax(1).unique().numel()
 
 

@@ -4,9 +4,9 @@ Targets Q [n, k] of n crops or patches over k prototypes are exp(logits / t) wit
 each row sums to 1 and each prototype gets as much as any other (Cuturi, arXiv:1306.0895; Caron et al.,
 arXiv:2006.09882, equation 3). After some iterations that end with the rows
 
-    Q = softmax(logits / t + log_u),    log_u [k],
+    Q = softmax(logits / t + dual),    dual [k],
 
-so log_u is all that a row must know of the others. Each iteration needs one sum over all rows for each
+so dual is all that a row must know of the others. Each iteration needs one sum over all rows for each
 prototype, which goes over microbatches and ranks: K numbers each time, whatever the split.
 
 Shapes: n rows, d width of the bottleneck, k prototypes, c rows of a chunk.
@@ -22,7 +22,7 @@ from recipe_utils.loss.chunks import chunks_of, sum_dtype
 
 
 @torch.no_grad()
-def prototype_bias(
+def sinkhorn(
     rows: Sequence[Tensor],
     weight: Tensor,
     temperature: float,
@@ -30,7 +30,7 @@ def prototype_bias(
     group: dist.ProcessGroup | None = None,
     rows_per_chunk: int = 256,
 ) -> Tensor:
-    """log_u [k] of all rows of all ranks, at least fp32; zeros if there is no row.
+    """Dual [k] of all rows of all ranks, at least fp32; zeros if there is no row.
 
     Logarithms throughout: exp(logits / t) would overflow at the temperatures in use.
 
@@ -42,17 +42,17 @@ def prototype_bias(
         group: ranks that hold different rows, all of which call this; None for this one alone.
         rows_per_chunk: projected at once.
     """
-    log_u = weight.new_zeros(len(weight), dtype=sum_dtype(weight))
+    dual = weight.new_zeros(len(weight), dtype=sum_dtype(weight))
     for iteration in range(num_iterations):
-        # Of each prototype the logarithm of what all rows give it, with the rows scaled as log_u says.
-        log_total = torch.full_like(log_u, float("-inf"))
+        # Of each prototype the logarithm of what all rows give it, with the rows scaled as dual says.
+        log_total = torch.full_like(dual, float("-inf"))
         for logits in _scaled_logits(rows, weight, temperature, rows_per_chunk):
             if iteration:
-                logits -= (logits + log_u).logsumexp(1, keepdim=True)
+                logits -= (logits + dual).logsumexp(1, keepdim=True)
             log_total = torch.logaddexp(log_total, logits.logsumexp(0))
         log_total = _log_sum_over_ranks(log_total, group)
-        log_u = torch.where(log_total.isfinite(), -log_total, 0)
-    return log_u
+        dual = torch.where(log_total.isfinite(), -log_total, 0)
+    return dual
 
 
 @torch.no_grad()
@@ -67,10 +67,10 @@ def num_prototypes_used(
     """Prototypes that are the likeliest of some row on some rank, []; few of many say that a training collapses.
 
     Args:
-        rows: as :func:`prototype_bias` takes them.
+        rows: as :func:`sinkhorn` takes them.
         weight: likewise.
         temperature: likewise.
-        biases: log_u [k] of each microbatch.
+        biases: dual [k] of each microbatch.
         group: likewise.
         rows_per_chunk: likewise.
     """
