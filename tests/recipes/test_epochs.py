@@ -24,6 +24,7 @@ def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_samples"), [(1, 21), (2, 21), (4, 19), (4, 2)])
 def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_config):
     """Also with fewer samples than ranks; nothing leaks into the next epoch."""
@@ -57,6 +58,7 @@ def test_the_first_step_of_an_epoch_has_nothing_of_the_epoch_before(tiny_config)
                 assert (grad - expected[name]).abs().max() < 1e-10
 
 
+@pytest.mark.slow
 def test_drop_leaves_the_short_step_out(tiny_config):
     config = tiny_config(dataset=data(21), batch_size=2, gradient_accumulation_steps=4)
     config["last_update_step"] = "drop"
@@ -70,6 +72,7 @@ def test_drop_leaves_the_short_step_out(tiny_config):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_step_without_targets_is_skipped_on_all_ranks(world_size, tiny_config):
     """Not shuffled, the last 8 of 16 samples have no target: step 2 of 2, in both epochs."""
@@ -96,6 +99,7 @@ def test_an_update_step_without_targets_is_skipped_on_all_ranks(world_size, tiny
     ]
 
 
+@pytest.mark.slow
 def test_max_steps_per_epoch_counts_update_steps_and_the_schedule_knows_the_total(tiny_config):
     config = tiny_config(
         dataset=data(40),
@@ -119,6 +123,7 @@ def run_recipe_in(dtype, config):
 LAYOUTS = [(1, {}), (2, {}), (2, {"pipeline_parallel_dim": 2}), (4, {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dims"), LAYOUTS)
 @pytest.mark.parametrize(("dtype", "error"), [("fp32", 1e-6), ("fp64", 1e-13)])
 def test_losses_are_exact_over_all_ranks(world_size, dims, dtype, error, tiny_config):
@@ -147,6 +152,7 @@ def test_losses_are_exact_over_all_ranks(world_size, dims, dtype, error, tiny_co
     assert [*losses, *val_losses] == pytest.approx(expected, rel=error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_async_checkpointing", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_from_the_end_of_an_epoch(

@@ -26,6 +26,7 @@ def metrics_of(config):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [SFT, DPO, KD])
 def test_a_resumed_training_s_file_is_that_of_one_that_was_never_stopped(
     recipe, tiny_config, tiny_dpo_config, tiny_kd_config
@@ -49,6 +50,7 @@ def test_a_resumed_training_s_file_is_that_of_one_that_was_never_stopped(
     assert metrics_of(config) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [SFT, DPO, KD])
 def test_metrics_that_are_read_late_are_the_same_also_of_a_resumed_training(
     recipe, tiny_config, tiny_dpo_config, tiny_kd_config
@@ -71,6 +73,7 @@ def test_metrics_that_are_read_late_are_the_same_also_of_a_resumed_training(
     assert metrics_of(late) == expected[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_late_metrics_are_written_with_every_rank_s_part(world_size, tiny_config):
     config = tiny_config(global_batch_size=4, gradient_accumulation_steps=..., log_every_n_steps=3)
@@ -113,6 +116,7 @@ def test_the_best_model_is_the_one_of_the_lowest_validation_loss(world_size, tin
     assert not all(torch.equal(kept[name], last[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_knows_the_best_so_far(tiny_config):
     """Its own validations are all worse."""
     config = tiny_config(**RISING, keep_best_checkpoint=True, save_every_n_steps=6)
@@ -138,6 +142,7 @@ def test_a_best_model_without_validation_is_refused(tiny_config):
 # ---- At the end ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_finished_training_says_that_nothing_is_left(tiny_config):
     config = tiny_config(epochs=2, max_steps_per_epoch=2, save_every_n_steps=1)
     run_recipe(config)
@@ -152,6 +157,7 @@ def test_a_finished_training_says_that_nothing_is_left(tiny_config):
 # ---- torchtune's loggers ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_metrics(tiny_config, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -186,6 +192,7 @@ def leveldb_records(log):
             whole = b""
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_metrics_without_a_network(tiny_config, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2

@@ -61,6 +61,7 @@ def num_reads_while_training(config):
     return counter.num_reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "loss",
@@ -100,6 +101,7 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_every_n_steps", [1, 2])
 @pytest.mark.parametrize("recipe", [SFT, DPO, KD])
 def test_what_is_logged_is_read_once_the_device_has_the_next_update_step(

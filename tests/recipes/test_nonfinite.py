@@ -82,6 +82,7 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
     return list(ListLogger.logged), warnings, changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not-fused"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -117,6 +118,7 @@ def test_a_run_stops_with_a_checkpoint_of_untouched_weights(tiny_config):
     assert all(changed)
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_stop_a_run_that_skips(tiny_config):
     config = config_of(tiny_config, on_nonfinite="skip", max_nonfinite_steps=2, log_every_n_steps=2)
     ((logged, _, changed),) = run_distributed(
@@ -134,6 +136,7 @@ def test_too_many_in_a_row_stop_a_run_that_skips(tiny_config):
 # ---- Where the device is behind the host --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_reads_late_stops_an_update_step_later(world_size, tiny_config):
     config = config_of(tiny_config)
@@ -150,6 +153,7 @@ def test_a_run_that_reads_late_stops_an_update_step_later(world_size, tiny_confi
     assert all(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"save_every_n_steps": 3}, {"max_steps_per_epoch": 3}])
 def test_before_anything_is_left_on_the_disk_it_is_known(changes, tiny_config):
     config = config_of(tiny_config, **changes)
@@ -161,6 +165,7 @@ def test_before_anything_is_left_on_the_disk_it_is_known(changes, tiny_config):
     assert not Path(config["output_dir"], "epoch_0").exists()
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_counted_and_said_late_all_the_same(tiny_config):
     config = config_of(tiny_config, on_nonfinite="skip")
     ((logged, warnings, changed),) = run_distributed(

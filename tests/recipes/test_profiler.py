@@ -8,6 +8,7 @@ from distributed_runs import run_distributed
 from recipe_runs import run_recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_two_active_steps_record_exactly_two_update_steps(accumulation, tiny_config, tmp_path):
     config = tiny_config(

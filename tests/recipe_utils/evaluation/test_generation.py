@@ -97,6 +97,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_answers_are_those_of_one_process(layout, tiny_config):
     world_size, changes = LAYOUTS[layout]
@@ -112,6 +113,7 @@ def test_in_every_layout_the_answers_are_those_of_one_process(layout, tiny_confi
     assert not any(told for told, _ in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [SFT, DPO, KD])
 def test_a_training_is_bitwise_the_same_whether_it_is_asked_or_not(
     recipe, tiny_config, tiny_dpo_config, tiny_kd_config
@@ -123,6 +125,7 @@ def test_a_training_is_bitwise_the_same_whether_it_is_asked_or_not(
     assert told
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_as_if_nobody_had_asked(tiny_config):
     changes = {"model": {**tiny.MODEL, "attn_dropout": 0.1}}
     _, expected = answers_and_losses(tiny_config(**changes))

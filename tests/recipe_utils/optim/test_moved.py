@@ -152,6 +152,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_updates_reach_fp32_weights_and_few_of_bf16_s(layout, tiny_config):
     world_size, dims = LAYOUTS[layout]
@@ -167,6 +168,7 @@ def test_small_updates_reach_fp32_weights_and_few_of_bf16_s(layout, tiny_config)
     assert others in ([], [[([], []), ([], [])]])  # rank 0 speaks
 
 
+@pytest.mark.slow
 def test_a_recipe_that_does_not_train_says_nothing(tiny_config):
     config = tiny_config(dtype="bf16", optimizer=RECORDING_SGD, model=tiny.UNTIED_MODEL)
     assert run_distributed(moved_and_said, 1, [config]) == [[([], [])]]
