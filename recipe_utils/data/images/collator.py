@@ -1,4 +1,4 @@
-"""Views of images as a kind of sample: crops, their masks and draws.
+"""Collator of views of images: crops, their masks and random draws.
 
 Shapes are named as in :mod:`recipe_utils.data.images.crop_rows`.
 """
@@ -46,7 +46,7 @@ _GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
 
 @dataclass(frozen=True, config=STRICT)
 class ViewSettings:
-    """What is made of an image."""
+    """Crops and masks of an image."""
 
     transform: Component
     """``recipe_utils.data.images.multi_crop.MultiCrop``: crops, their sizes and what changes their colours."""
@@ -67,23 +67,23 @@ class ViewSettings:
         return low, high
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong by itself that a type does not say."""
+        """Checks what the types do not."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
             yield Problem(
                 "mask_ratio",
-                "it must be the smallest and the largest share, both from 0 to 1; such as "
+                "it must be the smallest and the largest share, both from 0 to 1, such as "
                 "[0.1, 0.5]",
                 ratio,
             )
 
     def problems_with(self, data: DataSettings) -> Iterator[Problem]:
-        """What of the data's keys views cannot have."""
+        """Yields values of the data keys that views do not support."""
         size = self.koleo_group_size
         if size is not None and data.batch_size % size:
             yield Problem(
                 "koleo_group_size",
-                f"a group is whole in a microbatch, and batch_size={data.batch_size} is no "
+                f"a group is in one microbatch, and batch_size={data.batch_size} is not a "
                 f"multiple of it; set batch_size to {(data.batch_size // size + 1) * size}, or koleo_group_size to "
                 "a divisor of it or to null",
                 size,
@@ -98,7 +98,7 @@ class ViewSettings:
         if data.collate_fn != DataSettings.collate_fn:
             yield Problem(
                 "collate_fn",
-                "views are collated in one way only; leave the key out",
+                "views do not use it; remove the key",
                 data.collate_fn,
             )
         if self.transform.get("image_transform") is not None and data.num_workers == 0:
@@ -112,20 +112,20 @@ class ViewSettings:
 
 
 class Views(Dataset[dict[str, Any]]):
-    """Of each image of a dataset its crops, with masks and all else that is drawn for them.
+    """Crops of each image of a dataset, with masks and random draws.
 
-    What is drawn depends on (seed, epoch, dataset index) alone, the masks' ratios and the factor of the positions
-    on (seed, epoch, update step).
+    Draws depend only on (seed, epoch, dataset index); mask ratios and the position factor on (seed, epoch, update
+    step).
 
     Args:
-        dataset: map-style, of samples as :func:`recipe_utils.data.images.folders.checked_image` takes them.
+        dataset: map-style; see :func:`recipe_utils.data.images.folders.checked_image` for its samples.
         transform: makes the crops.
-        settings: of the masks and positions.
-        layout: of the model's tokens.
+        settings: masks and positions.
+        layout: tokens of the model.
         seed: of all draws.
 
     Raises:
-        ValueError: the transform's crops do not fit to the model.
+        ValueError: the crops do not match the model.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class Views(Dataset[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The views of one image, as arrays: a worker sends them without a file handle for each.
+        """Returns the views of one image as arrays, which a worker sends without a file handle for each.
 
         Returns:
             ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised; ``masks`` bool [2, P];
             ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and ``step_size`` of its index;
             ``position_factor``; ``label`` or None; ``path`` or an empty text; ``digest`` int64 [2] of the
-            image before it is changed.
+            unchanged image.
 
         Raises:
             SampleError: the image cannot be used.
@@ -189,52 +189,41 @@ class Views(Dataset[dict[str, Any]]):
 
 
 class ViewCollator:
-    """Images with several views, of which an update step counts images.
-
-    Args:
-        data: settings of the data.
-        settings: of the views.
-        layout: of the model's tokens.
-    """
+    """Collates views of images; totals count images."""
 
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
-    """What a microbatch counts: images; those that have a neighbour in their group; masked patches of global
-    crops; slots that a student computes."""
+    """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
     fingerprint_keys = ("digest",)
 
     def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
-        """So many consecutive images of an update step stay on one rank, and in one microbatch."""
+        """Number of consecutive images of an update step that stay on one rank and in one microbatch."""
         self._group_size = settings.koleo_group_size
         self._batch_size = data.batch_size
         self._layout = layout
 
     def warnings(self) -> Iterator[str]:
-        """None."""
+        """Yields nothing."""
         yield from ()
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """The sample as :class:`Views` made it, with a name.
-
-        Raises:
-            SampleError: the dataset is no :class:`Views`.
-        """
+        """Adds the sample's name; raises SampleError if it is not from :class:`Views`."""
         check_keys(sample, ("global_crops", "local_crops", "masks", "draws"), name)
         return with_image_name(sample, name)
 
     def length(self, sample: Sample) -> int:
-        """Position in the update step: all images have as many tokens, and groups are made of neighbours."""
+        """Returns the position in the update step, of which groups are made: all images have as many tokens."""
         position: int = sample["position"]
         return position
 
     def plan(self, positions: Sequence[int], num_ranks: int = 1) -> list[Microbatches]:
-        """Images as they come, whole groups in each microbatch and up to ``batch_size`` images.
+        """Cuts images in their order into microbatches of whole groups, of at most ``batch_size`` images.
 
-        Where an image is left out its group is smaller; the others stay what they are.
+        A skipped image makes its group smaller and changes no other.
 
         Args:
             positions: in the update step, ascending.
-            num_ranks: the microbatches are dealt to them in turn.
+            num_ranks: number of ranks, which take the microbatches in turn.
         """
         microbatches: Microbatches = []
         held: list[int] = []
@@ -244,7 +233,7 @@ class ViewCollator:
                 microbatches.append(held)
                 held = []
             held += block
-            while len(held) > self._batch_size:  # of a dataset that is not read in update steps
+            while len(held) > self._batch_size:  # the dataset is not read in update steps
                 microbatches.append(held[: self._batch_size])
                 held = held[self._batch_size :]
         if held:
@@ -252,7 +241,7 @@ class ViewCollator:
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One row of all crops: the global ones, image after image, then the local ones likewise.
+        """Returns one row of all crops: the global ones, image after image, then the local ones.
 
         Returns:
             ``inputs`` are those of :func:`recipe_utils.data.images.crop_rows.row_of`, with ``crop_groups``
@@ -295,7 +284,7 @@ class ViewCollator:
         return microbatch_of(inputs, targets, counts)
 
     def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
-        """Each image's group, counted from 0, and how many images have another one in their group."""
+        """Returns each image's group, counted from 0, and the number of images with another one in their group."""
         size = self._group_size
         if size is None:  # all of the update step, most of which may be in other microbatches
             has_neighbours = samples[0]["step_size"] > 1
@@ -305,5 +294,5 @@ class ViewCollator:
         return groups, int(num_images[num_images > 1].sum())
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """A microbatch of crops to run, of which no loss looks at anything."""
+        """Returns a microbatch with zero loss, which keeps collectives matched."""
         return without_targets(self.collate([sample]))

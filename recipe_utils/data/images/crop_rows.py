@@ -1,4 +1,4 @@
-"""Rows of crops: the tokens that a vision transformer takes, and where in them losses look.
+"""Rows of crops: input tokens of a vision transformer, and the positions that losses use.
 
 Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A global crop has
 G tokens, 1 for the class, R registers and P patches row by row; a local one l tokens likewise.
@@ -15,41 +15,41 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch
 
 PATCH, MASKED_PATCH, CLASS, FIRST_REGISTER = 0, 1, 2, 3
-"""Kinds of tokens, as column 0 of ``tokens`` says them; register r is ``FIRST_REGISTER + r``."""
+"""Kinds of tokens in column 0 of ``tokens``; register r is ``FIRST_REGISTER + r``."""
 
 
 class ViewTargets(NamedTuple):
-    """Where in a microbatch's row its losses look. n crops, m masked patches."""
+    """Positions in a microbatch's row that losses use. n crops, m masked patches."""
 
     cls_positions: Tensor
-    """[n] int64: slots of the class tokens, in the row's order."""
+    """[n] int64: positions of the class tokens, in the row's order."""
     num_images: int
     """g."""
     num_local_crops: int
     """L, of each image."""
     masked_positions: Tensor
-    """[m] int64: slots of masked patches, ascending; all are of global crops."""
+    """[m] int64: positions of masked patches, ascending; all in global crops."""
     masked_weights: Tensor
     """[m] float64: 1 over the number of masked patches of the crop."""
     patch_positions: Tensor
-    """[2 * g * P] int64: slots of the patches of global crops."""
+    """[2 * g * P] int64: positions of the patches of global crops."""
     koleo_groups: Tensor
-    """[g] int64: the images' groups, counted from 0 in the microbatch, ascending."""
+    """[g] int64: groups of the images, counted from 0 in the microbatch, ascending."""
     labels: Tensor | None
-    """[g] int64, of the images; None if not all have one."""
+    """[g] int64: classes of the images; None if one is missing."""
     names: tuple[str, ...]
-    """Of the images, for errors."""
+    """Names of the images, for errors."""
     teacher: Any = None
-    """What a teacher says: tensors in any nesting."""
+    """Teacher outputs: nested tensors."""
 
 
 class TokenLayout(NamedTuple):
-    """What rows depend on in a model."""
+    """Properties of a model that rows depend on."""
 
     patch_size: int
     """Side of a patch [pixels]."""
     num_channels: int = 3
-    """Of an image."""
+    """Channels of an image."""
     num_registers: int = 0
     """Register tokens of a crop."""
     num_draws: int = 0
@@ -57,7 +57,7 @@ class TokenLayout(NamedTuple):
 
 
 def layout_of(whole: Any) -> TokenLayout:
-    """What rows depend on in a vision transformer, which may be on the meta device."""
+    """Returns the layout of a vision transformer, which may be on the meta device."""
     patches = whole.tok_embeddings
     return TokenLayout(
         patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws
@@ -75,8 +75,8 @@ class CropsOfOneSize(NamedTuple):
     """bool [n, P], or [n, 1] for all patches."""
 
 
-class Slots(NamedTuple):
-    """Of a part's tokens."""
+class Positions(NamedTuple):
+    """Positions of a part's tokens in the row."""
 
     classes: Tensor
     """[n]."""
@@ -86,29 +86,29 @@ class Slots(NamedTuple):
 
 def row_of(
     parts: Sequence[CropsOfOneSize], layout: TokenLayout, position_factor: float
-) -> tuple[dict[str, Any], list[Slots]]:
-    """A microbatch's inputs, and where in its row the tokens of each part are.
+) -> tuple[dict[str, Any], list[Positions]]:
+    """Returns the inputs of a microbatch, and the positions of each part's tokens.
 
     Args:
         parts: crops of one size each, in the row's order.
         layout: of the model's tokens.
-        position_factor: what positions are multiplied by.
+        position_factor: factor of all positions.
 
     Returns:
         ``tokens`` [1, s, 1 + c * p * p], kind of token and pixels of a patch [c, p, p]; ``input_pos`` [1, s, 2 +
         num_draws], row and column of a patch's centre in its crop, both in (-1, 1) times the factor, and the crop's
-        draws; ``crop_groups``, of each part the number of crops and of tokens of one. And the parts' slots.
+        draws; ``crop_groups``, the number of crops and of tokens per crop of each part. And the parts' positions.
     """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]
     groups = tuple(
         (len(part.crops), first_patch + side**2) for part, side in zip(parts, sides, strict=True)
     )
-    num_slots = sum(num_crops * length for num_crops, length in groups)
+    num_tokens = sum(num_crops * length for num_crops, length in groups)
     dtype = parts[0].crops.dtype
-    tokens = np.zeros((num_slots, 1 + layout.num_channels * patch**2), dtype)
-    positions = np.zeros((num_slots, 2 + layout.num_draws), dtype)
-    slots = []
+    tokens = np.zeros((num_tokens, 1 + layout.num_channels * patch**2), dtype)
+    positions = np.zeros((num_tokens, 2 + layout.num_draws), dtype)
+    found = []
     start = 0
     for part, side, (num_crops, length) in zip(parts, sides, groups, strict=True):
         end = start + num_crops * length
@@ -124,26 +124,26 @@ def row_of(
         of_part[:, first_patch:, 1] = np.tile(centres, side)
         of_part[:, :, 2:] = part.draws[:, None]
 
-        all_slots = torch.arange(start, end).view(num_crops, length)
-        slots.append(Slots(all_slots[:, 0].contiguous(), all_slots[:, first_patch:]))
+        all_positions = torch.arange(start, end).view(num_crops, length)
+        found.append(Positions(all_positions[:, 0].contiguous(), all_positions[:, first_patch:]))
         start = end
     inputs = {
         "tokens": torch.from_numpy(tokens)[None],
         "input_pos": torch.from_numpy(positions)[None],
         "crop_groups": groups,
     }
-    return inputs, slots
+    return inputs, found
 
 
 def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
-    """Crops [n, c, h, w] as patches, row by row, [n, P, c * patch * patch]."""
+    """Cuts crops [n, c, h, w] into patches, row by row, [n, P, c * patch * patch]."""
     num_crops, num_channels, height, width = crops.shape
     cut = crops.reshape(num_crops, num_channels, height // patch, patch, width // patch, patch)
     return cut.transpose(0, 2, 4, 1, 3, 5).reshape(num_crops, -1, num_channels * patch**2)
 
 
 def labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """[g] int64, or None if an image has no label."""
+    """Returns the labels, [g] int64, or None if an image has none."""
     labels = [sample["label"] for sample in samples]
     return None if None in labels else torch.tensor(labels)
 
@@ -151,12 +151,12 @@ def labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
 def microbatch_of(
     inputs: Mapping[str, Any], targets: ViewTargets, counts: Mapping[str, int]
 ) -> Microbatch:
-    """A microbatch whose targets are of views."""
+    """Returns a microbatch whose targets are :class:`ViewTargets`."""
     return Microbatch(inputs, targets, counts)  # type: ignore[arg-type] # text's targets, but to text
 
 
 def without_targets(microbatch: Microbatch) -> Microbatch:
-    """A microbatch to run, of which no loss looks at anything and nothing is counted."""
+    """Returns the microbatch without targets and counts: its loss is zero."""
     none = torch.zeros(0, dtype=torch.int64)
     targets: Any = microbatch.targets
     targets = targets._replace(
@@ -173,16 +173,16 @@ def without_targets(microbatch: Microbatch) -> Microbatch:
 
 
 def of_global_crops(microbatch: Microbatch) -> Microbatch:
-    """A microbatch without its local crops, whose class tokens are none of the targets then; nothing is copied."""
+    """Returns the microbatch without its local crops and their class tokens, as views of its tensors."""
     inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
     first, *_ = inputs["crop_groups"]
-    num_slots = first[0] * first[1]
+    num_tokens = first[0] * first[1]
     seen = {
-        "tokens": inputs["tokens"][:, :num_slots],
-        "input_pos": inputs["input_pos"][:, :num_slots],
+        "tokens": inputs["tokens"][:, :num_tokens],
+        "input_pos": inputs["input_pos"][:, :num_tokens],
         "crop_groups": (first,),
     }
-    # Of whole images, each of one crop, all are global.
+    # A labelled image has one crop, a global one.
     crops_per_image = 2 if targets.num_local_crops else 1
     kept = targets.cls_positions[: crops_per_image * targets.num_images]
     return replace(microbatch, inputs=seen, targets=targets._replace(cls_positions=kept))

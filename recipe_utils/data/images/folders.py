@@ -1,4 +1,4 @@
-"""Images: what a dataset returns as pixels, and datasets of files."""
+"""Images as arrays of pixels, and datasets of image files."""
 
 import hashlib
 import io
@@ -15,16 +15,16 @@ from torch.utils.data import Dataset
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, load_dataset
 
 _LUMA = (0.299, 0.587, 0.114)
-"""Of red, green and blue in a grey image (ITU-R BT.601, as in Pillow)."""
+"""Weights of red, green and blue in a gray image (ITU-R BT.601, as in Pillow)."""
 
 
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Images that :mod:`datasets` holds as files, each decoded when it is asked for.
+    """Images of a ``datasets.Dataset``, decoded on access.
 
     Args:
-        rows: of a ``datasets.Dataset``, whose images are not decoded.
-        image_column: that of the images.
-        label_column: that of whole-number classes; None for none.
+        rows: the ``datasets.Dataset``, with ``decode=False``.
+        image_column: column of the images.
+        label_column: column of integer classes; None for none.
     """
 
     def __init__(self, rows: Any, image_column: str, label_column: str | None) -> None:
@@ -39,7 +39,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
         """Returns ``image`` as Pillow decodes it, ``name``, its path, and ``label``, if there is one.
 
         Raises:
-            SampleError: the file cannot be decoded; says its path.
+            SampleError: the file cannot be decoded; names its path.
         """
         row = self._rows[int(index)]
         file = row[self._image_column]
@@ -53,10 +53,10 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
 
 def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
-    """Images in a folder, with the folders in it for labels: ``source/cat/1.jpg``, ``source/dog/2.png``.
+    """Returns images in a folder, labelled by its subfolders: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
-    Labels are the folders' names in their order, from 0. With folders of splits above those of labels
-    (``source/train/cat/1.jpg``) these are told by ``split``. A folder of images alone has no labels.
+    Labels are the indices of the sorted folder names. With folders of splits above them (``source/train/cat/1.jpg``)
+    ``split`` selects one. A folder without subfolders has no labels.
 
     Args:
         source: path of the folder.
@@ -75,17 +75,17 @@ def hf_image_dataset(
     label_column: str = "label",
     **load_dataset_kwargs: Any,
 ) -> ImageDataset:
-    """Images of a data set that ``datasets.load_dataset`` reads.
+    """Returns the images of a dataset that ``datasets.load_dataset`` reads.
 
     Args:
-        source: its name or path.
-        split: of it; may be a slice such as ``train[:1000]``.
-        image_column: that of the images.
-        label_column: that of whole-number classes; not there, there are no labels.
+        source: name or path of the dataset.
+        split: may be a slice such as ``train[:1000]``.
+        image_column: column of the images.
+        label_column: column of integer classes; if it does not exist, there are no labels.
         load_dataset_kwargs: such as ``name`` or ``data_files``.
 
     Raises:
-        ValueError: ``datasets`` or ``pillow`` is not installed, or there is no column of images.
+        ValueError: ``datasets`` or ``pillow`` is not installed, or the column of images does not exist.
     """
     try:
         import datasets
@@ -105,15 +105,14 @@ def hf_image_dataset(
 
 
 def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
-    """A dataset of images; see :func:`recipe_utils.data.loader.samples.load_dataset`.
+    """Loads a dataset of images; see :func:`recipe_utils.data.loader.samples.load_dataset`.
 
     Args:
         cfg: the component.
-        with_labels: whether nearest neighbours are to vote for them.
+        with_labels: the k-nearest-neighbors classifier needs labels.
 
     Raises:
-        ValueError: by its first sample it is of something else, or without labels. A broken image is named when it
-            is needed.
+        ValueError: the first sample has no image, or no label. Broken images are reported when they are loaded.
     """
     made = load_dataset(cfg)
     if made is None or len(made) == 0:
@@ -127,12 +126,12 @@ def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) 
     if not isinstance(sample, Mapping) or "image" not in sample:
         found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
-            f"its samples have {found} and no image; set it to one of images, such as "
+            f"its samples have {found} and no image; set it to a dataset of images, such as "
             "recipe_utils.data.images.folders.image_folder_dataset"
         )
     if with_labels and sample.get("label") is None:
         raise ValueError(
-            "its images have no labels for neighbours to vote for; set dataset_knn and dataset_val to images with "
+            "its images have no labels for neighbors to vote for; set dataset_knn and dataset_val to images with "
             "labels, or run_val_every_n_steps=null"
         )
     return made
@@ -153,15 +152,15 @@ def _decode(content: bytes | None, path: str) -> Any:
 
 
 def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
-    """A sample's image as pixels, see :func:`pixels_of`, and the rest of the sample.
+    """Returns a sample's image as pixels, see :func:`pixels_of`, and the rest of the sample.
 
     Args:
         sample: a mapping with ``image`` and perhaps ``label`` and ``name``, the image's path; or a pair of an
             image and a label, as torchvision's datasets return them.
-        num_channels: that the model takes.
+        num_channels: channels of the model.
 
     Raises:
-        SampleError: it is neither, the image cannot be used, or the label is no whole number from 0.
+        SampleError: it is neither, the image cannot be used, or the label is not an integer of at least 0.
     """
     if isinstance(sample, tuple) and len(sample) == 2:
         sample = {"image": sample[0], "label": sample[1]}
@@ -176,22 +175,22 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
     label = sample.get("label")
     if label is not None:
         if isinstance(label, bool) or not hasattr(label, "__index__") or int(label) < 0:
-            raise SampleError(f"its label is no whole number from 0 but {label!r}")
+            raise SampleError(f"its label is {label!r}, not an integer of at least 0")
         rest["label"] = int(label)
     return pixels, rest
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
-    """An image's pixels in [0, 1], [num_channels, h, w]: float64 of a float64 image, else float32.
+    """Returns an image's pixels in [0, 1], [num_channels, h, w]: float64 if the image is, else float32.
 
-    As torchvision's ``ImageFolder`` every image becomes RGB, or grey where ``num_channels`` is 1: grey ones are
-    repeated, palettes looked up, an alpha channel is dropped. Whole numbers of 8 and of 16 bits are scaled by
-    what they can hold, so a 16-bit image is not cut off at 255.
+    As in torchvision's ``ImageFolder``, every image becomes RGB, or gray if ``num_channels`` is 1: gray images are
+    repeated, palettes looked up, an alpha channel is dropped. Integers are divided by the largest value of their
+    type, so 16-bit images are not cut off at 255.
 
     Args:
-        image: one of Pillow; or an array or tensor [h, w], [c, h, w] or, where the first axis can be no
-            channels, [h, w, c], of whole numbers or of floats in [0, 1].
-        num_channels: 1, 3, or whatever an array has.
+        image: Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis cannot be channels,
+            [h, w, c], of integers or of floats in [0, 1].
+        num_channels: 1, 3, or the number of channels of the array.
 
     Raises:
         ValueError: no pixels, another type, values that are not finite or outside [0, 1], or channels that
@@ -221,7 +220,7 @@ def _array_of_pillow(image: Any) -> np.ndarray:
     """[h, w] or [c, h, w]."""
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
-        # Pillow reads grey files of 16 bits into 32 where it has no mode for them.
+        # Pillow reads 16-bit gray files as 32 bits if it has no mode for them.
         is_16_bit = (
             array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
         )
@@ -240,7 +239,7 @@ def _scaled(array: np.ndarray) -> np.ndarray:
             raise ValueError("its pixels are not all finite")
         if low < 0 or high > 1:
             raise ValueError(
-                f"its pixels are from {low:.3g} to {high:.3g}; give whole numbers, or floats in [0, 1]"
+                f"its pixels are from {low:.3g} to {high:.3g}; give integers, or floats in [0, 1]"
             )
         return array
     if array.dtype not in (np.uint8, np.uint16, np.bool_):
@@ -261,25 +260,27 @@ def _with_channels(array: np.ndarray, num_channels: int) -> np.ndarray:
         return grey_of(array)
     if len(array) == num_channels:
         return array
-    raise ValueError(f"it has {found} channels, of which the model's {num_channels} cannot be made")
+    raise ValueError(
+        f"it has {found} channels, which cannot be converted to the model's {num_channels}"
+    )
 
 
 def grey_of(pixels: np.ndarray) -> np.ndarray:
-    """The luma [1, h, w] of RGB pixels [3, h, w]."""
+    """Returns the luma [1, h, w] of RGB pixels [3, h, w]."""
     red, green, blue = (pixels[i] * pixels.dtype.type(_LUMA[i]) for i in range(3))
     grey: np.ndarray = (red + green + blue)[None]
     return grey
 
 
 def digest_of(pixels: np.ndarray) -> np.ndarray:
-    """By which a resumed training knows its data again, int64 [2]."""
+    """Returns a hash of the pixels, int64 [2], for the fingerprint of the data."""
     digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())
-    return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # that may be written to
+    return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # writable
 
 
 def with_image_name(sample: Sample, name: str) -> Sample:
-    """A sample with the name that errors give it: its place in the dataset and its path, if it has one."""
+    """Adds the name for errors: the index in the dataset, and the path if there is one."""
     path = sample["path"]
     shown = name.replace("sample", "image", 1)
     return {**sample, "name": f"{shown} ({path})" if path else shown}

@@ -1,4 +1,4 @@
-"""Images as they are, with labels, as a kind of sample: for nearest neighbours."""
+"""Collator of labelled images, for the k-nearest-neighbors classifier."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,15 +26,10 @@ from recipe_utils.data.loader.settings import DataSettings
 
 
 class WholeImages(Dataset[dict[str, Any]]):
-    """Each image of a dataset as one crop, of which nothing is drawn; for nearest neighbours.
-
-    Args:
-        dataset: see :class:`recipe_utils.data.images.collator.Views`.
-        transform: resizes and normalises.
-        layout: of the model's tokens.
+    """One central crop of each image of a dataset, without random draws.
 
     Raises:
-        ValueError: the transform's crops do not fit to the model.
+        ValueError: the transform's crops do not match the model.
     """
 
     def __init__(self, dataset: Any, transform: MultiCrop, layout: TokenLayout) -> None:
@@ -47,27 +42,22 @@ class WholeImages(Dataset[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The image as an array ``crop`` [c, h, h], its ``label``, ``path`` and ``digest``.
+        """Returns the image as an array ``crop`` [c, h, h], its ``label``, ``path`` and ``digest``.
 
         Raises:
             SampleError: the image cannot be used, or has no label.
         """
         pixels, sample = checked_image(self._dataset[int(index)], self._layout.num_channels)
         if sample["label"] is None:
-            raise SampleError("it has no label, without which neighbours say nothing")
+            raise SampleError("it has no label for neighbors to vote for")
         return {**sample, "crop": self._transform.whole(pixels), "digest": digest_of(pixels)}
 
 
 class ImageCollator:
-    """Images as they are, with labels, for nearest neighbours; an update step counts images.
-
-    Args:
-        data: settings of the data.
-        layout: of the model's tokens.
-    """
+    """Collates labelled images; totals count images."""
 
     counts = ("images", "crop_tokens")
-    """What a microbatch counts: images, and slots that are computed."""
+    """Images, and tokens of the model."""
     fingerprint_keys = ("digest",)
 
     def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
@@ -75,37 +65,33 @@ class ImageCollator:
         self.plan = partial(plan_in_order, batch_size=data.batch_size)
 
     def warnings(self) -> Iterator[str]:
-        """None."""
+        """Yields nothing."""
         yield from ()
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """The sample as :class:`WholeImages` made it, with a name.
-
-        Raises:
-            SampleError: the dataset is no :class:`WholeImages`.
-        """
+        """Adds the sample's name; raises SampleError if it is not from :class:`WholeImages`."""
         check_keys(sample, ("crop", "label"), name)
         return with_image_name(sample, name)
 
     def length(self, sample: Sample) -> int:
-        """1: all are as long."""
+        """Returns 1: all images have as many tokens."""
         return 1
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """One row of one global crop for each image, without masks and draws; see :meth:`recipe_utils.data.images.collator.ViewCollator.collate`."""
+        """Returns one row with one global crop of each image, without masks and draws; see :class:`ViewCollator`."""
         crops = np.stack([sample["crop"] for sample in samples])
         draws = np.zeros((len(crops), 0))
-        inputs, (slots,) = row_of(
+        inputs, (positions,) = row_of(
             [CropsOfOneSize(crops, draws, np.zeros((len(crops), 1), dtype=bool))], self._layout, 1.0
         )
         none = torch.zeros(0, dtype=torch.int64)
         targets = ViewTargets(
-            cls_positions=slots.classes,
+            cls_positions=positions.classes,
             num_images=len(samples),
             num_local_crops=0,
             masked_positions=none,
             masked_weights=none.double(),
-            patch_positions=slots.patches.flatten(),
+            patch_positions=positions.patches.flatten(),
             koleo_groups=none,
             labels=labels_of(samples),
             names=tuple(sample["name"] for sample in samples),
@@ -114,5 +100,5 @@ class ImageCollator:
         return microbatch_of(inputs, targets, counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """A microbatch of a crop to run, of which nothing is asked."""
+        """Returns a microbatch with zero loss, which keeps collectives matched."""
         return without_targets(self.collate([sample]))

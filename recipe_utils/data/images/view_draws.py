@@ -1,6 +1,6 @@
-"""What is drawn for views of images: which patches are masked, and what positions are multiplied by.
+"""Random draws for views of images: masks of patches, and the position factor.
 
-A draw depends on numbers that a training knows at every place, such as seed, epoch and index, and on nothing else.
+A draw depends only on numbers such as seed, epoch and index, so it is the same on any rank and after a resume.
 """
 
 import hashlib
@@ -11,13 +11,13 @@ import torch
 
 
 def generator_of(purpose: str, *numbers: int) -> torch.Generator:
-    """A generator for one purpose, which depends on these numbers and on nothing else."""
+    """Returns a generator that depends only on a purpose and numbers."""
     words = " ".join([purpose, *map(str, map(int, numbers))])
     digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-@lru_cache(maxsize=4)  # all samples of an update step ask for the same
+@lru_cache(maxsize=4)  # the same for all samples of an update step
 def mask_ratios(
     seed: int,
     epoch: int,
@@ -26,11 +26,11 @@ def mask_ratios(
     probability: float,
     mask_range: tuple[float, float],
 ) -> np.ndarray:
-    """The share of masked patches in each global crop of an update step, over all ranks; 0 for none.
+    """Returns the share of masked patches in each global crop of an update step, over all ranks.
 
-    As DINOv2 (Oquab et al. 2023, arXiv:2304.07193; its range is cut into as many parts as there are crops with
-    masks, and each gets a ratio of another part), but over the update step and not over what a rank holds. So the
-    spread is the same however it is split.
+    As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193): the range is cut into as many parts as there are crops with
+    masks, and each crop draws its ratio from another part. Here the crops are those of the update step, not of a rank,
+    so the distribution does not depend on how the step is split.
 
     Args:
         seed: of the training.
@@ -53,7 +53,7 @@ def mask_ratios(
 
 
 def position_factor(seed: int, epoch: int, step: int, rescale: float | None) -> float:
-    """What an update step's positions are multiplied by (DINOv3, Siméoni et al. 2025, arXiv:2508.10104)."""
+    """Returns the factor of an update step's positions (DINOv3, Siméoni et al. 2025, arXiv:2508.10104)."""
     if rescale is None:
         return 1.0
     generator = generator_of("position factor", seed, epoch, step)
@@ -62,18 +62,18 @@ def position_factor(seed: int, epoch: int, step: int, rescale: float | None) -> 
 
 
 _LEAST_BLOCK = 4
-"""Patches of a block, while so many are left to be masked."""
+"""Minimum patches of a block, unless fewer are left to mask."""
 _BLOCK_SHAPES = (0.3, 1 / 0.3)
 """Narrowest and widest block, height over width."""
 _NUM_BLOCK_TRIES = 10
 
 
 def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.ndarray:
-    """Masks exactly so many patches of a square, in blocks.
+    """Masks exactly ``num_masked`` patches of a square, in blocks.
 
-    BEiT's (Bao et al. 2021, arXiv:2106.08254, algorithm 1), as iBOT's (Zhou et al. 2021, arXiv:2111.07832):
-    rectangles of random area and shape, which may overlap, as long as one is found that adds some patches and
-    not too many. What is missing then is masked patch by patch.
+    As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021, arXiv:2111.07832): adds
+    rectangles of random area and shape, which may overlap, while one is found that adds at least one patch and not too
+    many. The rest is masked patch by patch.
 
     Args:
         side: of the square [patches].
