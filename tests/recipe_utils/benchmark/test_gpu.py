@@ -8,13 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune import config
 
-from recipe_utils.benchmark.gpu import __main__ as command
-from recipe_utils.benchmark.gpu.__main__ import STAGES, Stage, main
-from recipe_utils.benchmark.gpu.crafted import document_lengths, packed_row
-from recipe_utils.benchmark.gpu.flops import decoder_flops
-from recipe_utils.benchmark.gpu.measure import at_most, attempt
-from recipe_utils.benchmark.gpu.speed import group_of, ways
+from recipe_utils.benchmark import gpu
+from recipe_utils.benchmark.gpu import STAGES, document_lengths, main, sample_of
+from recipe_utils.benchmark.matrix_peak import decoder_flops
+from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
@@ -23,111 +22,41 @@ from recipe_utils.model.build.build import ModelSettings, build_on_meta
 SMALL = ["--device", "cpu", "--small"]
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    """The exit code, the results and the table of all stages in tiny shapes."""
-    folder = tmp_path_factory.mktemp("gpu")
-    code = main([*SMALL, "--out", str(folder)])
-    return code, json.loads((folder / "results.json").read_text()), folder / "results.md"
+@pytest.mark.slow
+def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == list(STAGES)
+    assert len(results["attention"]["checks"]) == 2
+    assert results["waits"]["waits"] is None
+    printed = capsys.readouterr().out
+    rows = [line.split("|")[1:] for line in printed.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in rows[2:]] == ["eager", "compiled", "chunks of 4096"]
+    assert all(float(row[3]) > 0 and row[5].strip().endswith("%") for row in rows[2:])
 
 
-def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(small_run):
-    code, results, _ = small_run
-    assert list(results["stages"]) == list(STAGES)
-    assert not [stage["raised"] for stage in results["stages"].values() if "raised" in stage]
-    checks = [each for stage in results["stages"].values() for each in stage.get("checks", ())]
-    assert not [each for each in checks if not each["passed"]]
-    assert len(checks) > 12
-    assert code == 0
-
-
-def test_what_only_cuda_measures_is_null_and_what_a_stage_lacks_is_named(small_run):
-    _, results, _ = small_run
-    stages = results["stages"]
-    assert stages["4 host waits"]["waits_per_update"] is None
-    assert {row["peak_gb"] for row in stages["8 speed"]["rows"]} == {None}
-    assert any("float8" in text for text in stages["10 beyond bf16"]["not_available"])
-
-
-def test_the_table_has_a_row_for_each_step_to_the_fastest(small_run):
-    _, results, table = small_run
-    rows = [line.split("|")[1:6] for line in table.read_text().splitlines() if "|" in line]
-    found = {row[0].strip() for row in rows}
-    missing = " ".join(results["stages"]["8 speed"]["not_available"])
-    for name, _ in ways():
-        assert name in found or name in missing
-    (row,) = [r for r in rows if r[0].strip() == "eager" and r[1].strip() == "128"]
-    assert float(row[2]) > 0
-    assert row[4].strip().endswith("%")
-    assert all(name in found for name in STAGES)
-
-
-def raises(settings):
+def raises(run):
     raise RuntimeError("no such kernel")
 
 
-def fails(settings):
-    return {"checks": [at_most("error", 2.0, 1.0)]}
+def fails(run):
+    return {"checks": {"error": (2.0, 1.0), "nan": (float("nan"), 1.0), "fine": (1.0, 1.0)}}
 
 
-def passes(settings):
-    return {"checks": [at_most("error", 1.0, 1.0)]}
-
-
-def test_a_stage_that_raises_is_recorded_and_the_others_run(tmp_path, capsys):
-    stages = {"0 first": Stage(raises, 1), "1 second": Stage(passes, 1)}
-    assert main([*SMALL, "--out", str(tmp_path)], stages) == 1
-    found = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert "in raises" in found["0 first"]["raised"]
-    assert found["1 second"]["checks"][0]["passed"]
-    assert "FAILED 0 first: RuntimeError: no such kernel" in capsys.readouterr().out
-
-
-def test_a_check_that_fails_is_the_exit_code_and_is_named(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path)], {"0 first": Stage(fails, 1)}) == 1
-    assert "FAILED 0 first: error: 2.0, bound 1.0" in capsys.readouterr().out
-    assert main([*SMALL, "--out", str(tmp_path)], {"0 first": Stage(passes, 1)}) == 0
-
-
-def test_once_the_time_is_used_up_the_others_are_skipped_by_name(tmp_path):
-    stages = {"0 first": Stage(raises, 1), "1 second": Stage(raises, 1)}
-    assert main([*SMALL, "--minutes", "0", "--out", str(tmp_path)], stages) == 0
-    found = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert all("used up" in stage["skipped"] for stage in found.values())
-    table = (tmp_path / "results.md").read_text()
-    assert "1 second" in table
-    assert "used up" in table
-
-
-def test_a_stage_that_does_not_look_at_the_clock_is_ended(tmp_path):
-    def is_stuck(settings):
-        while True:
-            pass
-
-    main([*SMALL, "--minutes", "0.005", "--out", str(tmp_path)], {"0 first": Stage(is_stuck, 1)})
-    found = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert "TimeoutError" in found["0 first"]["raised"]
-
-
-def test_only_the_stages_that_are_asked_for_run(tmp_path, capsys):
-    stages = {"0 first": Stage(raises, 1), "1 second": Stage(passes, 1)}
-    assert main([*SMALL, "--stages", "1", "--out", str(tmp_path)], stages) == 0
+def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "STAGES", {"first": raises, "second": fails, "third": raises})
+    assert main([*SMALL, "--out", str(tmp_path), "--stages", "first,second"]) == 1
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found) == ["first", "second"]
+    assert "in raises" in found["first"]["raised"]
+    printed = capsys.readouterr().out
+    assert "FAILED first: RuntimeError: no such kernel" in printed
+    assert "FAILED second: error: 2.0, bound 1.0" in printed
+    assert "FAILED second: nan: nan, bound 1.0" in printed
+    assert "fine" not in printed
     with pytest.raises(SystemExit):
-        main([*SMALL, "--stages", "1,7", "--out", str(tmp_path)], stages)
-    assert "there is no 7; there are 0, 1" in capsys.readouterr().err
-
-
-def test_stages_have_no_more_time_together_than_the_command():
-    assert sum(stage.seconds for stage in STAGES.values()) <= 600
-    assert [name.split()[0] for name in STAGES] == [str(number) for number in range(11)]
-    assert command.__doc__ is not None
-
-
-def test_a_check_that_raises_fails_with_its_traceback():
-    made = attempt("reading", lambda: {}["key"])
-    assert not made["passed"]
-    assert "KeyError" in made["found"]
-    assert not at_most("error", float("nan"), 1.0)["passed"]
+        main([*SMALL, "--stages", "first,fourth"])
+    assert "there is no fourth; there are first, second, third" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": True}])
@@ -147,7 +76,7 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     attend_within_documents(model, torch.device("cpu"), 64)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
-    row = packed_row(lengths, 101, seed=0)
+    row = collate_packed_microbatch([sample_of(n, 101, n) for n in lengths], IGNORE_INDEX)
     with torch.device("meta"):
         for module in model.modules():
             if hasattr(module, "rope_init"):
@@ -175,14 +104,3 @@ def test_documents_fill_a_row():
     assert sum(lengths) == 8192
     assert max(lengths) <= 2048
     assert 60 < sorted(lengths)[len(lengths) // 2] < 130
-
-
-def test_kernels_fall_into_groups():
-    assert group_of("sm90_xmma_gemm_bf16bf16_bf16f32") == "matrix products"
-    assert group_of("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel") == "attention"
-    assert group_of("triton_tem_fused_flex_attention_0") == "attention"
-    assert group_of("triton_poi_fused_silu_mul_1") == "compiled (Triton)"
-    assert group_of("Memcpy HtoD (Pinned -> Device)") == "copies and casts"
-    assert group_of(
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam"
-    ) == ("optimizer, gradient norm")

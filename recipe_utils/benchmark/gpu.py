@@ -1,0 +1,491 @@
+"""Checks and measures on one GPU what a CPU cannot show.
+
+    python -m recipe_utils.benchmark.gpu --out /tmp/gpu
+    python -m recipe_utils.benchmark.gpu --stages machine,speed
+    python -m recipe_utils.benchmark.gpu --device cpu --small      # the same code, in tiny shapes
+
+Needs no file and no network: weights and samples are random. After each stage its figures, or its traceback, are
+written to ``results.json``; the exit code is 1 if a stage raised or a check failed.
+
+- machine: bandwidth of copies, bf16 matrix products; the best is the *measured peak*.
+- attention: packed rows against SDPA of each document alone in float64.
+- copies: checksums of microbatches that are copied ahead while the device is busy.
+- waits: host waits for the device in ``update``, which must not occur.
+- speed: update steps with the shapes of Llama-3.2-1B: tokens/s, share of the measured peak, memory.
+- checkpoint: time that saving blocks the training, and whether fp32 resumes bitwise.
+"""
+
+import argparse
+import json
+import logging
+import random
+import runpy
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torchtune import config as torchtune_config
+from torchtune import training
+from torchtune.utils import get_logger
+
+from recipe_utils.benchmark.matrix_peak import Product, decoder_flops, median_seconds, tflops
+from recipe_utils.benchmark.report import versions
+from recipe_utils.benchmark.token_audit import IGNORE_INDEX
+from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.checkpoint.save import CheckpointWriter
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.loader.to_device import to_device_ahead
+from recipe_utils.data.text.collate import collate_packed_microbatch
+from recipe_utils.files import write_atomically
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.tune.registry import config_path, recipe_path
+
+Result = dict[str, Any]
+"""Figures of a stage, as JSON; ``checks`` maps a name to the pair of found value and upper bound."""
+_HERE = "recipe_utils.benchmark.gpu"
+_COMPONENT = "torchtune.models.llama3_2.llama3_2"
+_TINY = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
+_1B = {"num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 2048}
+_PRODUCTS = (
+    Product(8192, 8192, 8192),
+    # A layer of Llama-3.2-1B over 8192 tokens, the output layer over 2048 targets, the gradient of an MLP weight.
+    Product(8192, 2048, 2048),
+    Product(8192, 2048, 8192),
+    Product(2048, 2048, 128256),
+    Product(8192, 8192, 2048, is_transposed=True),
+)
+_BUSY_CYCLES = 2_000_000  # about a millisecond
+
+
+class Run(NamedTuple):
+    """Arguments of all stages."""
+
+    device: torch.device
+    is_small: bool
+    """Tiny shapes and few steps, for a CPU."""
+    scratch: Path
+    """Folder for the output of recipes; removed at the end."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """True if there is something that only CUDA shows."""
+        return self.device.type == "cuda"
+
+
+# ---- Components without files -------------------------------------------------------------------
+
+
+class RandomWeights:
+    """A checkpointer whose weights are normal with standard deviation 0.02, norms 1."""
+
+    def __init__(self, model: Mapping[str, Any], device: str, **_: Any) -> None:
+        self._model, self._device = dict(model), device
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """Returns weights in bf16, since fp32 weights of a model that just fits would not fit."""
+        make = partial(torchtune_config.instantiate, OmegaConf.create(self._model))
+        generator = torch.Generator(self._device).manual_seed(0)
+        weights = {}
+        for name, like in build_on_meta(make, ModelSettings()).state_dict().items():
+            weight = torch.ones(like.shape, dtype=torch.bfloat16, device=self._device)
+            weights[name] = (
+                weight.normal_(std=0.02, generator=generator) if like.dim() > 1 else weight
+            )
+        return {training.MODEL_KEY: weights}
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Exports nothing."""
+
+
+class NoTokenizer:
+    """The attributes of a tokenizer that a recipe reads."""
+
+    pad_id = 0
+
+    def __init__(self, max_seq_len: int) -> None:
+        self.max_seq_len = max_seq_len
+
+
+class RandomTexts:
+    """Samples of random tokens; the second half of each is targets."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, num_samples: int = 64) -> None:
+        lengths = document_lengths(num_samples * 200, tokenizer.max_seq_len, seed=1)
+        self._samples = [sample_of(lengths[i], vocab_size, i) for i in range(num_samples)]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
+
+
+def document_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
+    """Returns lengths like those of instructions and answers (log-normal, median 90) that sum to ``num_tokens``."""
+    rng = random.Random(seed)
+    lengths: list[int] = []
+    while (left := num_tokens - sum(lengths)) > 0:
+        lengths.append(min(max(int(rng.lognormvariate(4.5, 0.8)), 8), longest, left))
+    return lengths
+
+
+def sample_of(length: int, vocab_size: int, seed: int) -> Sample:
+    """Returns random tokens; the first half of the labels is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (length,), generator=generator).tolist()
+    return {"tokens": tokens, "labels": [IGNORE_INDEX] * (length // 2) + tokens[length // 2 :]}
+
+
+def update_step(run: Run, rows: list[list[int]], vocab_size: int) -> UpdateStep:
+    """Returns an update step with one packed row per microbatch, from the document lengths of each row."""
+    packed = []
+    for lengths in rows:
+        samples = [sample_of(length, vocab_size, i) for i, length in enumerate(lengths)]
+        row = collate_packed_microbatch(samples, IGNORE_INDEX)
+        packed.append(row.pin_memory() if run.is_cuda else row)
+    totals = {name: sum(row.counts[name] for row in packed) for name in packed[0].counts}
+    return UpdateStep(0, packed, totals, dp_degree=1)
+
+
+@contextmanager
+def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
+    """Sets up the fine-tuning recipe with random weights and samples; frees it afterwards.
+
+    Args:
+        run: of the stages.
+        name: of the output folder.
+        changes: config keys; ``__`` stands for a dot.
+    """
+    longest = 256 if run.is_small else 16384
+    sizes = _TINY | {"intermediate_dim": 128} if run.is_small else _1B | {"intermediate_dim": 8192}
+    vocab_size = 512 if run.is_small else 128256
+    model = {"_component_": _COMPONENT, "vocab_size": vocab_size, "max_seq_len": longest,
+             "rope_base": 500_000, "scale_factor": 1, **sizes}  # fmt: skip
+    output_dir = str(run.scratch / name)
+    cfg = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
+    assert isinstance(cfg, DictConfig)
+    cfg.pop("checkpoint_dir", None)
+    components = {
+        "model": model,
+        "tokenizer": {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8},
+        "dataset": {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size},
+        "checkpointer": {"_component_": f"{_HERE}.RandomWeights", "model": model,
+                         "device": run.device.type, "output_dir": output_dir},
+    }  # fmt: skip
+    for key, value in components.items():
+        cfg[key] = value
+    keys = {"output_dir": output_dir, "device": run.device.type, "num_workers": 0, "save_every_n_minutes": None,
+            "max_tokens_per_microbatch": longest, "log_peak_memory_stats": False, **changes}  # fmt: skip
+    for key, value in keys.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    recipe_class = runpy.run_path(str(recipe_path("full_finetune_update_step")))[
+        "FullFinetuneRecipe"
+    ]
+    recipe = recipe_class(cfg)
+    recipe.run.export = lambda *_: None
+    try:
+        with recipe.run:
+            recipe.setup(cfg)
+            recipe.model.train()
+            yield recipe
+    finally:
+        recipe.__dict__.clear()
+        if run.is_cuda:
+            torch.cuda.empty_cache()
+
+
+# ---- Stages -------------------------------------------------------------------------------------
+
+
+def machine(run: Run) -> Result:
+    """Bandwidth of copies [GB/s], bf16 products [TFLOP/s]."""
+    num_bytes = 2**16 if run.is_small else 2**30
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=run.device)
+    host = torch.empty(num_bytes, dtype=torch.uint8)
+    copies = {"pageable to device": (on_device, host), "device to pageable": (host, on_device)}
+    if run.is_cuda:
+        pinned = host.pin_memory()
+        copies |= {"pinned to device": (on_device, pinned), "device to pinned": (pinned, on_device)}
+    bandwidth = {
+        name: num_bytes
+        / 1e9
+        / median_seconds(partial(to.copy_, of, non_blocking=True), run.device, 1, 5)
+        for name, (to, of) in copies.items()
+    }
+    products = (Product(64, 64, 64), Product(64, 64, 32, True)) if run.is_small else _PRODUCTS
+    found = {each.name: tflops(each, run.device, torch.bfloat16, 3, 10) for each in products}
+    name = torch.cuda.get_device_name(run.device) if run.is_cuda else "CPU"
+    return {"device": name, "versions": versions(), "copy_gb_per_second": bandwidth,
+            "products_tflops": found, "matrix_peak_tflops": max(found.values())}  # fmt: skip
+
+
+def attention(run: Run) -> Result:
+    """Relative error of self-attention in packed rows: output, and gradients of input and weights."""
+    lengths = [5, 1, 7, 16] if run.is_small else [1, 127, 128, 129, 2048, 300]
+    keys: list[dict[str, Any]] = [{"dtype": "fp32"}, {"dtype": "bf16", "weights_dtype": "bf16"}]
+    if run.is_cuda:
+        kernels = {"fp32": ("flex", "by_document"), "bf16": ("varlen", "flex", "by_document")}
+        keys = [{**each, "packed_attention": k} for each in keys for k in kernels[each["dtype"]]]
+    found: Result = {"checks": {}}
+    for each in keys:
+        name = " ".join(each.values())
+        with recipe_after_setup(
+            run, f"attention {name}", **{"weights_dtype": None, **each}
+        ) as recipe:
+            step = update_step(run, [lengths], vocab_size=512)
+            (row,) = to_device_ahead(step.microbatches, run.device)
+            found["checks"][name] = _attention_error(recipe.model, row, lengths)
+    return found
+
+
+def _attention_error(model: Any, row: Microbatch, lengths: list[int]) -> tuple[float, float]:
+    """Returns the error and its bound: 1e-5 in fp32; in bf16 twice the error of SDPA."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        args[0].retain_grad()
+        kept.append((args[0], output))
+
+    layer = model.layers[0].attn
+    layer.register_forward_hook(keep)
+    model(**row.inputs)
+    x, output = kept[0]
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    output.backward(weight)
+    mine = [output.detach(), x.grad, *_gradients(layer)]
+
+    def alone(dtype: torch.dtype) -> list[Tensor]:
+        component = {"_component_": _COMPONENT, "vocab_size": 8, "max_seq_len": model.max_seq_len,
+                     "rope_base": 500_000, "scale_factor": 1, "intermediate_dim": 8, "num_layers": 1,
+                     "num_heads": model.num_heads, "num_kv_heads": layer.num_kv_heads,
+                     "embed_dim": x.size(-1)}  # fmt: skip
+        with x.device, training.set_default_dtype(torch.float32):
+            own = torchtune_config.instantiate(OmegaConf.create(component)).layers[0].attn
+        own.load_state_dict({name: _full(each) for name, each in layer.state_dict().items()})
+        own.to(dtype)
+        leaf = x.detach().to(dtype).requires_grad_()
+        parts = zip(leaf.split(lengths, 1), row.inputs["input_pos"].split(lengths, 1), strict=True)
+        result = torch.cat([own(part, part, input_pos=positions) for part, positions in parts], 1)
+        result.backward(weight.to(dtype))
+        assert leaf.grad is not None
+        return [result.detach(), leaf.grad, *_gradients(own)]
+
+    exact = alone(torch.float64)
+    bound = 1e-5 if x.dtype == torch.float32 else 2 * _error(alone(x.dtype), exact)
+    return _error(mine, exact), bound
+
+
+def _gradients(layer: nn.Module) -> list[Tensor]:
+    return [_full(p.grad) for _, p in sorted(layer.named_parameters()) if p.grad is not None]
+
+
+def _full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _error(found: Sequence[Any], exact: Sequence[Tensor]) -> float:
+    """Largest relative error in the norm."""
+    pairs = zip(found, exact, strict=True)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def copies(run: Run) -> Result:
+    """Counts wrong checksums. Buffers of the host are released as soon as a copy has begun."""
+    num_microbatches, longest = (20, 1_000) if run.is_small else (200, 1_000_000)
+    expected: list[int] = []
+
+    def made() -> Iterator[Tensor]:
+        for seed in range(num_microbatches):
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(2**20, (longest - 1000 * (seed % 2) // 2,), generator=generator)
+            expected.append(int(tokens.sum()))
+            yield tokens.pin_memory() if run.is_cuda else tokens
+
+    sums = []
+    for tokens in to_device_ahead(made(), run.device):
+        if run.is_cuda:
+            torch.cuda._sleep(_BUSY_CYCLES)
+        sums.append(tokens.sum())
+        del tokens
+        torch.full(
+            (longest,), -1, device=run.device
+        )  # overwrites the block if it was released early
+    num_wrong = sum(int(a) != b for a, b in zip(sums, expected, strict=True))
+    return {"checks": {f"wrong of {num_microbatches}": (num_wrong, 0)}}
+
+
+def waits(run: Run) -> Result:
+    """Lists where the host waits for the device in a warm ``update``; null without CUDA."""
+    where: list[str] = []
+
+    def keep(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = [
+                f
+                for f in traceback.extract_stack()
+                if "recipe" in f.filename or "torchtune" in f.filename
+            ]
+            where.append(" < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames[-3:])))
+
+    with (
+        recipe_after_setup(run, "waits", batch_size=2, gradient_accumulation_steps=2) as recipe,
+        recipe.loader.epoch(0) as steps,
+        warnings.catch_warnings(),
+    ):
+        update_steps = iter(steps)
+        for step in islice(update_steps, 3):
+            recipe.update(step)
+        step = next(update_steps)
+        warnings.simplefilter("always")
+        warnings.showwarning = keep
+        if run.is_cuda:
+            torch.cuda.synchronize(run.device)
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            recipe.update(step)
+        finally:
+            if run.is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+    if not run.is_cuda:
+        return {"waits": None}
+    return {"waits": sorted(set(where)), "checks": {"host waits in update": (len(where), 0)}}
+
+
+def speed(run: Run) -> Result:
+    """Update steps of at least 16384 tokens: each way has the keys of those before it."""
+    keys: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"compile": True},
+                                       "chunks of 4096": {"loss__tokens_per_chunk": 4096}}  # fmt: skip
+    rows: list[Result] = []
+    for name, more in ways.items():
+        keys |= more
+        if run.is_small and keys.get("compile"):  # inductor takes a minute
+            keys["compile"] = False
+        with recipe_after_setup(run, name, **keys) as recipe:
+            for length in [128] if run.is_small else [8192, 2048, 16384]:
+                num_rows = 2 if run.is_small else max(16384 // length, 1)
+                longest = recipe.tokenizer.max_seq_len
+                of_rows = [document_lengths(length, longest, seed) for seed in range(num_rows)]
+                step = update_step(run, of_rows, recipe.model.tok_embeddings.num_embeddings)
+                if run.is_cuda:
+                    torch.cuda.reset_peak_memory_stats(run.device)
+                seconds = median_seconds(
+                    partial(recipe.update, step), run.device, *((1, 2) if run.is_small else (3, 10))
+                )
+                lengths = [n for row in of_rows for n in row]
+                flops = decoder_flops(recipe.model, lengths, step.totals["target_tokens"])
+                peak_gb = torch.cuda.max_memory_allocated(run.device) / 1e9 if run.is_cuda else None
+                rows.append({"way": name, "row_length": length, "milliseconds": seconds * 1e3,
+                             "tokens_per_second": step.totals["real_tokens"] / seconds,
+                             "tflops": flops.total / seconds / 1e12, "peak_gb": peak_gb})  # fmt: skip
+    return {"rows": rows}
+
+
+def checkpoint(run: Run) -> Result:
+    """Seconds that a save blocks; losses after resuming from the middle of a training in fp32."""
+    found: Result = {"blocked_seconds": {}, "checks": {}}
+    with recipe_after_setup(run, "blocked") as recipe:
+        recipe.update(update_step(run, [[64, 64]], 512))
+        for is_async, names in ((False, ["sync"]), (True, ["async, first", "async, second"])):
+            folder = run.scratch / "checkpoints"
+            writer = CheckpointWriter(folder, keep_last_n=1, asynchronous=is_async)
+            for number, name in enumerate(names):
+                writer.wait()  # an earlier save is not part of this one's time
+                state = TrainingState("benchmark", number, epoch=0, samples_consumed=0, seed=0)
+                start = time.perf_counter()
+                writer.save(recipe.model, recipe.optimizer, state)
+                found["blocked_seconds"][name] = time.perf_counter() - start
+            writer.close()
+            shutil.rmtree(folder, ignore_errors=True)
+    keys = {"dtype": "fp32", "weights_dtype": None, "batch_size": 2, "gradient_accumulation_steps": 2,
+            "max_steps_per_epoch": 4, "save_every_n_steps": 2, "keep_last_n_checkpoints": None}  # fmt: skip
+    whole = _losses(run, "whole", **keys)
+    shutil.copytree(run.scratch / "whole" / "step_2", run.scratch / "resumed" / "step_2")
+    resumed = _losses(run, "resumed", resume_from_checkpoint=True, **keys)
+    num_different = sum(a != b for a, b in zip(resumed, whole[2:], strict=True))
+    found["checks"]["losses that differ after resuming"] = (num_different, 0)
+    return found
+
+
+def _losses(run: Run, name: str, **keys: Any) -> list[float]:
+    with recipe_after_setup(run, name, **keys) as recipe:
+        recipe.train()
+    lines = (run.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
+    return [metrics["loss"] for metrics in map(json.loads, lines) if "loss" in metrics]
+
+
+STAGES: dict[str, Callable[[Run], Result]] = {
+    each.__name__: each for each in (machine, attention, copies, waits, speed, checkpoint)
+}
+
+
+# ---- The command --------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the stages, prints a table of speeds and all failures; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder for results")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny shapes and few steps")
+    parser.add_argument("--stages", default=",".join(STAGES), help="names, separated by commas")
+    args = parser.parse_args(arguments)
+    names = args.stages.split(",")
+    if unknown := [name for name in names if name not in STAGES]:
+        parser.error(f"--stages: there is no {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds none; on a CPU use --device cpu --small")
+    args.out.mkdir(parents=True, exist_ok=True)
+    get_logger().setLevel(logging.WARNING)
+    results: dict[str, Result] = {}
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="gpu_benchmark_") as scratch:
+        run = Run(torch.device(args.device), args.small, Path(scratch))
+        for name in names:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            start = time.monotonic()
+            try:
+                results[name] = STAGES[name](run)
+            except Exception as error:
+                results[name] = {"raised": traceback.format_exc()}
+                failures.append(f"FAILED {name}: {type(error).__name__}: {error}")
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
+            for check, (found, bound) in results[name].get("checks", {}).items():
+                if not found <= bound:
+                    failures.append(f"FAILED {name}: {check}: {found}, bound {bound}")
+            results[name]["seconds"] = time.monotonic() - start
+            text = json.dumps(results, indent=1, default=str)
+            write_atomically(args.out / "results.json", f"{text}\n".encode())
+    peak = results.get("machine", {}).get("matrix_peak_tflops")
+    print(
+        "| way | row length | update step [ms] | tokens/s | TFLOP/s | of the peak | peak memory [GB] |"
+    )
+    print("| --- " * 7 + "|")
+    for row in results.get("speed", {}).get("rows", ()):
+        share = f"{row['tflops'] / peak:.1%}" if peak else ""
+        print(
+            f"| {row['way']} | {row['row_length']} | {row['milliseconds']:.1f} | {row['tokens_per_second']:.0f} "
+            f"| {row['tflops']:.3g} | {share} | {row['peak_gb'] or ''} |"
+        )
+    print("\n".join(failures) or "All checks passed.")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
