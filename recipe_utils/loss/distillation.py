@@ -17,13 +17,6 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import chunks_of, sum_over_chunks
-from recipe_utils.loss.divergence import (
-    Divergence,
-    forward_kl,
-    jensen_shannon,
-    reverse_kl,
-    symmetric_kl,
-)
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 _log = get_logger("INFO")
@@ -135,6 +128,62 @@ def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float
     return TeacherTopK(token_ids.int(), torch.cat([of_top, rest], dim=1), num_tokens)
 
 
+# ---- Divergences and their gradients in closed form -------------------------------------------------
+
+Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Each function takes log-probabilities of c rows over o outcomes, log_q of the student and log_p of the teacher,
+and p = exp(log_p), all [c, o], and returns the divergence of each row [c] in nats, and h = dD / d log_q [c, o].
+An outcome is a token, or a set of tokens; of logits z whose softmax gives q, dD / dz follows as h - q * sum(h).
+h may leave out a multiple of q, which cancels there. ``log_p`` and ``p`` may be overwritten; an outcome of
+probability 0 has a large negative logarithm, not minus infinity."""
+
+
+def forward_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q): the student covers what the teacher finds likely."""
+    divergence = (p * log_p.sub_(log_q)).sum(1)
+    return divergence, p.neg_()
+
+
+def reverse_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p): the student keeps to what the teacher finds likely."""
+    log_ratio = torch.sub(log_q, log_p, out=log_p)
+    h = torch.exp(log_q, out=p).mul_(log_ratio)
+    return h.sum(1), h
+
+
+def symmetric_kl(
+    log_q: Tensor, log_p: Tensor, p: Tensor, part_of_forward: float
+) -> tuple[Tensor, Tensor]:
+    """A mean of both, weighted; torchtune's ``sym_kd_ratio`` is the part of the forward one."""
+    reverse, h = reverse_kl(log_q, log_p.clone(), p.clone())
+    h.mul_(1 - part_of_forward)
+    forward, of_forward = forward_kl(log_q, log_p, p)
+    divergence = part_of_forward * forward + (1 - part_of_forward) * reverse
+    return divergence, h.add_(of_forward, alpha=part_of_forward)
+
+
+def jensen_shannon(
+    log_q: Tensor, log_p: Tensor, p: Tensor, part_of_teacher: float
+) -> tuple[Tensor, Tensor]:
+    """Of both to their mean: b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q.
+
+    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649, equation 1),
+    TRL's ``beta`` being b.
+
+    Args:
+        log_q: see :data:`Divergence`.
+        log_p: likewise.
+        p: likewise.
+        part_of_teacher: b, above 0 and below 1.
+    """
+    b = torch.tensor(part_of_teacher, dtype=log_q.dtype, device=log_q.device)
+    log_m = torch.logaddexp(log_p + torch.logit(b), log_q).add_((1 - b).log())
+    of_teacher = p.mul_(log_p.sub_(log_m)).sum(1)
+    log_ratio = torch.sub(log_q, log_m, out=log_m)
+    h = torch.exp(log_q, out=p).mul_(log_ratio)
+    return b * of_teacher + (1 - b) * h.sum(1), h.mul_(1 - b)
+
+
 class LinearDistillationLoss(nn.Module):
     """sum_t w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], for target positions only and in chunks.
 
@@ -144,7 +193,7 @@ class LinearDistillationLoss(nn.Module):
     :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
-        divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :mod:`recipe_utils.loss.divergence`.
+        divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :data:`Divergence`.
         temperature: T, by which the logits of both are divided.
         mixture: the part of the forward divergence in ``symmetric``; the teacher's part in ``js``'s mean.
         teacher_temperature: T of the teacher's side; None for the same. A side of its own is no softer view
@@ -384,7 +433,7 @@ class LinearDistillationLoss(nn.Module):
         if not needs_gradient:
             return sums, None
 
-        # Of the logits that log_q is the softmax of: h - q * sum(h), see divergence.py.
+        # Of the logits that log_q is the softmax of: h - q * sum(h), see Divergence.
         scale = kd_weight / self.temperature
         of_q = -scale * h.sum(1, keepdim=True)
         if shares_softmax:

@@ -41,6 +41,10 @@ OURS = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature"
 PP_2 = {"pipeline_parallel_dim": 2}
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run(config):
     return run_recipe(config, KD)
 
@@ -99,7 +103,7 @@ def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
         assert torch.equal(weight, of_ours[name])
 
 
-@pytest.mark.parametrize("divergence", ["forward", "reverse", "symmetric", "js"])
+@pytest.mark.parametrize("divergence", ["forward", slow("reverse"), slow("symmetric"), slow("js")])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(divergence, tiny_kd_config):
     config = tiny_kd_config(
         teacher_sizes=tiny.MODEL,
@@ -154,7 +158,7 @@ def test_metrics_are_there_for_training_and_validation(curve):
         assert of_step["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp-2", *(slow(name) for name in LAYOUTS if name != "pp-2")])
 def test_the_curve_and_validation_are_those_of_one_process(layout, tiny_kd_config, curve):
     world_size, changes = LAYOUTS[layout]
     logged = run_distributed(run, world_size, curve_config(tiny_kd_config, **changes))[0]
@@ -167,6 +171,7 @@ def test_the_curve_and_validation_are_those_of_one_process(layout, tiny_kd_confi
     assert all(m["teacher_seconds"] > 0 for m in logged if "loss" in m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp-2", "pp-2", "pp-2-fsdp-2"])
 def test_validation_of_unchanged_weights_is_that_of_one_process(layout, tiny_kd_config):
     world_size, changes = LAYOUTS[layout]
@@ -176,6 +181,7 @@ def test_validation_of_unchanged_weights_is_that_of_one_process(layout, tiny_kd_
     assert_same(figures(more), figures(one), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_layers_and_loss_give_the_same_curve(tiny_kd_config, curve):
     config = curve_config(tiny_kd_config)
     (logged,) = run_distributed(run_compiled_recipe, 1, config, KD)
@@ -197,7 +203,7 @@ def as_stock_has_it(config):
     return {**needed, **stock}
 
 
-@pytest.mark.parametrize("kind", ["ForwardKL", "ReverseKL", "SymmetricKL"])
+@pytest.mark.parametrize("kind", ["ForwardKL", slow("ReverseKL"), slow("SymmetricKL")])
 def test_of_one_microbatch_stock_s_losses_are_ours_and_the_teacher_s_entropy(
     kind, tiny_kd_config, tmp_path
 ):
@@ -230,8 +236,16 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("layout", ["one-process", "fsdp-2, packed", "pp-2", "pp-2-fsdp-2"])
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [
+        ("pp-2", "hidden"),
+        slow("one-process", "all tokens"),
+        slow("fsdp-2, packed", "hidden"),
+        slow("fsdp-2, packed", "all tokens"),
+        slow("pp-2-fsdp-2", "all tokens"),
+    ],
+)
 def test_what_is_kept_is_what_is_said(kept, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))
     still = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "epochs": 2}
@@ -249,6 +263,7 @@ def num_samples_in(files):
     return sum(len(load_file(file)["keys"]) for file in files)
 
 
+@pytest.mark.slow
 def test_it_is_asked_once_about_each_sample_that_is_trained_or_validated_on(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", microbatching="packed")
     run({**config, "max_steps_per_epoch": 1})
@@ -273,6 +288,7 @@ def test_it_is_asked_once_about_each_sample_that_is_trained_or_validated_on(tiny
         assert files_of(config) == known, change
 
 
+@pytest.mark.slow
 def test_another_teacher_precision_or_temperature_of_top_k_is_asked_anew(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
     run(config)
@@ -332,6 +348,7 @@ def run_and_die_in_the_pass(config):
     run(config)
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_killed_goes_on_where_it_was(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=4)
     (expected,) = run_distributed(run, 1, config)
@@ -349,8 +366,16 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(tiny_kd_config):
 # ---- Going on --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [None, "hidden"])
-@pytest.mark.parametrize("layout", ["one-process", "fsdp-2", "pp-2"])
+@pytest.mark.parametrize(
+    ("layout", "cache"),
+    [
+        ("one-process", "hidden"),
+        slow("fsdp-2", None),
+        slow("fsdp-2", "hidden"),
+        slow("pp-2", None),
+        slow("pp-2", "hidden"),
+    ],
+)
 def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(cache, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))
     config = curve_config(
@@ -382,6 +407,7 @@ def test_the_teacher_is_in_no_checkpoint(tiny_kd_config, tiny_config):
     assert abs(ours - size_of_checkpoint(plain, 2)) < 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp-2", "pp-2", "pp-2-fsdp-2"])
 def test_another_layout_goes_on_along_the_same_curve(layout, tiny_kd_config, curve):
     config = curve_config(tiny_kd_config, save_every_n_steps=2, keep_last_n_checkpoints=None)
@@ -434,7 +460,7 @@ REFUSED = {
     ),
     "no hidden states": (
         {"teacher_model": {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 2}},
-        "teacher_model: a Linear has no hidden states",
+        "teacher_model: a Linear returns no hidden states",
     ),
     "another loss of a divergence": (
         {"kd_loss": {"_component_": "torch.nn.KLDivLoss"}},

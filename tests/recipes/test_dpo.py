@@ -32,6 +32,10 @@ COMPARED = (
 )  # fmt: skip
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run(config):
     return run_recipe(config, DPO)
 
@@ -59,7 +63,7 @@ def as_stock_has_it(config):
     return {**needed, **stock}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_metrics_on_even_steps_are_those_of_the_stock_recipe(world_size, tiny_dpo_config):
     """On others they are not: it trains on means of means and leaves pairs in the next epoch's gradient."""
     even = {**PAIRS, "num_pairs": 32}
@@ -126,7 +130,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp-2", *(slow(name) for name in LAYOUTS if name != "pp-2")])
 def test_what_must_not_change_the_curve_does_not(layout, tiny_dpo_config, curve):
     world_size, changes = LAYOUTS[layout]
     config = config_of(tiny_dpo_config, **changes)
@@ -211,8 +215,9 @@ def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
 WITH_DEAD = {"_component_": "tiny.pairs_some_of_which_teach_nothing", "num_pairs": 24}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
+@pytest.mark.parametrize(
+    ("world_size", "microbatching"), [(1, "packed"), slow(2, "in_order"), slow(2, "packed")]
+)
 def test_pairs_that_teach_nothing_are_left_out_named_once_and_counted(
     world_size, microbatching, tiny_dpo_config
 ):
@@ -268,11 +273,20 @@ def test_bad_pairs_are_skipped_where_asked_for(tiny_dpo_config):
 # ---- Going on ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reference", ["live", "cached"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(reference, world_size, tiny_dpo_config):
+@pytest.mark.parametrize(
+    ("reference", "world_size", "dims"),
+    [
+        ("cached", 2, {"pipeline_parallel_dim": 2}),
+        slow("live", 1, {}),
+        slow("live", 2, {"pipeline_parallel_dim": 2}),
+        slow("cached", 2, {}),
+    ],
+)
+def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(
+    reference, world_size, dims, tiny_dpo_config
+):
     config = config_of(
-        tiny_dpo_config, reference=reference, save_every_n_steps=3, keep_last_n_checkpoints=9,
+        tiny_dpo_config, **dims, reference=reference, save_every_n_steps=3, keep_last_n_checkpoints=9,
         microbatching="packed",
     )  # fmt: skip
     whole = run_distributed(run, world_size, config)[0]
@@ -297,6 +311,7 @@ def forget_after(step, config):
             shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [(2, {}), (4, {"data_parallel_replicate_dim": 2}), (1, {"microbatching": "in_order"})]
 )

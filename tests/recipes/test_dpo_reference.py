@@ -74,7 +74,7 @@ def weights_after(config):
     return file.read_bytes()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["packed", pytest.param("least_padding", marks=pytest.mark.slow)])
 def test_where_the_policy_is_the_reference_rewards_are_exactly_zero(plan, tiny_dpo_config):
     config = tiny_dpo_config(ref_checkpointer=None, **PLANS[plan], gradient_accumulation_steps=4)
     first, *_, last = run_recipe(config, DPO)
@@ -84,7 +84,7 @@ def test_where_the_policy_is_the_reference_rewards_are_exactly_zero(plan, tiny_d
         assert last[f"rewards/{name}"] != 0
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["packed", pytest.param("least_padding", marks=pytest.mark.slow)])
 def test_sides_exchanged_negate_the_margins(plan, tiny_dpo_config):
     of_sides = []
     for swaps in (False, True):
@@ -142,6 +142,7 @@ def test_the_pass_before_training_computes_no_more_than_training_uses(num_steps,
     assert num_pairs_in(files_of(config)) == 4 * num_steps
 
 
+@pytest.mark.slow
 def test_what_it_does_not_depend_on_recomputes_nothing(cached_config):
     config = cached_config(microbatching="packed")
     losses_of(config)
@@ -162,6 +163,7 @@ def test_what_it_does_not_depend_on_recomputes_nothing(cached_config):
     assert files_of(config) == files
 
 
+@pytest.mark.slow
 def test_what_it_depends_on_is_computed_anew(cached_config):
     config = cached_config(microbatching="packed")
     losses_of(config)
@@ -188,7 +190,9 @@ def test_what_it_depends_on_is_computed_anew(cached_config):
     assert computed_with(model={**tiny.MODEL, "rope_base": 10_000}) == 19
 
 
-@pytest.mark.parametrize("damage", ["half", "torn", "foreign"])
+@pytest.mark.parametrize(
+    "damage", ["torn", *(pytest.param(d, marks=pytest.mark.slow) for d in ("half", "foreign"))]
+)
 def test_a_cache_that_is_not_whole_costs_time_and_nothing_else(damage, cached_config):
     config = cached_config(epochs=1)
     expected = losses_of(config)
@@ -256,6 +260,7 @@ def train_and_die_at(operation, config):
     return losses_of(config)
 
 
+@pytest.mark.slow
 def test_a_training_killed_while_it_writes_the_cache_goes_on_bitwise(cached_config, tmp_path):
     expected = cached_config(save_every_n_steps=2)
     losses = losses_of(expected)

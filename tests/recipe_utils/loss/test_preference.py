@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
+from recipe_utils.data.loader.microbatch import Pairs, Targets
 from recipe_utils.loss.preference import (
+    METRICS,
     IPOLoss,
     NormalizedDPOLoss,
+    PreferenceLoss,
     RobustDPOLoss,
     SimPOLoss,
     make_preference_loss,
@@ -158,3 +161,27 @@ def test_equal_models_give_ln_2():
         losses, chosen, rejected = loss(*same, *same)
         assert losses.tolist() == pytest.approx([math.log(2)] * 7, abs=1e-12)
         assert (chosen == rejected).all()
+
+
+def test_without_a_reference_attached_the_loss_module_returns_log_probabilities():
+    """With one it returns their sums by the loss's definition, in fp64."""
+    torch.manual_seed(0)
+    output = nn.Linear(4, 9, bias=False, dtype=torch.float64)
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, 3, -100, -100], [4, 5, -100, -100, -100]])
+    positions = (labels.flatten() != -100).nonzero().squeeze(1)
+    targets = Targets(labels, positions, pairs=Pairs(torch.tensor([0, 3, 2]), ("pair 0",)))
+    loss = PreferenceLoss(DPOLoss(beta=0.3), tokens_per_chunk=2)
+    log_probs = F.log_softmax(output(hidden), -1).flatten(0, 1)[positions]
+    of_labels = log_probs.gather(1, labels.flatten()[positions, None]).squeeze(1)
+    expected = torch.stack([of_labels[:3].sum(), of_labels[3:].sum()])
+    found = loss(output, hidden, targets)
+    torch.testing.assert_close(found, expected[:, None])
+    reference = torch.tensor([[-9.0], [-5.0]], dtype=torch.float64)
+    sums = loss(output, hidden, targets._replace(teacher=reference))
+    chosen, rejected = 0.3 * (expected - reference[:, 0])
+    by_name = dict(zip(METRICS, sums.tolist(), strict=True))
+    assert by_name["preference_loss"] == pytest.approx(-F.logsigmoid(chosen - rejected).item())
+    assert by_name["rewards/margins"] == pytest.approx((chosen - rejected).item())
+    assert by_name["sft_loss"] == pytest.approx(-expected[0].item())
+    assert by_name["rewards/accuracies"] == float(chosen > rejected)
