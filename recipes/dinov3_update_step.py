@@ -33,8 +33,12 @@ from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.prototype_head import HeadArguments
-from recipe_utils.loss.self_distillation import SUMS, ObjectiveSettings, SelfDistillationLoss
+from recipe_utils.loss.self_distillation import (
+    SUMS,
+    HeadArguments,
+    ObjectiveSettings,
+    SelfDistillationLoss,
+)
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
 from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import build_pipeline

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,11 +43,13 @@ KINDS = {
 # ---- Gradients ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["tied", "untied-and-output", "dora"])
-def model_and_reference(request):
-    """A model and, per update step of 16 samples, its adapters' big-batch gradients in plain PyTorch."""
-    sizes = {"tied": TIED, "untied-and-output": UNTIED, "dora": DORA}[request.param]
-    return sizes, big_batch.reference_gradients(sizes)
+MODELS = {"tied": TIED, "untied-and-output": UNTIED, "dora": DORA}
+
+
+@cache
+def reference_of(model):
+    """Per update step of 16 samples, the adapters' big-batch gradients in plain PyTorch."""
+    return big_batch.reference_gradients(MODELS[model])
 
 
 LAYOUTS = {
@@ -57,6 +60,16 @@ LAYOUTS = {
     "1f1b-2": (2, {"pipeline_parallel_dim": 2}),
     "1f1b-2-fsdp-2": (4, {"pipeline_parallel_dim": 2}),
 }
+ROWS = [("tied", "one-process"), ("dora", "fsdp-2"), ("untied-and-output", "1f1b-2")]
+SLOW_ROWS = [
+    ("tied", "fsdp-4"),
+    ("tied", "1f1b-2-fsdp-2"),
+    ("untied-and-output", "one-process"),
+    ("untied-and-output", "hsdp-2x2"),
+    ("dora", "one-process"),
+    ("dora", "1f1b-2"),
+    ("dora", "hsdp-2x2"),
+]
 SPLITS = [
     (1, "last_microbatch", "in_order", {}),
     (4, "last_microbatch", "least_padding", {}),
@@ -77,11 +90,11 @@ def assert_exact(gradients, reference, has_stages):
         assert big_batch.error(step, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_of_every_adapter_is_that_of_one_big_batch(
-    layout, tiny_config, model_and_reference, tmp_path
-):
-    sizes, reference = model_and_reference
+@pytest.mark.parametrize(
+    ("model", "layout"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_ROWS)]
+)
+def test_gradient_of_every_adapter_is_that_of_one_big_batch(model, layout, tiny_config, tmp_path):
+    sizes, reference = MODELS[model], reference_of(model)
     world_size, dims = LAYOUTS[layout]
     configs = [
         tiny_config(
@@ -118,6 +131,7 @@ def test_a_zero_bubble_schedule_has_the_same_gradients(tiny_config, tmp_path):
         assert_exact(gradients, reference, has_stages=True)
 
 
+@pytest.mark.slow
 def test_an_adapted_output_layer_may_be_sharded_as_a_unit_of_its_own(tiny_config, tmp_path):
     config = tiny_config(
         model=UNTIED, batch_size=2, custom_sharded_layers=["tok_embeddings", "output"], **STEP_OF_16
@@ -167,6 +181,7 @@ def stock_run(config):
     return run_stock_recipe(config, "lora_finetune", given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
     config = with_adapters(curve_config(tiny_config, model=KINDS[kind]), tmp_path)
@@ -186,6 +201,7 @@ def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
         assert [metrics["grad_norm"] for metrics in logged] == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_doras_norms_alike(tiny_config):
     config = curve_config(tiny_config, model=DORA, microbatching="packed")
     plain = losses(run_distributed(run_recipe, 1, config)[0])
@@ -228,6 +244,7 @@ def run_mutant(mutant, config):
         return losses(run_recipe(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_adapter_has_another_curve(mutant, tiny_config):
     world_size = MUTANTS[mutant][0]
@@ -270,6 +287,7 @@ def exported_adapters(config):
     return torch.load(f"{config['output_dir']}/epoch_0/adapter/adapter_model.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "qdora"])
 def test_fresh_adapters_are_bitwise_alike_on_every_layout_and_change_nothing(kind, tiny_config):
     found = []
@@ -305,6 +323,7 @@ def test_fresh_adapters_are_bitwise_alike_on_every_layout_and_change_nothing(kin
     )
 
 
+@pytest.mark.slow
 def test_loraplus_is_a_higher_rate_for_b_and_magnitudes(tiny_config, tmp_path):
     config = curve_config(
         tiny_config,
@@ -327,6 +346,7 @@ def test_loraplus_is_a_higher_rate_for_b_and_magnitudes(tiny_config, tmp_path):
         torch.testing.assert_close(change[16.0][name], ratio * plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_the_backward_steps_adapters_alike(tiny_config):
     config = curve_config(
         tiny_config,
@@ -370,6 +390,7 @@ def saved_after_4(request, module_config):
     return config, losses(logged), exported_adapters(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "dims"),
     [(1, {}), (2, {}), (2, {"pipeline_parallel_dim": 2})],
@@ -387,6 +408,7 @@ def test_a_stopped_training_goes_on_on_any_layout(world_size, dims, saved_after_
     assert logged == pytest.approx(uninterrupted[4:], abs=3e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(saved_after_4):
     config, _, trained = saved_after_4
     adapter_bytes = sum(tensor.nbytes for tensor in trained.values())
@@ -405,6 +427,7 @@ def refusal(config):
     return ()
 
 
+@pytest.mark.slow
 def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, weights_folder):
     config, *_ = saved_after_4
     weights = torch.load(weights_folder / "weights" / "wide.pt", weights_only=True)
@@ -432,6 +455,7 @@ def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, w
         assert re.search(words, problem), problem
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
     config = curve_config(
         tiny_config,
@@ -558,6 +582,7 @@ def warnings_of(config):
     return warnings
 
 
+@pytest.mark.slow
 def test_what_a_key_does_not_do_is_said_once(tiny_config):
     config = curve_config(tiny_config, max_steps_per_epoch=1)
     for words, changes in (
@@ -574,6 +599,7 @@ def exported_dtypes(config):
     return {weight.dtype for weight in torch.load(path, weights_only=True).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_export_says_what_rounding_takes_and_can_keep_it(world_size, tiny_config):
     """In bf16 over NF4."""
@@ -588,6 +614,7 @@ def test_an_export_says_what_rounding_takes_and_can_keep_it(world_size, tiny_con
     assert exported_dtypes(config) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
     """The quantizer makes the base coarse, so the loss is another; its adapters learn all the same."""
     config = curve_config(

@@ -110,6 +110,7 @@ def saved_on_two_ranks(module_config, tmp_path_factory):
     return config, uninterrupted, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_layout_or_plan_continues_the_same_curve(layout, saved_on_two_ranks, tmp_path):
     config, uninterrupted, kept = saved_on_two_ranks
@@ -139,6 +140,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expected", CHANGED)
 def test_changed_data_is_refused_with_both_values_unless_asked_for(
     expected, saved_on_two_ranks, tmp_path
@@ -200,6 +202,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_and_foreign_checkpoints_are_passed_over_by_name_and_reason(
     damage, saved_on_two_ranks, tmp_path
@@ -220,6 +223,7 @@ def test_damaged_and_foreign_checkpoints_are_passed_over_by_name_and_reason(
     assert losses(logged) == uninterrupted[3:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "tensors.json", "state.json"])
 def test_a_pickle_in_a_checkpoint_is_refused_unexecuted(name, saved_on_two_ranks, tmp_path):
     """Whoever put it there knows what a whole checkpoint's marker says."""
@@ -239,6 +243,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_unexecuted(name, saved_on_two_ranks
     assert (tmp_path / "crime").exists(), "the pickle is harmless"
 
 
+@pytest.mark.slow
 def test_where_every_checkpoint_is_damaged_it_does_not_start_anew_by_itself(
     saved_on_two_ranks, tmp_path
 ):
@@ -263,6 +268,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expected", MISFITS)
 def test_a_checkpoint_that_does_not_fit_the_config_is_refused_with_both_values(
     expected, saved_on_two_ranks, tmp_path
@@ -326,6 +332,7 @@ def run_with_clock(config, seconds_per_step):
     return run_recipe(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -371,6 +378,7 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
     return list(ListLogger.logged), warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_async_checkpointing", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_full_disk_is_said_and_the_training_goes_on_with_the_last_whole_checkpoint(
@@ -389,6 +397,7 @@ def test_a_full_disk_is_said_and_the_training_goes_on_with_the_last_whole_checkp
     assert saved(config) == ["step_10", "step_3", "step_5", "step_9"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_config, tmp_path):
     config = config_of(tiny_config, save_every_n_steps=...)
@@ -409,6 +418,7 @@ def test_an_export_that_cannot_be_written_is_made_by_resuming(world_size, tiny_c
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_export_within_an_epoch_is_the_model_after_its_step(world_size, tiny_config, tmp_path):
     config = config_of(
@@ -445,6 +455,7 @@ def test_with_nothing_to_resume_from_it_starts_anew_where_asked_to(tiny_config):
     assert "set resume_from_checkpoint=auto" in error
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny_config):
     config = config_of(tiny_config, optimizer={"_component_": "tiny.UnsavableSGD", "lr": 0.01})
     ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
@@ -456,12 +467,14 @@ def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny
     assert list(Path(config["output_dir"], "epoch_1").glob("*.bin"))
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(tiny_config):
     config = config_of(tiny_config, keep_last_n_checkpoints=2)
     run_distributed(run_recipe, 1, config)
     assert saved(config) == ["step_10", "step_9"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_goes_on_from_what_a_stock_recipe_has_saved(world_size, tiny_config):
     """32 samples in steps of 8, so that stock leaves none over."""

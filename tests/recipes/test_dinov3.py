@@ -176,6 +176,7 @@ def test_every_term_is_logged(curve):
     assert all(0 < a < 1 and a * 21 == pytest.approx(round(a * 21)) for a in accuracies), accuracies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one-process"])
 def test_terms_and_neighbours_are_those_of_one_process(layout, tiny_config, curve):
     world_size, dims = LAYOUTS[layout]
@@ -204,6 +205,7 @@ def counted_by_a_fake_clock(config):
     return logged
 
 
+@pytest.mark.slow
 def test_images_and_their_tokens_are_counted_once_over_stages_ranks_and_microbatches(tiny_config):
     config = config_of(tiny_config, global_batch_size=12, **PP_2)  # 3 microbatches on 2 dp ranks
     logged, *_ = run_distributed(counted_by_a_fake_clock, 4, config)
@@ -215,6 +217,7 @@ def test_images_and_their_tokens_are_counted_once_over_stages_ranks_and_microbat
         assert metrics["effective_global_batch"] == num_images
 
 
+@pytest.mark.slow
 def test_a_list_of_datasets_is_one_after_the_other(tiny_config):
     part = {"_component_": "tiny.tiny_images", "num_images": 9}
     config = step_of_16(tiny_config, dataset=[part, part], batch_size=4)
@@ -255,6 +258,7 @@ def run_ways(configs):
     return run_all(configs)
 
 
+@pytest.mark.slow
 def test_other_ways_to_compute_the_same_give_the_same(tiny_config):
     plain = config_of(tiny_config, optimizer=ADAMW, batch_size=8)
     configs = [plain, *({**plain, **changes} for changes, _ in WAYS.values())]
@@ -284,6 +288,7 @@ def undisturbed_and_resumed(config, folder):
     return whole, first, second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one-process", "fsdp-2", "pp-2"])
 def test_it_goes_on_bitwise_with_its_teachers(layout, tiny_config, tmp_path):
     world_size, dims = LAYOUTS[layout]
@@ -303,6 +308,7 @@ def test_it_goes_on_bitwise_with_its_teachers(layout, tiny_config, tmp_path):
             assert len(found) == len(figures(whole[0], CURVE))
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_where_one_process_was(tiny_config, tmp_path):
     config = config_of(tiny_config, **{**SCHEDULED, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}})  # fmt: skip
     config |= {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}
@@ -328,6 +334,7 @@ def test_another_layout_goes_on_where_one_process_was(tiny_config, tmp_path):
             assert (found[name] - value).abs().max() < 1e-12, name
 
 
+@pytest.mark.slow
 def test_another_seed_is_told_and_other_data_are_refused(tiny_config):
     config = config_of(tiny_config, batch_size=16, save_every_n_steps=1, max_steps_per_epoch=2)
     run(config)
@@ -382,6 +389,7 @@ def run_with_a_spoilt_step(config, spoilt):
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["not-fused", "fused"])
 def test_an_update_step_that_is_not_finite_moves_neither_student_nor_average(fused, tiny_config):
     config = config_of(
@@ -398,6 +406,7 @@ def test_an_update_step_that_is_not_finite_moves_neither_student_nor_average(fus
         assert moved == [both, all_three, both, {"gram_teacher"}, both, all_three]
 
 
+@pytest.mark.slow
 def test_an_update_step_without_any_image_is_no_step_of_the_schedules(tiny_config):
     config = config_of(
         tiny_config,
@@ -448,6 +457,7 @@ def test_an_export_is_the_average_with_its_heads_and_training_goes_on_from_it(
     assert all(math.isfinite(m["loss"]) for m in logged)
 
 
+@pytest.mark.slow
 def test_two_active_steps_of_the_profiler_are_two_update_steps(tiny_config, tmp_path):
     profiler = {
         "_component_": "torchtune.training.setup_torch_profiler",
@@ -470,6 +480,7 @@ def test_two_active_steps_of_the_profiler_are_two_update_steps(tiny_config, tmp_
     assert len(of_profiler) == 2
 
 
+@pytest.mark.slow
 def test_images_are_counted_in_the_metrics_file_and_over_a_resume(tiny_config):
     config = config_of(tiny_config, batch_size=16, epochs=2, save_every_n_steps=1)
     run(config, stop_at=2)

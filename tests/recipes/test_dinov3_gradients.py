@@ -67,7 +67,12 @@ def splits_of(dp_degree, schedule):
             yield {"batch_size": size, "koleo_group_size": None}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = ("one-process", "fsdp-2")
+
+
+@pytest.mark.parametrize(
+    "layout", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+)
 def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
     world_size, dims, schedules = LAYOUTS[layout]
     dp_degree = world_size // dims.get("pipeline_parallel_dim", 1)
@@ -94,6 +99,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MUTANTS, *EDITS])
 def test_a_naive_split_misses_it(name, tiny_config):
     split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
@@ -102,6 +108,7 @@ def test_a_naive_split_misses_it(name, tiny_config):
     assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
 
 
+@pytest.mark.slow
 def test_a_rank_that_counts_twice_misses_it(tiny_config):
     edit = (
         'scale = step.scale("images")',
@@ -133,6 +140,7 @@ def crop_major(self, samples):
     return collate(self, dealt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [over_all_patches, crop_major])
 def test_naive_microbatches_miss_it(mutant, tiny_config, monkeypatch):
     monkeypatch.setattr(ViewCollator, "collate", mutant)
@@ -141,6 +149,7 @@ def test_naive_microbatches_miss_it(mutant, tiny_config, monkeypatch):
     assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
 
 
+@pytest.mark.slow
 def test_stages_that_divide_by_their_microbatches_miss_it(tiny_config):
     """As PyTorch's schedules do unless they are told not to."""
     edit = ("lambda sums: sums[0] * scale", "lambda sums: sums[0] * scale / len(taught)")
@@ -152,6 +161,7 @@ def test_stages_that_divide_by_their_microbatches_miss_it(tiny_config):
     assert max(error(found[0], expected) for ((found, _),) in of_ranks) > 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "without", ["dino", "ibot", "koleo", "gram", "drop path", "rescaled positions"]
 )
@@ -178,6 +188,7 @@ def weights_after(config):
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one-process", "fsdp-2", "pp-2"])
 def test_student_and_teacher_are_those_of_one_batch_after_three_updates(layout, tiny_config):
     world_size, dims, _ = LAYOUTS[layout]

@@ -25,7 +25,7 @@ from torchtune.modules import (
 )
 
 from recipe_utils.data.images.crop_rows import MASKED_PATCH, PATCH
-from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
+from recipe_utils.loss.self_distillation import PrototypeHead, SelfDistillationHeads
 from recipe_utils.settings.problems import ConfigError
 
 CropGroups = Sequence[tuple[int, int]]
@@ -397,7 +397,7 @@ def with_heads(
 
     Args:
         make_backbone: a :func:`dinov3_vit`.
-        dino: arguments of :class:`recipe_utils.loss.prototype_head.PrototypeHead` for crops, but for the width.
+        dino: arguments of :class:`recipe_utils.loss.self_distillation.PrototypeHead` for crops, but for the width.
         ibot: likewise for patches.
 
     The builder raises a ValueError for another model, see

@@ -7,11 +7,12 @@ from torch import nn
 
 from recipe_utils.data.images.crop_rows import ViewTargets
 from recipe_utils.loss.distillation import TeacherHidden
-from recipe_utils.loss.prototype_head import PrototypeHead, SelfDistillationHeads
 from recipe_utils.loss.self_distillation import (
     SUMS,
     ObjectiveSettings,
     PatchStates,
+    PrototypeHead,
+    SelfDistillationHeads,
     SelfDistillationLoss,
     TeacherBottlenecks,
     TeacherViews,

@@ -82,6 +82,7 @@ def test_without_document_lengths_nothing_changes():
     assert torch.equal(make(tiny.MODEL)(part[None]), tiny.tiny_model()(part[None]))
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_not_compiled_again_for_other_documents():
     torch._dynamo.reset()
     compilations = []

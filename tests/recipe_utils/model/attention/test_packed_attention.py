@@ -395,6 +395,7 @@ def counting_backend():
     return backend, compilations
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_not_compiled_again_for_other_documents_of_flash_attention(
     flash_attention_on_a_cpu,
 ):
@@ -414,6 +415,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_documents_of_flash_att
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_flex_attention_is_compiled_once_for_each_length_of_rows_in_training_and_validation(
     monkeypatch,
 ):

@@ -98,6 +98,7 @@ def sharded(momentum, dims):
     return first, weights_of(average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(2,), (1, 2)], ids=["fsdp", "hsdp"])
 def test_sharded_it_is_the_same(dims):
     wanted = expected(weights_of(model(0)), weights_of(model(1)), 0.7)

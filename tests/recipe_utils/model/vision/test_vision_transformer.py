@@ -70,6 +70,7 @@ def test_it_is_transformers_model_with_and_without_masked_patches(
         assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 1e-10)
 
 
+@pytest.mark.slow
 def test_the_gradients_are_transformers_too(transformers):
     model = tiny_vit.tiny_vit(dtype=torch.float64)
     theirs = tiny_vit.of_transformers(transformers, model)
@@ -87,6 +88,7 @@ def test_the_gradients_are_transformers_too(transformers):
     assert relative(q_proj, theirs.get_parameter(last).grad) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "sizes"),
     [
@@ -419,6 +421,7 @@ def test_recomputed_layers_give_the_same_gradients(wrapping):
     assert error(loss_gradients(settings), whole_gradients()) < 1e-12
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_gradients(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     settings = ModelSettings(dtype="fp64", compile=True)
@@ -455,6 +458,7 @@ def gradients_on_ranks(layouts):
     return found
 
 
+@pytest.mark.slow
 def test_the_gradients_of_shards_and_of_pipeline_stages_are_those_of_the_whole():
     layouts = [{"data_parallel_shard_dim": 2}, {"pipeline_parallel_dim": 2}]
     found, _ = run_distributed(gradients_on_ranks, 2, layouts)
