@@ -203,13 +203,11 @@ class DINOv3Recipe:
         # dp_degree / images of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # image weighs the same and the accumulated gradient is final.
         scale = step.scale("images")
-        metrics = torch.zeros(
-            len(SUMS), dtype=self.settings.modules.sums_dtype, device=self.ranks.device
-        )
+        metrics = self.settings.modules.new_sums(len(SUMS), self.ranks.device)
         # The teacher goes first, over all microbatches: its targets depend on all images.
         with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
             if self.pipeline is not None:
-                # One schedule for all microbatches, so that its bubble is paid once per update step.
+                # One schedule for all microbatches: its bubble is paid once per update step.
                 sums = self.pipeline.forward_backward(taught, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
@@ -255,7 +253,6 @@ class DINOv3Recipe:
     def train(self) -> None:
         """Trains until the last epoch, or until a stop is requested."""
         run = self.run
-        self.model.train()
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="images"):
                 lr = self.optimizer.param_groups[-1]["lr"]

@@ -1,17 +1,13 @@
 """Preference tuning (DPO and its relatives) whose loop goes over update steps. One process or many.
 
-Trains all weights against a frozen reference, or a model's adapters against the model without them.
-
-A sample is a pair of answers. Each pair weighs the same, however those of an update step are split over
-microbatches and ranks: a microbatch's summed losses are multiplied by one scale. Packed, what both answers
-begin with is computed once.
+Trains all weights against a frozen reference, or a model's adapters against the model without them. A sample
+is a pair of answers. Each pair weighs the same, for any split over microbatches and ranks: a microbatch's
+summed losses are multiplied by one scale. In packed rows a common prefix of both answers is computed once.
 
     tune run full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
-    tune run --nproc_per_node 2 full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
 
-Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
-on what. To change any of it: ``tune cp full_dpo_update_step my_recipe.py``; nothing in ``recipe_utils``
-calls back into it but ``prepare``. All keys: ``python -m recipe_utils.settings full_dpo_update_step``.
+``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
+``tune cp full_dpo_update_step my_recipe.py``. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -33,13 +29,9 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate
+from recipe_utils.loss import preference
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
-from recipe_utils.loss.preference import (
-    METRICS,
-    PreferenceLoss,
-    PreferenceSettings,
-    make_preference_loss,
-)
+from recipe_utils.loss.preference import METRICS, PreferenceLoss, PreferenceSettings
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -86,17 +78,17 @@ class Settings:
     model: Component
     """A torchtune decoder; with adapters it is its own reference, without them."""
     tokenizer: Component
-    """That of the model; its ``max_seq_len`` truncates each side."""
+    """Tokenizer of the model; its ``max_seq_len`` truncates each side."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Of pairs, as torchtune.datasets.preference_dataset; a list is one after the other."""
+    """Map-style dataset of pairs, such as torchtune.datasets.preference_dataset; a list is concatenated."""
     checkpointer: Checkpointer
-    """Loads the weights to start from and saves exported models; any of torchtune's."""
+    """Loads initial weights and saves exported models; any of torchtune's."""
     loss: Component
     """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or your own."""
     ref_checkpointer: Checkpointer | None = None
     """Loads the reference's weights; null takes those of ``checkpointer``, also after resuming."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """For ``run_val_every_n_steps``; its metrics are exact over all ranks."""
+    """Validation data for ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Problems between keys of different classes."""
@@ -121,12 +113,14 @@ class FullDPORecipe:
         """Builds everything. Weights are read after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
-        make_model = partial(config.instantiate, cfg.model)
+        make_model, make_loss = (
+            partial(config.instantiate, each) for each in (cfg.model, cfg.loss)
+        )
 
         # ---- Components: their problems are raised together, each by its key
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", make_preference_loss, partial(config.instantiate, cfg.loss))
+            loss_fn = build("loss", preference.make_preference_loss, make_loss)
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
@@ -156,7 +150,6 @@ class FullDPORecipe:
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
         checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        # None for a model in one piece
         dtype, num_sums = modules.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
@@ -175,25 +168,19 @@ class FullDPORecipe:
     # ---- The mathematics ------------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums of METRICS over the microbatch's pairs, and over its chosen targets the last, [8] in fp64.
-
-        Computed by the loss module (``attach_loss`` above): there FSDP2 holds the output weight gathered.
-        """
+        """Sums of METRICS over the microbatch's pairs, of the last over chosen targets, [8] in fp64."""
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def objective(self, metrics: Tensor) -> Tensor:
-        """What is trained on, of METRICS that are divided by what they are sums over."""
+        """The objective, of METRICS that are divided by their counts."""
         return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
 
-        N pairs and T targets of chosen answers, of all microbatches on all ranks.
-
-        Returns:
-            This rank's part of METRICS by name, whose means over all ranks are ratios of sums. And the
-            gradient norm before clipping; None where the backward steps.
+        N pairs and T targets of chosen answers on all ranks. Returns this rank's part of METRICS, whose means
+        over all ranks are ratios of sums, and the gradient norm before clipping; None if the backward steps.
         """
         # dp_degree / pairs of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
         # pair weighs the same and the accumulated gradient is final.
@@ -203,10 +190,9 @@ class FullDPORecipe:
         # The reference goes first, over all microbatches: with stages in a schedule of its own.
         with self.reference.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
-                # One schedule for all microbatches, so that its bubble is paid once per update step.
-                metrics += scale * self.pipeline.forward_backward(
-                    microbatches, lambda sums: self.objective(sums * scale)
-                )
+                # One schedule for all microbatches: its bubble is paid once per update step.
+                objective = lambda sums: self.objective(sums * scale)  # noqa: E731
+                metrics += scale * self.pipeline.forward_backward(microbatches, objective)
             else:
                 marked = mark_last(microbatches)
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
@@ -238,8 +224,8 @@ class FullDPORecipe:
                             sums += self.sums(microbatch)
                 totals.update(step.totals)
         self.model.train()
-        counts = dict.fromkeys(METRICS, "pairs") | {"sft_loss": "chosen_tokens"}
-        found = dict(zip(METRICS, sums, strict=True))
+        found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
+        counts["sft_loss"] = "chosen_tokens"
         found = ratios(found, totals, counts, self.ranks.dp_degree)
         return self.named(torch.stack([*found.values()]), prefix="val_")
 
@@ -255,7 +241,6 @@ class FullDPORecipe:
     def train(self) -> None:
         """Trains until the last epoch, or until a stop is requested."""
         run = self.run
-        self.model.train()
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="pairs"):
                 lr = self.optimizer.param_groups[0]["lr"]

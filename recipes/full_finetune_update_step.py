@@ -165,7 +165,7 @@ class FullFinetuneRecipe:
         # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
         # so every target weighs the same and the accumulated gradient is final.
         scale = step.scale("target_tokens")
-        loss = torch.zeros(1, dtype=self.settings.modules.sums_dtype, device=self.ranks.device)
+        loss = self.settings.modules.new_sums(1, self.ranks.device)
         if self.pipeline is not None:
             # One schedule for all microbatches: its bubble is paid once per update step.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
@@ -189,7 +189,7 @@ class FullFinetuneRecipe:
     def validate(self) -> dict[str, Tensor]:
         """Returns the mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
         self.model.eval()
-        sums = torch.zeros(1, dtype=self.settings.modules.sums_dtype, device=self.ranks.device)
+        sums = self.settings.modules.new_sums(1, self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
@@ -207,7 +207,6 @@ class FullFinetuneRecipe:
     def train(self) -> None:
         """Trains until the last epoch, or until a stop is requested."""
         run = self.run
-        self.model.train()
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="target_tokens"):
                 lr = self.optimizer.param_groups[0]["lr"]

@@ -1,19 +1,14 @@
 """Distillation of a teacher into a student, whose loop goes over update steps. One process or many.
 
-Trains all weights of a student, or its adapters alone, if the model's builder gave it some (LoRA, DoRA, QLoRA).
-
-Each target token of an update step weighs the same, in cross-entropy and in the divergence from the teacher,
-however its samples are split over microbatches and ranks. The teacher says hidden states at the target
-positions; both sides' logits exist a chunk at a time. With pipeline stages both go through one schedule per
-update step, each cut by its own costs.
+Trains all weights of a student, or only its adapters, if it has some (LoRA, DoRA, QLoRA). Each target token
+of an update step weighs the same, in cross-entropy and in the divergence from the teacher, for any split over
+microbatches and ranks. The teacher computes hidden states at the target positions; the loss projects both
+models' in chunks. With pipeline stages both go through one schedule per update step.
 
     tune run knowledge_distillation_update_step --config llama3_2/5M_to_1M_KD_update_step
-    tune run --nproc_per_node 2 knowledge_distillation_update_step \
-      --config llama3_2/5M_to_1M_KD_update_step pipeline_parallel_dim=2
 
-Read ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what is trained
-on what. To change any of it: ``tune cp knowledge_distillation_update_step my_recipe.py``; it is called back
-for ``prepare`` and a pipeline's objective. All keys: ``python -m recipe_utils.settings RECIPE``.
+``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
+``tune cp knowledge_distillation_update_step my_recipe.py``. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -81,15 +76,15 @@ class Settings:
     model: Component
     """The student: a torchtune decoder, or a fusion model with one at ``decoder``."""
     tokenizer: Component
-    """That of both models; its ``max_seq_len`` truncates samples."""
+    """Tokenizer of both models; its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style; a list is one dataset after the other. All ranks must see the same."""
+    """Map-style dataset, the same on all ranks; a list is concatenated."""
     checkpointer: Checkpointer
-    """Loads the weights to start from and saves exported models; any of torchtune's."""
+    """Loads initial weights and saves exported models; any of torchtune's."""
     loss: Component
-    """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss``, or a stock one, of which the kind counts."""
+    """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss``, or a stock loss."""
     kd_loss: Component | None = None
-    """``recipe_utils.loss.LinearDistillationLoss``, which null is; or one of torchtune's six."""
+    """``recipe_utils.loss.LinearDistillationLoss`` (null), or one of torchtune's six."""
     teacher_model: Component | None = None
     """A torchtune decoder of any width and depth, with the same tokens; frozen."""
     teacher_checkpointer: Checkpointer | None = None
@@ -97,7 +92,7 @@ class Settings:
     teacher_tokenizer: Component | None = None
     """Compared with ``tokenizer``; null looks for a tokenizer.json beside the teacher's weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """For ``run_val_every_n_steps``; its loss is exact over all ranks."""
+    """Validation data for ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Problems between keys of different classes."""
@@ -105,22 +100,12 @@ class Settings:
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.teacher.problems_with(
-            {"teacher_model": self.teacher_model, "teacher_checkpointer": self.teacher_checkpointer}
-        )
-        if self.ranks.tensor_parallel_dim > 1:
-            yield Problem(
-                "tensor_parallel_dim",
-                "not with a teacher; set it to 1",
-                self.ranks.tensor_parallel_dim,
-            )
-        if self.updates.optimizer_in_bwd:
-            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+        yield from self.teacher.problems_with(self)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
 
 
 class KDRecipe:
-    """Trains a student, or its adapters, on a map-style dataset and on what a teacher makes of it."""
+    """Trains a student, or its adapters, on a map-style dataset and on the outputs of a teacher."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
@@ -169,7 +154,6 @@ class KDRecipe:
         checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        # None for a model in one piece
         dtype, num_sums = modules.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
@@ -186,33 +170,25 @@ class KDRecipe:
     # ---- The mathematics ------------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums over the microbatch's target tokens of what ``self.metrics`` names, [5] or [1].
-
-        The first is the loss; computed by the loss module (``attach_loss`` above): there FSDP2 holds the
-        output weight gathered.
-        """
+        """Sums of ``self.metrics`` over the microbatch's target tokens, [5] or [1]; the first is the loss."""
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """One optimizer step along grad[(1 / N) sum_t (1 - r) CE_t + r T^2 KL_t(teacher || student)].
 
-        N target tokens of all microbatches on all ranks, r of ``kd_ratio`` and T the temperature.
-
-        Returns:
-            This rank's part of ``self.metrics``, [5] or [1]; their means over all ranks are means per
-            target token. And the gradient norm before clipping.
+        N target tokens of all microbatches on all ranks, r is ``kd_ratio`` and T the temperature. Returns this
+        rank's part of ``self.metrics``, whose means over all ranks are means per target token, and the
+        gradient norm before clipping.
         """
         # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
         # so every target weighs the same and the accumulated gradient is final.
         scale = step.scale("target_tokens")
-        metrics = torch.zeros(
-            len(self.metrics), dtype=self.settings.modules.sums_dtype, device=self.ranks.device
-        )
+        metrics = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
         # The teacher goes first, over all microbatches: with stages in a schedule of its own.
         with self.teacher.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
-                # One schedule for all microbatches, so that its bubble is paid once per update step.
+                # One schedule for all microbatches: its bubble is paid once per update step.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
@@ -234,9 +210,7 @@ class KDRecipe:
     def validate(self) -> dict[str, Tensor]:
         """Means per target token of ``dataset_val``, exact over all ranks."""
         self.model.eval()
-        sums = torch.zeros(
-            len(self.metrics), dtype=self.settings.modules.sums_dtype, device=self.ranks.device
-        )
+        sums = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
@@ -248,8 +222,7 @@ class KDRecipe:
                             sums += self.sums(microbatch)
                 totals.update(step.totals)
         self.model.train()
-        named = self.named(sums, prefix="val_")
-        return ratios(named, totals, "target_tokens", self.ranks.dp_degree)
+        return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Sums [5] or [1] by name; without those that are not computed."""
@@ -263,7 +236,6 @@ class KDRecipe:
     def train(self) -> None:
         """Trains until the last epoch, or until a stop is requested."""
         run = self.run
-        self.model.train()
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="target_tokens"):
                 lr = self.optimizer.param_groups[0]["lr"]

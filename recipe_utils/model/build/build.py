@@ -114,6 +114,10 @@ class ModelSettings:
             **changes,
         )
 
+    def new_sums(self, num_sums: int, device: torch.device) -> torch.Tensor:
+        """Returns zeros [num_sums] to add summed losses to, in :attr:`sums_dtype`."""
+        return torch.zeros(num_sums, dtype=self.sums_dtype, device=device)
+
     def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context of the forward, in which activations are offloaded if configured."""
         context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(

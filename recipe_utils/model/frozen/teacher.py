@@ -89,14 +89,15 @@ class TeacherSettings:
         else:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
 
-    def problems_with(self, keys: Mapping[str, Any]) -> Iterator[Problem]:
-        """What a teacher lacks.
-
-        Args:
-            keys: ``teacher_model`` and ``teacher_checkpointer``.
-        """
-        for key, value in keys.items():
-            if self.kd_ratio > 0 and value is None:
+    def problems_with(self, settings: Any) -> Iterator[Problem]:
+        """Problems with components of the teacher and other keys of the recipe's settings."""
+        if settings.ranks.tensor_parallel_dim > 1:
+            dim = settings.ranks.tensor_parallel_dim
+            yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
+        if settings.updates.optimizer_in_bwd:
+            yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
+        for key in ("teacher_model", "teacher_checkpointer"):
+            if self.kd_ratio > 0 and getattr(settings, key) is None:
                 yield Problem(
                     key,
                     "it is missing; set it to a component (_component_: ...), or kd_ratio=0",
