@@ -38,7 +38,7 @@ def test_every_pair_of_factors_occurs():
 )
 def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, references):
     """With samples of uneven numbers of targets, and microbatches that have none at all."""
-    rows = [row for row in rows if row.world_size == world_size]
+    rows = [row for row in rows if row.world_size == world_size and row.is_possible]
     configs = [tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes) for row in rows]
     ranks = run_distributed(gradients_of_all, world_size, configs, timeout_seconds=300)
     for row, *of_ranks in zip(rows, *ranks, strict=True):

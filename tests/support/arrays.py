@@ -4,6 +4,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
+from torch.torch_version import TorchVersion
+
 TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 TP_2, PP_2, HSDP_2 = (
     {"tensor_parallel_dim": 2, **TP_PLAN},
@@ -45,6 +48,11 @@ class Row(NamedTuple):
     def world_size(self) -> int:
         """Ranks that it runs on."""
         return LAYOUTS[self.layout][0]
+
+    @property
+    def is_possible(self) -> bool:
+        """Pipeline stages need torch 2.13."""
+        return not self.layout.startswith("pp") or TorchVersion(torch.__version__) >= "2.13"
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def hf_image_dataset(
     return ImageDataset(rows, image_column, label_column if label_column in columns else None)
 
 
-def load_images(cfg: DictConfig | ListConfig | None, with_labels: bool = False) -> Any:
+def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
     """Loads a dataset of images; see :func:`recipe_utils.data.loader.samples.load_dataset`.
 
     Args:
