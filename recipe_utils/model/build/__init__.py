@@ -1,0 +1,1 @@
+"""Building, sharding and loading a model."""
