@@ -63,14 +63,7 @@ class Settings:
 
 
 class BenchmarkTokensPerSecond:
-    """Runs the baselines of a config in turns and writes a report.
-
-    Args:
-        cfg: the config.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: has all problems of the config.
-    """
+    """Runs the baselines of a config in turns and writes a report."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
@@ -158,7 +151,7 @@ class BenchmarkTokensPerSecond:
     # ---- Report ---------------------------------------------------------------------------------
 
     def write_report(self) -> None:
-        """Prints the tables; writes benchmark.md, benchmark.json and benchmark.png."""
+        """Prints the tables; writes benchmark.md and benchmark.json."""
         first = next(iter(self.baselines.values()))
         losses = self.losses
         if first.recipe == DISTILLATION:  # only the first update step compares, see the text
@@ -176,10 +169,6 @@ class BenchmarkTokensPerSecond:
             f"{about['machine']}, processes: {self.num_ranks}, {first.config['dtype']}, batch "
             f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
             f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}"
-        )
-        bare_loop = next((n for n, each in self.baselines.items() if each.kind == "limit"), None)
-        no_chart = report.write_chart(
-            self.output_dir / "benchmark.png", summaries, self.reference, bare_loop, setting
         )
         versions = ", ".join(f"{name} {number}" for name, number in report.versions().items())
         parts = [
@@ -208,8 +197,6 @@ class BenchmarkTokensPerSecond:
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
         parts += ["## Losses of round 1", report.loss_table(self.losses)]
-        if no_chart is None:
-            parts.append("![Target tokens per second](benchmark.png)")
         text = "\n\n".join(parts) + "\n"
         (self.output_dir / "benchmark.md").write_text(text)
         raw = {
@@ -228,10 +215,7 @@ class BenchmarkTokensPerSecond:
         raw_text = json.dumps(raw, indent=1, default=asdict)
         (self.output_dir / "benchmark.json").write_text(raw_text + "\n")
         print(text)  # noqa: T201
-        log.info(
-            f"Written to {self.output_dir}: benchmark.md, benchmark.json"
-            + (", benchmark.png" if no_chart is None else f"; no chart: {no_chart}")
-        )
+        log.info(f"Written to {self.output_dir}: benchmark.md, benchmark.json")
 
     # ---- Parts of the above ---------------------------------------------------------------------
 
@@ -250,11 +234,7 @@ class BenchmarkTokensPerSecond:
         )
 
     def _continue_without(self, name: str, error: BaselineDiedError) -> None:
-        """Drops a failed baseline.
-
-        Raises:
-            BaselineDiedError: it is the reference.
-        """
+        """Drops a failed baseline; raises the error if it is the reference."""
         if name == self.reference:
             raise error
         log.warning(f"{error}\nThe benchmark continues without it.")

@@ -34,8 +34,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.utils import get_logger
@@ -46,7 +48,6 @@ from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.data.loader.loader import UpdateStep
-from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collate import collate_packed_microbatch
@@ -58,8 +59,9 @@ Result = dict[str, Any]
 """Figures of a stage, as JSON; ``checks`` maps a name to the pair of found value and upper bound."""
 _HERE = "recipe_utils.benchmark.gpu"
 _COMPONENT = "torchtune.models.llama3_2.llama3_2"
-_TINY = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
-_1B = {"num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 2048}
+_SIZES = ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
+_TINY = dict(zip(_SIZES, (1, 4, 2, 64, 128), strict=True))
+_1B = dict(zip(_SIZES, (16, 32, 8, 2048, 8192), strict=True))
 _PRODUCTS = (
     Product(8192, 8192, 8192),
     # A layer of Llama-3.2-1B over 8192 tokens, the output layer over 2048 targets, the gradient of an MLP weight.
@@ -93,11 +95,11 @@ class RandomWeights:
     """A checkpointer whose weights are normal with standard deviation 0.02, norms 1."""
 
     def __init__(self, model: Mapping[str, Any], device: str, **_: Any) -> None:
-        self._model, self._device = dict(model), device
+        self.model, self._device = dict(model), device
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns weights in bf16, since fp32 weights of a model that just fits would not fit."""
-        make = partial(torchtune_config.instantiate, OmegaConf.create(self._model))
+        make = partial(torchtune_config.instantiate, OmegaConf.create(self.model))
         generator = torch.Generator(self._device).manual_seed(0)
         weights = {}
         for name, like in build_on_meta(make, ModelSettings()).state_dict().items():
@@ -165,37 +167,27 @@ def update_step(run: Run, rows: list[list[int]], vocab_size: int) -> UpdateStep:
 def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
     """Sets up the fine-tuning recipe with random weights and samples; frees it afterwards.
 
-    Args:
-        run: of the stages.
-        name: of the output folder.
-        changes: config keys; ``__`` stands for a dot.
+    ``changes`` are config keys, with ``__`` for a dot; output goes to the folder ``name``.
     """
-    longest = 256 if run.is_small else 16384
-    sizes = _TINY | {"intermediate_dim": 128} if run.is_small else _1B | {"intermediate_dim": 8192}
-    vocab_size = 512 if run.is_small else 128256
-    model = {"_component_": _COMPONENT, "vocab_size": vocab_size, "max_seq_len": longest,
-             "rope_base": 500_000, "scale_factor": 1, **sizes}  # fmt: skip
-    output_dir = str(run.scratch / name)
+    longest, vocab_size = (256, 512) if run.is_small else (16384, 128256)
+    output_dir, sizes = str(run.scratch / name), dict(_TINY if run.is_small else _1B)
+    sizes["num_layers"] = changes.pop("model__num_layers", sizes["num_layers"])
+    sizes |= {"vocab_size": vocab_size, "max_seq_len": longest, "rope_base": 500_000}
+    model = {"_component_": _COMPONENT, "scale_factor": 1, **sizes}
+    weights = {"model": model, "device": run.device.type, "output_dir": output_dir}
     cfg = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     assert isinstance(cfg, DictConfig)
     cfg.pop("checkpoint_dir", None)
-    components = {
-        "model": model,
-        "tokenizer": {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8},
-        "dataset": {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size},
-        "checkpointer": {"_component_": f"{_HERE}.RandomWeights", "model": model,
-                         "device": run.device.type, "output_dir": output_dir},
-    }  # fmt: skip
-    for key, value in components.items():
-        cfg[key] = value
-    keys = {"output_dir": output_dir, "device": run.device.type, "num_workers": 0, "save_every_n_minutes": None,
-            "max_tokens_per_microbatch": longest, "log_peak_memory_stats": False, **changes}  # fmt: skip
-    for key, value in keys.items():
+    cfg.model = model
+    cfg.tokenizer = {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8}
+    cfg.dataset = {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size}
+    cfg.checkpointer = {"_component_": f"{_HERE}.RandomWeights", **weights}
+    cfg.merge_with({"output_dir": output_dir, "device": run.device.type, "num_workers": 0})
+    cfg.merge_with({"max_tokens_per_microbatch": longest, "save_every_n_minutes": None})
+    for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
-    recipe_class = runpy.run_path(str(recipe_path("full_finetune_update_step")))[
-        "FullFinetuneRecipe"
-    ]
-    recipe = recipe_class(cfg)
+    module = runpy.run_path(str(recipe_path("full_finetune_update_step")))
+    recipe = module["FullFinetuneRecipe"](cfg)
     recipe.run.export = lambda *_: None
     try:
         with recipe.run:
@@ -234,71 +226,50 @@ def machine(run: Run) -> Result:
 
 
 def attention(run: Run) -> Result:
-    """Relative error of self-attention in packed rows: output, and gradients of input and weights."""
+    """Relative error of the gradients of one layer in packed rows, against SDPA of each document in float64."""
     lengths = [5, 1, 7, 16] if run.is_small else [1, 127, 128, 129, 2048, 300]
-    keys: list[dict[str, Any]] = [{"dtype": "fp32"}, {"dtype": "bf16", "weights_dtype": "bf16"}]
+    kernels: dict[str, tuple[str | None, ...]] = {"fp32": (None,), "bf16": (None,)}
     if run.is_cuda:
         kernels = {"fp32": ("flex", "by_document"), "bf16": ("varlen", "flex", "by_document")}
-        keys = [{**each, "packed_attention": k} for each in keys for k in kernels[each["dtype"]]]
-    found: Result = {"checks": {}}
-    for each in keys:
-        name = " ".join(each.values())
-        with recipe_after_setup(
-            run, f"attention {name}", **{"weights_dtype": None, **each}
-        ) as recipe:
-            step = update_step(run, [lengths], vocab_size=512)
-            (row,) = to_device_ahead(step.microbatches, run.device)
-            found["checks"][name] = _attention_error(recipe.model, row, lengths)
-    return found
+    checks = {}
+    for dtype, of_dtype in kernels.items():
+        for kernel in of_dtype:
+            keys = {"dtype": dtype, "weights_dtype": None, "packed_attention": kernel}
+            with recipe_after_setup(run, "attention", model__num_layers=1, **keys) as recipe:
+                (row,) = update_step(run, [lengths], vocab_size=512).microbatches
+                (row,) = to_device_ahead([row], run.device)
+                recipe.sums(row).sum().backward()
+                exact = _gradients_alone(recipe, lengths, torch.float64)
+                bound = 1e-5
+                if dtype == "bf16":
+                    bound = 2 * _error(_gradients_alone(recipe, lengths, torch.bfloat16), exact)
+                checks[f"{dtype} {kernel}"] = (_error(_gradients(recipe.model), exact), bound)
+    return {"checks": checks}
 
 
-def _attention_error(model: Any, row: Microbatch, lengths: list[int]) -> tuple[float, float]:
-    """Returns the error and its bound: 1e-5 in fp32; in bf16 twice the error of SDPA."""
-    kept: list[tuple[Tensor, Tensor]] = []
-
-    def keep(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        args[0].retain_grad()
-        kept.append((args[0], output))
-
-    layer = model.layers[0].attn
-    layer.register_forward_hook(keep)
-    model(**row.inputs)
-    x, output = kept[0]
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-    output.backward(weight)
-    mine = [output.detach(), x.grad, *_gradients(layer)]
-
-    def alone(dtype: torch.dtype) -> list[Tensor]:
-        component = {"_component_": _COMPONENT, "vocab_size": 8, "max_seq_len": model.max_seq_len,
-                     "rope_base": 500_000, "scale_factor": 1, "intermediate_dim": 8, "num_layers": 1,
-                     "num_heads": model.num_heads, "num_kv_heads": layer.num_kv_heads,
-                     "embed_dim": x.size(-1)}  # fmt: skip
-        with x.device, training.set_default_dtype(torch.float32):
-            own = torchtune_config.instantiate(OmegaConf.create(component)).layers[0].attn
-        own.load_state_dict({name: _full(each) for name, each in layer.state_dict().items()})
-        own.to(dtype)
-        leaf = x.detach().to(dtype).requires_grad_()
-        parts = zip(leaf.split(lengths, 1), row.inputs["input_pos"].split(lengths, 1), strict=True)
-        result = torch.cat([own(part, part, input_pos=positions) for part, positions in parts], 1)
-        result.backward(weight.to(dtype))
-        assert leaf.grad is not None
-        return [result.detach(), leaf.grad, *_gradients(own)]
-
-    exact = alone(torch.float64)
-    bound = 1e-5 if x.dtype == torch.float32 else 2 * _error(alone(x.dtype), exact)
-    return _error(mine, exact), bound
+def _gradients_alone(recipe: Any, lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of torchtune's own model, document by document."""
+    device = recipe.ranks.device
+    with device, training.set_default_dtype(torch.float32):
+        model = torchtune_config.instantiate(OmegaConf.create(recipe.checkpointer.model))
+    model.load_state_dict(recipe.checkpointer.load_checkpoint()[training.MODEL_KEY])
+    model.to(dtype)
+    for i, length in enumerate(lengths):
+        sample = {k: torch.tensor(v, device=device) for k, v in sample_of(length, 512, i).items()}
+        logits = model(sample["tokens"][None])[0, :-1]
+        labels = sample["labels"][1:]
+        F.cross_entropy(
+            logits.double(), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        ).backward()
+    return _gradients(model)
 
 
-def _gradients(layer: nn.Module) -> list[Tensor]:
-    return [_full(p.grad) for _, p in sorted(layer.named_parameters()) if p.grad is not None]
+def _gradients(model: nn.Module) -> list[Tensor]:
+    found: list[Any] = [p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
-def _full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
-
-
-def _error(found: Sequence[Any], exact: Sequence[Tensor]) -> float:
+def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Largest relative error in the norm."""
     pairs = zip(found, exact, strict=True)
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
@@ -367,32 +338,31 @@ def waits(run: Run) -> Result:
 
 
 def speed(run: Run) -> Result:
-    """Update steps of at least 16384 tokens: each way has the keys of those before it."""
-    keys: dict[str, Any] = {}
-    ways: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"compile": True},
-                                       "chunks of 4096": {"loss__tokens_per_chunk": 4096}}  # fmt: skip
+    """Update steps of at least 16384 tokens; each way has the keys of those before it."""
+    ways: dict[str, dict[str, Any]] = {
+        "eager": {},
+        "compiled": {"compile": not run.is_small},  # inductor takes a minute
+        "chunks of 4096": {"compile": not run.is_small, "loss__tokens_per_chunk": 4096},
+    }
+    repeats = (1, 2) if run.is_small else (3, 10)
     rows: list[Result] = []
-    for name, more in ways.items():
-        keys |= more
-        if run.is_small and keys.get("compile"):  # inductor takes a minute
-            keys["compile"] = False
+    for name, keys in ways.items():
         with recipe_after_setup(run, name, **keys) as recipe:
             for length in [128] if run.is_small else [8192, 2048, 16384]:
-                num_rows = 2 if run.is_small else max(16384 // length, 1)
                 longest = recipe.tokenizer.max_seq_len
+                num_rows = 2 if run.is_small else 16384 // length
                 of_rows = [document_lengths(length, longest, seed) for seed in range(num_rows)]
                 step = update_step(run, of_rows, recipe.model.tok_embeddings.num_embeddings)
                 if run.is_cuda:
                     torch.cuda.reset_peak_memory_stats(run.device)
-                seconds = median_seconds(
-                    partial(recipe.update, step), run.device, *((1, 2) if run.is_small else (3, 10))
-                )
+                seconds = median_seconds(partial(recipe.update, step), run.device, *repeats)
+                memory = torch.cuda.max_memory_allocated(run.device) if run.is_cuda else None
                 lengths = [n for row in of_rows for n in row]
                 flops = decoder_flops(recipe.model, lengths, step.totals["target_tokens"])
-                peak_gb = torch.cuda.max_memory_allocated(run.device) / 1e9 if run.is_cuda else None
-                rows.append({"way": name, "row_length": length, "milliseconds": seconds * 1e3,
-                             "tokens_per_second": step.totals["real_tokens"] / seconds,
-                             "tflops": flops.total / seconds / 1e12, "peak_gb": peak_gb})  # fmt: skip
+                row = {"way": name, "row_length": length, "milliseconds": seconds * 1e3}
+                row["tokens_per_second"] = step.totals["real_tokens"] / seconds
+                row["tflops"] = flops.total / seconds / 1e12
+                rows.append({**row, "peak_memory_bytes": memory})
     return {"rows": rows}
 
 
@@ -481,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = f"{row['tflops'] / peak:.1%}" if peak else ""
         print(
             f"| {row['way']} | {row['row_length']} | {row['milliseconds']:.1f} | {row['tokens_per_second']:.0f} "
-            f"| {row['tflops']:.3g} | {share} | {row['peak_gb'] or ''} |"
+            f"| {row['tflops']:.3g} | {share} | {(row['peak_memory_bytes'] or 0) / 1e9:.1f} |"
         )
     print("\n".join(failures) or "All checks passed.")
     return 1 if failures else 0

@@ -57,13 +57,7 @@ class RankReport:
 
 
 class Gate:
-    """Stops this process after each optimizer step until its next turn.
-
-    Args:
-        pipe: to the benchmark.
-        fed_tokens: counts the tokens that go into the model.
-        device: of the model.
-    """
+    """Stops this process after each optimizer step until the benchmark, at the other end of ``pipe``, continues it."""
 
     def __init__(self, pipe: Connection, fed_tokens: FedTokens, device: torch.device) -> None:
         self._pipe = pipe
@@ -173,13 +167,7 @@ class Processes:
     """The ranks of a running baseline.
 
     They are started with torchrun's environment but without torchrun, so that the benchmark can end them at any time.
-
-    Args:
-        name: of the baseline.
-        spec_path: file for :mod:`recipe_utils.benchmark.baselines.worker`.
-        num_ranks: processes; a single one gets no launcher's environment.
-        log_path: file for the output of each rank; ``{rank}`` is replaced.
-        timeout_seconds: maximum wait for a message.
+    ``log_path`` has ``{rank}`` in it; ``timeout_seconds`` is the maximum wait for a message.
     """
 
     def __init__(
@@ -214,13 +202,10 @@ class Processes:
             raise
 
     def take_turn(self) -> tuple[float, list[Any]]:
-        """Lets the baseline compute until its next message: the end of its next optimizer step.
+        """Lets the baseline compute until the end of its next optimizer step.
 
-        Returns:
-            Time on the slowest rank [seconds], and the message of each rank.
-
-        Raises:
-            BaselineDiedError: a rank ended without a message, or timed out.
+        Returns the time on the slowest rank [seconds] and the message of each rank. Raises BaselineDiedError if a
+        rank ended without a message, or timed out.
         """
         started = time.perf_counter()
         self._go(_GO)
@@ -231,11 +216,7 @@ class Processes:
         return seconds, messages
 
     def finish(self) -> list[float]:
-        """Ends the baseline after its last turn; returns the losses that rank 0 had not reported yet.
-
-        Raises:
-            BaselineDiedError: it ended before it logged the last loss.
-        """
+        """Ends the baseline after its last turn; returns the losses that rank 0 had not reported yet."""
         self._go(_FINISH)
         deadline = time.monotonic() + self._timeout_seconds
         losses = self._receive_from(0, deadline).losses
@@ -306,10 +287,8 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     return [
         {
             **common,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }

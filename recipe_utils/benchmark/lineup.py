@@ -163,11 +163,7 @@ class LineupSettings:
 
 
 def load_base_config(name_or_path: str) -> DictConfig:
-    """Loads the config that all baselines start from, by its registered name or path.
-
-    Raises:
-        ValueError: there is no such config, or it cannot be read.
-    """
+    """Loads the config that all baselines start from, by its registered name or path."""
     for path in (config_path(name_or_path), Path(name_or_path)):
         if path.is_file():
             try:
@@ -212,22 +208,11 @@ def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
 def baseline_of(
     name: str, entry: Mapping[str, Any], base: DictConfig, settings: LineupSettings
 ) -> Baseline:
-    """Resolves the config of a baseline.
+    """Resolves the config of a baseline, from its entry of ``peers`` and the config with the common overrides.
 
     Everything that the base config derives from ``output_dir``, such as fresh weights, is shared by all baselines;
     what a baseline writes goes to a folder of its own. Baselines of one model with adapters start from the same
     ones: those of ``checkpointer.adapter_checkpoint``, or fresh ones in a shared file.
-
-    Args:
-        name: of the baseline.
-        entry: ``kind``, and overrides of ``base``.
-        base: config with the overrides for all baselines.
-        settings: of the benchmark.
-
-    Raises:
-        ValueError: a batch that does not divide, or no checkpointer.
-        recipe_utils.settings.problems.ConfigError: a batch of wrong values.
-        omegaconf.errors.OmegaConfBaseException: the config does not resolve.
     """
     recipe, kind, output_dir = settings.update_step_recipe, entry["kind"], str(settings.output_dir)
     overrides = {key: value for key, value in entry.items() if key != "kind"}
@@ -374,11 +359,7 @@ def _add_baseline(
 def _contents_of(
     baseline: Baseline, lineup: Lineup, settings: LineupSettings
 ) -> list[StepContents]:
-    """Counts the contents of each measured update step.
-
-    Raises:
-        ValueError: the dataset is too small.
-    """
+    """Counts the contents of each measured update step; raises ValueError if the dataset is too small."""
     cfg = OmegaConf.create(baseline.config)
     data = ("dataset", "tokenizer", "shuffle", "batch_size", "gradient_accumulation_steps")
     for other in lineup.baselines:

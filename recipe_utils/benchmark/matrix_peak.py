@@ -126,11 +126,6 @@ def decoder_flops(model: nn.Module, document_lengths: Iterable[int], num_targets
 
     A product with a weight takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361, section
     2.1). Embeddings, norms and recomputation are not counted; the output layer counts for targets only.
-
-    Args:
-        model: a torchtune decoder on any device, not sharded.
-        document_lengths: [tokens], without padding.
-        num_targets: positions that are projected onto the vocabulary.
     """
     decoder: Any = getattr(model, "decoder", model)
     lengths = list(document_lengths)

@@ -1,12 +1,11 @@
-"""Measures what a microbatch costs, and fits the constants of recipe_utils.data.loader.plan.MicrobatchCost.
+"""Measures the cost of a microbatch, and fits the constants of recipe_utils.data.loader.plan.MicrobatchCost.
 
     python -m recipe_utils.benchmark.microbatch_cost                        # the embedded model on this machine
     python -m recipe_utils.benchmark.microbatch_cost --config my.yaml device=cuda dtype=bf16
 
-Forward and backward of padded microbatches of many shapes, half of their slots targets, in random order and
-several times each; medians are fitted with seconds = a * slots + b * slots * longest + c, by least squares of
-relative errors. Then overhead_slots = c / a and equal_attention_length = a / b, which the last lines compare
-with what is used.
+Times forward and backward of padded microbatches of many shapes, half of their positions targets, in random order.
+Medians are fitted with seconds = a * positions + b * positions * longest + c, by least squares of relative errors. The
+last lines compare overhead_slots = c / a and equal_attention_length = a / b with the constants in use.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def main() -> None:
     times = np.array([medians[shape] for shape in shapes])
     (a, b, c), *_ = np.linalg.lstsq(terms / times[:, None], np.ones(len(times)), rcond=None)
     fitted = terms @ (a, b, c)
-    print("| rows x longest | slots | median [ms] | fitted [ms] |")
+    print("| rows x longest | positions | median [ms] | fitted [ms] |")
     print("| --- | --- | --- | --- |")
     for (rows, longest), measured, fit in zip(shapes, times, fitted, strict=True):
         print(f"| {rows} x {longest} | {rows * longest} | {measured * 1e3:.2f} | {fit * 1e3:.2f} |")
@@ -82,7 +81,7 @@ def main() -> None:
 
 
 def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> float:
-    """Of one forward and backward [seconds]."""
+    """Returns the time of one forward and backward [seconds]."""
     vocab_size = vocab_size_and_max_seq_len(model)[0]
     tokens = torch.randint(vocab_size, (rows, longest), device=device)
     positions = torch.arange(0, rows * longest, 2, device=device)

@@ -86,12 +86,7 @@ def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) ->
 
 
 def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[list[Span]]:
-    """Returns the times of all actions, if each starts as soon as its inputs are ready.
-
-    Args:
-        order: actions of each rank.
-        teacher_slots: time of a teacher's forward through the layers of a rank.
-    """
+    """Returns the times of the actions of each rank, if each starts as soon as its inputs are ready."""
     num_stages = 1 + max(action.stage for actions in order for action in actions)
     unit = Fraction(len(order), num_stages)  # a stage has this part of the layers of a rank
     slots = {kind: number * unit for kind, number in SLOTS.items()}
@@ -141,63 +136,31 @@ def idle_fraction(spans: Sequence[Sequence[Span]]) -> tuple[Fraction, Fraction]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a Markdown table."""
+    """Prints a Markdown table with a row for each combination."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--num_groups", type=int, nargs="+", default=[4])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
-    parser.add_argument(
-        "--teacher",
-        type=int,
-        nargs="*",
-        metavar="SLOTS",
-        help="adds a teacher whose forward takes so many slots (default: 1 and 6)",
-    )
+    help_of_teacher = "adds a teacher whose forward takes so many slots (default: 1 and 6)"
+    parser.add_argument("--teacher", type=int, nargs="*", metavar="SLOTS", help=help_of_teacher)
     args = parser.parse_args(arguments)
-    if args.teacher is not None:
-        print_with_teacher(args.num_ranks, args.num_groups, args.schedules, args.teacher or [1, 6])
-        return
-
+    teachers = [None] if args.teacher is None else args.teacher or [1, 6]
     print(
-        "| ranks p | microbatches m | schedule | idle slots: groups of p | whole step | idle share: groups "
-        "| whole step | (p - 1) / (m + p - 1) | whole step is faster by |"
+        "| ranks p | microbatches m | schedule | teacher [slots] | idle slots: groups of p | whole step "
+        "| idle share: groups | whole step | (p - 1) / (m + p - 1) | whole step is faster by |"
     )
-    print("| --- " * 9 + "|")
-    for p in args.num_ranks:
-        for num_groups in args.num_groups:
-            m = p * num_groups
-            for schedule in args.schedules:
-                idle, share = idle_fraction(timeline(order_of_ranks(schedule, p, p)))
-                whole_idle, whole_share = idle_fraction(timeline(order_of_ranks(schedule, p, m)))
-                print(
-                    f"| {p} | {m} | {schedule} | {float(idle * num_groups):g} | {float(whole_idle):g} | "
-                    f"{float(share):.1%} | {float(whole_share):.1%} | {(p - 1) / (m + p - 1):.1%} | "
-                    f"{float((1 - whole_share) / (1 - share)):.2f} |"
-                )
-
-
-def print_with_teacher(
-    num_ranks: Sequence[int],
-    num_groups: Sequence[int],
-    schedules: Sequence[str],
-    teacher_slots: Sequence[int],
-) -> None:
-    """Prints a Markdown table with a row for each combination."""
-    print(
-        "| ranks p | microbatches m | schedule | teacher's forward [slots] | idle share: groups of p "
-        "| whole step | whole step is faster by |"
-    )
-    print("| --- " * 7 + "|")
+    print("| --- " * 10 + "|")
     for p, groups, schedule, slots in itertools.product(
-        num_ranks, num_groups, schedules, teacher_slots
+        args.num_ranks, args.num_groups, args.schedules, teachers
     ):
-        share, whole_share = (
-            idle_fraction(timeline(order_after_teacher(schedule, p, m), slots))[1]
-            for m in (p, p * groups)
-        )
+        m = p * groups
+        order = order_of_ranks if slots is None else order_after_teacher
+        idle, share = idle_fraction(timeline(order(schedule, p, p), slots or 1))
+        whole_idle, whole_share = idle_fraction(timeline(order(schedule, p, m), slots or 1))
         print(
-            f"| {p} | {p * groups} | {schedule} | {slots} | {float(share):.1%} | "
-            f"{float(whole_share):.1%} | {float((1 - whole_share) / (1 - share)):.2f} |"
+            f"| {p} | {m} | {schedule} | {slots or ''} | {float(idle * groups):g} | {float(whole_idle):g} "
+            f"| {float(share):.1%} | {float(whole_share):.1%} | {(p - 1) / (m + p - 1):.1%} "
+            f"| {float((1 - whole_share) / (1 - share)):.2f} |"
         )
 
 

@@ -1,19 +1,16 @@
-"""Simulates the plans on many ranks: who waits for whom, what is padding, what moves, what planning takes.
+"""Simulates plans on many ranks: waiting, padding, samples that move, time of planning.
 
     python -m recipe_utils.benchmark.plans_over_ranks                       # the embedded data
     python -m recipe_utils.benchmark.plans_over_ranks --config my.yaml --num_ranks 8 64
     python -m recipe_utils.benchmark.plans_over_ranks --overhead_slots 400 --equal_attention_length 29700
 
-Update steps are drawn from the lengths of a config's dataset; costs are those of its cost model, or of another
-machine whose two constants are given. Nothing is trained. Columns, medians over the update steps:
+Update steps are drawn from the lengths of a config's dataset; costs are those of its model on a CPU, or of another
+machine whose two constants are given. Nothing is trained. Columns are medians over the update steps:
 
-- slowest / mean: the costliest rank's total over the mean. What replicas that meet once per update step wait.
-- in step: the sum over rounds of the costliest microbatch, over the mean rank's total. What ranks that gather
-  each layer's weights together (FSDP) wait.
-- padding: share of computed slots.
-- microbatches: of each rank.
-- KB moved: samples that a rank sends to others, as the exchange packs them.
-- planning: milliseconds, on every rank, in the background thread.
+- slowest / mean: cost of the slowest rank over the mean: the wait of replicas that meet once per update step.
+- in step: sum over rounds of the costliest microbatch, over the mean rank's cost: the wait with FSDP.
+- padding: share of computed positions; microbatches: of each rank; KB moved: samples that a rank sends to others.
+- planning: milliseconds on every rank, in the background thread.
 """
 
 import argparse
@@ -42,15 +39,9 @@ def main() -> None:
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 8, 64, 512, 4096])
     parser.add_argument("--samples_per_rank", type=int, default=16)
     parser.add_argument("--num_update_steps", type=int, default=5)
-    parser.add_argument(
-        "--overhead_slots",
-        type=float,
-        default=MEASURED_COSTS["cpu"].overhead_slots,
-        help="of a microbatch",
-    )
-    parser.add_argument(
-        "--equal_attention_length", type=float, help="[tokens]; the model's, on a CPU, by default"
-    )
+    overhead = MEASURED_COSTS["cpu"].overhead_slots
+    parser.add_argument("--overhead_slots", type=float, default=overhead, help="of a microbatch")
+    parser.add_argument("--equal_attention_length", type=float, help="[tokens], default: on a CPU")
     args = parser.parse_args()
 
     cfg: Any = OmegaConf.load(args.config)
@@ -74,16 +65,10 @@ def main() -> None:
                 arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
             plan = partial(PLANS[name], **arguments)
             rng = random.Random(num_ranks)
-            columns = [
-                simulate(
-                    [rng.choice(samples) for _ in range(num_ranks * args.samples_per_rank)],
-                    name,
-                    plan,
-                    num_ranks,
-                    cost,
-                )
-                for _ in range(args.num_update_steps)
-            ]
+            columns = []
+            for _ in range(args.num_update_steps):
+                drawn = [rng.choice(samples) for _ in range(num_ranks * args.samples_per_rank)]
+                columns.append(simulate(drawn, name, plan, num_ranks, cost))
             row = [statistics.median(column) for column in zip(*columns, strict=True)]
             print(
                 f"| {num_ranks} | `{name}` | {row[0]:.3f} | {row[1]:.2f} | {row[2]:.1%} "
@@ -94,7 +79,7 @@ def main() -> None:
 def simulate(
     samples: Sequence[Sample], name: str, plan: Plan, num_ranks: int, cost: MicrobatchCost
 ) -> tuple[float, ...]:
-    """The columns of one update step, in the order of the table."""
+    """Returns the columns of one update step, in the order of the table."""
     lengths = [len(sample["tokens"]) for sample in samples]
     per_rank = len(samples) // num_ranks
     if name == "in_order":  # every rank cuts its own samples
@@ -135,7 +120,7 @@ def simulate(
 def bytes_sent(
     samples: Sequence[Sample], ranks: Sequence[Microbatches], per_rank: int
 ) -> list[int]:
-    """By each rank to all others; rank r holds the samples from r * per_rank on."""
+    """Returns the bytes that each rank sends; rank r holds the samples from r * per_rank on."""
     sent = [0] * len(ranks)
     for to, microbatches in enumerate(ranks):
         by_source: dict[int, dict[int, Sample]] = {}

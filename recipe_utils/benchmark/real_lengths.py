@@ -1,4 +1,4 @@
-"""Pairs of random tokens whose lengths are spread as those of real preference data, which needs no download."""
+"""Pairs of random tokens with the distribution of lengths of real preference data; needs no download."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from recipe_utils.data.loader.samples import Sample
 
 
 class Lengths(NamedTuple):
-    """Medians [tokens] of what a pair shares and of its answers, and how far they spread."""
+    """Medians [tokens] of the shared prefix and of both answers, and their spread."""
 
     shared: int
     chosen: int
@@ -40,15 +40,7 @@ _CORRELATION = 0.5
 class PairsOfRealLengths(Dataset[Sample]):
     """Pairs by torchtune's keys. Prompts are masked, answers are targets.
 
-    Args:
-        tokenizer: not used; recipes hand it over.
-        preset: a key of :data:`PRESETS`.
-        num_pairs: how many there are.
-        num_token_ids: tokens are drawn from 3 to ``num_token_ids - 1``.
-        seed: of the draws.
-
-    Raises:
-        ValueError: an unknown preset.
+    ``tokenizer`` is not used; ``preset`` is a key of :data:`PRESETS`; tokens are below ``num_token_ids``.
     """
 
     def __init__(

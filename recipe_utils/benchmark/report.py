@@ -1,7 +1,6 @@
-"""Report of a benchmark: summaries, Markdown tables and a chart of the recorded steps."""
+"""Summaries and Markdown tables of the recorded steps of a benchmark."""
 
 import contextlib
-import importlib.util
 import os
 import platform
 import statistics
@@ -95,7 +94,7 @@ def summarize(
     other_models: Collection[str] = (),
     peak_tflops: float | None = None,
 ) -> list[Summary]:
-    """Compares each baseline with the reference.
+    """Compares each baseline that made a step with the reference, in the order of ``losses``.
 
     Args:
         steps: of all baselines and rounds.
@@ -103,9 +102,6 @@ def summarize(
         reference: baseline that ratios are taken over.
         other_models: baselines that train another model than the reference.
         peak_tflops: of the fastest matrix product on all ranks; None if not measured.
-
-    Returns:
-        A summary of each baseline that made a step, in the order of ``losses``.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))
@@ -162,13 +158,7 @@ def summarize(
 def throughput_table(
     summaries: Sequence[Summary], reference: str, missing: Mapping[str, str]
 ) -> str:
-    """Returns the main table in Markdown.
-
-    Args:
-        summaries: of the baselines that ran.
-        reference: baseline that ratios are taken over.
-        missing: baseline without figures -> why.
-    """
+    """Returns the main table in Markdown; ``missing`` maps baselines without figures to the reason."""
     columns = (
         "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)", "per round",
         f"seconds per update step more than {reference} (quartiles)", "real tokens/s", "positions per target",
@@ -180,21 +170,17 @@ def throughput_table(
         deviation = "other samples" if each.has_same_model else "another model"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.baseline != reference else "0"
-        rows.append(
-            [
-                each.baseline,
-                f"**{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f})",
-                f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f})",
-                " ".join(f"{value:.2f}" for value in each.ratio_per_round),
-                f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f})",
-                f"{each.real_tokens_per_second:.0f}",
-                f"{each.positions_per_target:.2f}",
-                f"{each.padding_fraction:.0%}",
-                "" if each.share_of_peak is None else f"{each.share_of_peak:.2f}",
-                f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f})",
-                deviation,
-            ]
+        cells = (
+            f"{each.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
+            f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) | "
+            f"{' '.join(f'{value:.2f}' for value in each.ratio_per_round)} | "
+            f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
+            f"{each.real_tokens_per_second:.0f} | {each.positions_per_target:.2f} | "
+            f"{each.padding_fraction:.0%} | "
+            f"{'' if each.share_of_peak is None else f'{each.share_of_peak:.2f}'} | "
+            f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation}"
         )
+        rows.append(cells.split(" | "))
     rows += [[name, why, *[""] * (len(columns) - 2)] for name, why in missing.items()]
     return _table(columns, rows)
 
@@ -216,7 +202,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -> str:
-    """Names the baselines whose update steps had other tokens than the reference's, or than the data order's."""
+    """Names the baselines that trained on other tokens than the reference, or than the data order's."""
     others = [each.baseline for each in summaries if not each.has_same_samples]
     unexpected = {s.baseline for s in steps if s.fingerprint != s.expected_fingerprint}
     text = "Every update step had the same tokens in every baseline."
@@ -247,61 +233,6 @@ def peak_sentence(peak_tflops: float) -> str:
         f"{peak_tflops * 1e3:.4g} GFLOP/s, is the fastest product of the sizes of the model, measured in this run with "
         "the same dtype, threads and processes."
     )
-
-
-def write_chart(
-    path: Path, summaries: Sequence[Summary], reference: str, upper_bound: str | None, note: str
-) -> str | None:
-    """Draws the ratios as horizontal bars with their quartiles.
-
-    Args:
-        path: of the PNG file.
-        summaries: of the baselines that ran.
-        reference: baseline that ratios are taken over.
-        upper_bound: baseline that is drawn as a vertical line.
-        note: text below the chart.
-
-    Returns:
-        Why there is no chart; None if there is one.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    bars = [each for each in reversed(summaries) if each.baseline != upper_bound]
-    ratios = [each.ratio for each in bars]
-    figure, axes = pyplot.subplots(figsize=(8, 1.3 + 0.45 * len(bars)), layout="constrained")
-    axes.barh(
-        [each.baseline for each in bars],
-        [each.median for each in ratios],
-        xerr=[[q.median - q.lower for q in ratios], [q.upper - q.median for q in ratios]],
-        color=["#9aa5b1" if each.baseline == reference else "#2b6cb0" for each in bars],
-        error_kw={"ecolor": "#1a202c", "capsize": 3, "elinewidth": 1},
-        height=0.62,
-    )
-    for row, (median, end) in enumerate((q.median, q.upper) for q in ratios):
-        axes.annotate(
-            f"{median:.2f}", (end, row), (6, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    for each in [each for each in summaries if each.baseline == upper_bound]:
-        lower, median, upper = each.ratio
-        axes.axvspan(lower, upper, color="#c05621", alpha=0.12, linewidth=0)
-        axes.axvline(median, color="#c05621", linestyle="--", linewidth=1.2)
-        axes.annotate(
-            f"{each.baseline} {median:.2f}", (median, 1), (0, 3), xycoords=("data", "axes fraction"),
-            textcoords="offset points", ha="center", color="#c05621", fontsize=9,
-        )  # fmt: skip
-    axes.set_xlim(0, max(each.ratio.upper for each in summaries) * 1.1)
-    axes.set_xlabel(f"target tokens per second over {reference} (median and quartiles)")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.supxlabel(note, fontsize=7, color="#4a5568")
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
-    return None
 
 
 def machine_name(device: torch.device) -> str:

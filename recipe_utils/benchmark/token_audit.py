@@ -17,13 +17,7 @@ IGNORE_INDEX = -100
 
 
 def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
-    """Returns the samples of the first epoch in the order of the recipes.
-
-    Args:
-        config: of a baseline; ``max_steps_per_epoch`` limits the samples, null takes the whole epoch.
-        tokenizer: of the config.
-        num_ranks: processes of the baseline.
-    """
+    """Returns the samples of the first ``max_steps_per_epoch`` update steps in the order of the recipes."""
     dataset = load_dataset(config.dataset, tokenizer)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
     if config.max_steps_per_epoch is not None:
@@ -47,13 +41,7 @@ class StepContents(NamedTuple):
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> StepContents:
-    """Counts the samples of an update step.
-
-    Args:
-        samples: with ``tokens`` and ``labels``; those of a packed dataset also with ``seq_lens``.
-        pad_id: token that batches are padded with.
-        ignore_index: label of positions that are not targets.
-    """
+    """Counts the samples of an update step; those of a packed dataset also have ``seq_lens``."""
     num_targets = num_real = tokens_fingerprint = 0
     document_lengths: list[int] = []
     for sample in samples:
@@ -76,14 +64,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
 def contents_of_pairs(
     pairs: Iterable[Sample], pad_id: int, ignore_index: int, shares_prefixes: bool
 ) -> StepContents:
-    """Counts the pairs of an update step; both sides of each are samples.
-
-    Args:
-        pairs: by torchtune's keys.
-        pad_id: token that batches are padded with.
-        ignore_index: label of positions that are not targets.
-        shares_prefixes: True if a common prefix goes into the model once.
-    """
+    """Counts the pairs of an update step, both sides of each; shared prefixes may go into the model once."""
     sides, shared = [], []
     for pair in pairs:
         arrays = {key: np.asarray(values) for key, values in pair.items()}
@@ -113,9 +94,6 @@ class FedTokens:
     """Counts the tokens that go into the model of this process while gradients are recorded.
 
     All embeddings of the process are counted, so it must train one model with one of them.
-
-    Args:
-        pad_id: token that batches are padded with.
     """
 
     def __init__(self, pad_id: int) -> None:

@@ -26,11 +26,7 @@ _SIDES = ("chosen", "rejected")
 
 
 def train_text(config: DictConfig) -> None:
-    """Fine-tunes; an update step is one row, or several of at most ``max_tokens_per_row`` tokens.
-
-    Raises:
-        ValueError: a model other than torchtune's ``TransformerDecoder``.
-    """
+    """Fine-tunes; an update step is one row, or several of at most ``max_tokens_per_row`` tokens."""
     bare = BareModel(config)
 
     def losses(step: Sequence[Sample]) -> Iterator[Tensor]:
@@ -43,11 +39,7 @@ def train_text(config: DictConfig) -> None:
 
 
 def train_dpo(config: DictConfig) -> None:
-    """Tunes preferences with a live reference; a row holds both sides of ``pairs_per_row`` (batch_size) pairs.
-
-    Raises:
-        ValueError: a model other than torchtune's ``TransformerDecoder``.
-    """
+    """Tunes preferences with a live reference; a row holds both sides of ``pairs_per_row`` (batch_size) pairs."""
     of_reference = {**config, "checkpointer": config.get("ref_checkpointer") or config.checkpointer}
     policy, reference = BareModel(config), BareModel(OmegaConf.create(of_reference))
     reference.model.requires_grad_(False)
@@ -123,14 +115,7 @@ def row_of(samples: Sequence[Sample]) -> Row:
 
 
 class BareModel:
-    """A decoder that projects only targets onto the vocabulary, and whose samples attend to themselves.
-
-    Args:
-        config: of a baseline; the model starts from its ``checkpointer``.
-
-    Raises:
-        ValueError: a model other than torchtune's ``TransformerDecoder``.
-    """
+    """A ``TransformerDecoder`` that projects only targets onto the vocabulary; samples attend to themselves."""
 
     def __init__(self, config: DictConfig) -> None:
         self._device = get_device(config.device)

@@ -32,9 +32,8 @@ _SIDES = ("chosen", "rejected")
 def train_hf_trainer(config: DictConfig) -> None:
     """Trains with transformers' Trainer. Without an attention mask: only padding follows a sample.
 
-    Args:
-        config: ``train_sampling_strategy`` is ``sequential`` (default) or ``batch_rebalance``, which sorts and
-            cuts the samples of each update step, here not shuffled.
+    ``train_sampling_strategy`` is ``sequential`` or ``batch_rebalance``, which sorts and cuts the samples of each
+    update step, here not shuffled.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -47,11 +46,7 @@ def train_hf_trainer(config: DictConfig) -> None:
 
 
 def train_trl_sft(config: DictConfig) -> None:
-    """Trains adapters of PEFT with TRL's SFTTrainer, from the values that all baselines start from.
-
-    Args:
-        config: ``padding_free`` (default: True) concatenates the samples of a microbatch into one row.
-    """
+    """Trains adapters of PEFT with TRL's SFTTrainer; ``padding_free`` concatenates the samples of a microbatch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -70,15 +65,7 @@ def train_trl_sft(config: DictConfig) -> None:
 
 
 def train_trl_dpo(config: DictConfig) -> None:
-    """Tunes preferences with TRL's DPOTrainer. It gets the targets of the config, not all tokens of an answer.
-
-    Args:
-        config: ``ref_checkpointer`` must be null. ``precompute_ref_log_probs`` (default: False) computes the
-            reference log-probabilities before training.
-
-    Raises:
-        ValueError: a loss that is not plain DPO, or a ``ref_checkpointer``.
-    """
+    """Tunes preferences with TRL's DPOTrainer. It gets the targets of the config, not all tokens of an answer."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -148,16 +135,7 @@ def run_trainer(
     dataset: Any,
     **options: Any,
 ) -> None:
-    """Trains with a Trainer of transformers or a subclass, in the order of the dataset; logs each loss.
-
-    Args:
-        config: of the baseline.
-        trainer_class: the Trainer.
-        args: its TrainingArguments.
-        model: on its device; its parameters that require gradients are trained.
-        dataset: tokenized samples.
-        options: further arguments of ``trainer_class``.
-    """
+    """Trains with transformers' Trainer or a subclass on tokenized samples in their order; logs each loss."""
     from transformers.trainer_callback import TrainerCallback
 
     class ReportLoss(TrainerCallback):
@@ -267,11 +245,8 @@ def _with_adapters(base: Any, config: DictConfig) -> Any:
     given = torch.load(config.checkpointer.adapter_checkpoint, weights_only=True)
     contents, _ = contents_of_export(given, adapters_in(config), dtype=None)
     checkpointer = torchtune_config.instantiate(config.checkpointer)
-    adapters, adapter_config = (
-        contents[training.ADAPTER_KEY],
-        contents[training.ADAPTER_CONFIG],
-    )
-    write_peft(folder, checkpointer, adapters, adapter_config)
+    adapters = contents[training.ADAPTER_KEY]
+    write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
     return PeftModel.from_pretrained(
         base, str(folder), is_trainable=True, autocast_adapter_dtype=False
     )

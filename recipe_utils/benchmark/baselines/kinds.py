@@ -64,16 +64,7 @@ def train_function(recipe: str, kind: str) -> Callable[[DictConfig], None]:
 def why_skipped(
     recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters, kd_ratio: float
 ) -> str | None:
-    """Returns why a baseline of this kind cannot run; None if it can.
-
-    Args:
-        recipe: key of :data:`KINDS`.
-        kind: key of ``KINDS[recipe]``.
-        num_ranks: processes of the baseline.
-        is_packed: True if the dataset packs its samples.
-        adapters: of the model.
-        kd_ratio: weight of the divergence in the loss, for distillation.
-    """
+    """Returns why a baseline of this kind cannot run; None if it can. ``is_packed``: the dataset packs its samples."""
     if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
     has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")

@@ -26,11 +26,7 @@ from recipe_utils.settings.problems import ConfigError, naming
 
 
 def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a config without allocating weights.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the model cannot be built.
-    """
+    """Builds the model of a config without allocating weights; raises ConfigError if it cannot be built."""
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
         cfg_model = OmegaConf.to_container(cfg_model, resolve=True)
@@ -47,11 +43,7 @@ def adapters_in(config: Mapping[str, Any]) -> Adapters:
 
 
 def write_fresh_adapters(config: DictConfig) -> None:
-    """Writes ``checkpointer.adapter_checkpoint``: the adapters that the update-step recipe would draw.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the weights cannot be read.
-    """
+    """Writes ``checkpointer.adapter_checkpoint``: the adapters that the update-step recipe would draw."""
     path = Path(config.checkpointer.adapter_checkpoint)
     without = {k: v for k, v in config.checkpointer.items() if k != "adapter_checkpoint"}
     with naming("checkpointer"):
@@ -64,12 +56,7 @@ def write_fresh_adapters(config: DictConfig) -> None:
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, path: str) -> None:
-    """Copies adapters from a file into a model in place, since an optimizer may hold its parameters.
-
-    Args:
-        model: wrapped and sharded or not; called on all ranks.
-        path: file of full tensors by parameter name.
-    """
+    """Copies full adapters from a file into a model, sharded or not, in place: an optimizer may hold them."""
     given = torch.load(path, map_location="cpu", weights_only=True)
     for name, parameter in model.named_parameters():
         full = given.pop(unwrapped(name), None)

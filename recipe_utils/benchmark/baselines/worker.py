@@ -21,14 +21,7 @@ from recipe_utils.benchmark.token_audit import FedTokens
 
 
 def write_spec(path: Path, job: Literal["turns", "products"], of: Baseline, pad_id: int) -> Path:
-    """Writes the job of a worker: train in turns, or time matrix products.
-
-    Args:
-        path: of the JSON file.
-        job: of the worker.
-        of: the baseline.
-        pad_id: token that batches are padded with.
-    """
+    """Writes the job of a worker: train in turns, or time matrix products. Batches are padded with ``pad_id``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     spec = {"job": job, "recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
     path.write_text(json.dumps(spec, indent=1))

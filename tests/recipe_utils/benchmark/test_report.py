@@ -121,13 +121,3 @@ def test_tables_name_baselines_without_figures():
     assert "| fast | **200** (150-250) | **2.50** (2.25-2.75) |" in table
     assert "| limit | skipped: one process only |" in table
     assert report.loss_table(LOSSES).splitlines()[-1] == "| 3 | 4.00000 | 4.00200 |"
-
-
-def test_the_chart_is_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "benchmark.png"
-    summaries = summarize(STEPS, LOSSES, "stock")
-    assert (
-        report.write_chart(path, summaries, "stock", upper_bound="fast", note="a machine") is None
-    )
-    assert path.read_bytes().startswith(b"\x89PNG")
