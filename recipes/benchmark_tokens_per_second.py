@@ -176,8 +176,7 @@ class BenchmarkTokensPerSecond:
             f"```bash\n{about['command']}\n```",
             report.throughput_table(summaries, self.reference, self.missing),
             "A ratio is taken over the reference in the same round and update step. "
-            f"{report.samples_sentence(self.steps, summaries)} "
-            f"{report.idle_sentence(self.steps, len(self.baselines))}",
+            f"{report.samples_sentence(self.steps, summaries)}",
         ]
         if self.peak_tflops is not None:
             parts.append(report.peak_sentence(self.peak_tflops))
@@ -256,7 +255,6 @@ class BenchmarkTokensPerSecond:
             fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
-            idle_cpu_seconds=sum(each.idle_cpu_seconds for each in reports),
             useful_flops=self.useful_flops[name][step - 1],
         )
 

@@ -103,10 +103,9 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(0)
         weights = {}
         for name, like in build_on_meta(make, ModelSettings()).state_dict().items():
-            weight = torch.ones(like.shape, dtype=torch.bfloat16, device=self._device)
-            weights[name] = (
-                weight.normal_(std=0.02, generator=generator) if like.dim() > 1 else weight
-            )
+            weights[name] = torch.ones(like.shape, dtype=torch.bfloat16, device=self._device)
+            if like.dim() > 1:
+                weights[name].normal_(std=0.02, generator=generator)
         return {training.MODEL_KEY: weights}
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
@@ -256,11 +255,8 @@ def _gradients_alone(recipe: Any, lengths: list[int], dtype: torch.dtype) -> lis
     model.to(dtype)
     for i, length in enumerate(lengths):
         sample = {k: torch.tensor(v, device=device) for k, v in sample_of(length, 512, i).items()}
-        logits = model(sample["tokens"][None])[0, :-1]
-        labels = sample["labels"][1:]
-        F.cross_entropy(
-            logits.double(), labels, ignore_index=IGNORE_INDEX, reduction="sum"
-        ).backward()
+        logits = model(sample["tokens"][None])[0, :-1].double()
+        F.cross_entropy(logits, sample["labels"][1:], reduction="sum").backward()
     return _gradients(model)
 
 
@@ -293,9 +289,7 @@ def copies(run: Run) -> Result:
             torch.cuda._sleep(_BUSY_CYCLES)
         sums.append(tokens.sum())
         del tokens
-        torch.full(
-            (longest,), -1, device=run.device
-        )  # overwrites the block if it was released early
+        torch.full((longest,), -1, device=run.device)  # overwrites a block that is released early
     num_wrong = sum(int(a) != b for a, b in zip(sums, expected, strict=True))
     return {"checks": {f"wrong of {num_microbatches}": (num_wrong, 0)}}
 
@@ -444,14 +438,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_atomically(args.out / "results.json", f"{text}\n".encode())
     peak = results.get("machine", {}).get("matrix_peak_tflops")
     print(
-        "| way | row length | update step [ms] | tokens/s | TFLOP/s | of the peak | peak memory [GB] |"
+        "| way | row length | ms | tokens/s | TFLOP/s | of the peak | GB |\n" + "| --- " * 7 + "|"
     )
-    print("| --- " * 7 + "|")
     for row in results.get("speed", {}).get("rows", ()):
-        share = f"{row['tflops'] / peak:.1%}" if peak else ""
+        way, length, milliseconds, rate, speed_of_row, memory = row.values()
+        share = f"{speed_of_row / peak:.1%}" if peak else ""
         print(
-            f"| {row['way']} | {row['row_length']} | {row['milliseconds']:.1f} | {row['tokens_per_second']:.0f} "
-            f"| {row['tflops']:.3g} | {share} | {(row['peak_memory_bytes'] or 0) / 1e9:.1f} |"
+            f"| {way} | {length} | {milliseconds:.1f} | {rate:.0f} | {speed_of_row:.3g} | {share} "
+            f"| {(memory or 0) / 1e9:.1f} |"
         )
     print("\n".join(failures) or "All checks passed.")
     return 1 if failures else 0

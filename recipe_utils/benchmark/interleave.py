@@ -47,8 +47,6 @@ class RankReport:
     """Fingerprint of their tokens, see :func:`recipe_utils.benchmark.token_audit.fingerprint`."""
     peak_memory_bytes: int
     """Peak of the process so far; on CUDA, of the allocator."""
-    idle_cpu_seconds: float
-    """CPU time between the last report and "go", although the process was stopped."""
     losses: list[float] = field(default_factory=list)
     """Losses logged since the last report [nats per target token]. Recipes log after a step, so they are one turn late."""
 
@@ -64,7 +62,6 @@ class Gate:
         self._fed_tokens = fed_tokens
         self._device = device
         self._losses: list[float] = []
-        self._idle_cpu_seconds = 0.0
         self._is_finishing = False
 
     def install(self) -> None:
@@ -74,12 +71,10 @@ class Gate:
 
     def wait_for_turn(self) -> None:
         """Blocks until the next turn; ends the process if the benchmark is gone."""
-        started = time.process_time()
         try:
             turn = self._pipe.recv()
         except EOFError:
             os._exit(1)
-        self._idle_cpu_seconds = time.process_time() - started
         self._is_finishing = turn == _FINISH
 
     def add_loss(self, loss: float) -> None:
@@ -97,9 +92,8 @@ class Gate:
         self.wait_for_turn()
 
     def _report(self) -> None:
-        memory = peak_memory_bytes(self._device)
         counts = self._fed_tokens.read_and_restart()
-        report = RankReport(*counts, memory, self._idle_cpu_seconds, self._losses)
+        report = RankReport(*counts, peak_memory_bytes(self._device), self._losses)
         try:
             self._pipe.send(report)
         except BrokenPipeError:

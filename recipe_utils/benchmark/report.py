@@ -36,8 +36,6 @@ class TimedStep:
     """Fingerprint of the tokens of the update step's samples."""
     peak_memory_bytes: int
     """Peak so far of the largest rank."""
-    idle_cpu_seconds: float
-    """CPU time of the baseline before this step, while others were timed."""
     useful_flops: float | None = None
     """Floating-point operations that the samples need; None if not counted."""
 
@@ -215,14 +213,6 @@ def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -
         names = ", ".join(sorted(unexpected))
         text += f" Other samples than the data order's, so target tokens are miscounted: {names}."
     return text
-
-
-def idle_sentence(steps: Sequence[TimedStep], num_baselines: int) -> str:
-    """States the mean CPU use of waiting baselines, of which each waits for all others in turn."""
-    idle = statistics.fmean(each.idle_cpu_seconds for each in steps)
-    timed = statistics.fmean(each.seconds for each in steps)
-    share = idle / (timed * max(num_baselines - 1, 1))
-    return f"A waiting baseline kept {share:.2%} of one CPU busy on average."
 
 
 def peak_sentence(peak_tflops: float) -> str:

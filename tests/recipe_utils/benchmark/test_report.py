@@ -16,7 +16,6 @@ STEP = TimedStep(
     fingerprint=7,
     expected_fingerprint=7,
     peak_memory_bytes=1000,
-    idle_cpu_seconds=0.0,
 )
 STEPS = [
     STEP,
@@ -108,11 +107,6 @@ def test_a_nan_loss_is_no_small_deviation():
 def test_samples_other_than_the_data_order_s_are_reported():
     steps = [replace(each, expected_fingerprint=1) for each in STEPS]
     assert "fast, stock" in report.samples_sentence(steps, summarize(steps, LOSSES, "stock"))
-
-
-def test_idle_time_is_a_share_of_the_time_spent_waiting():
-    steps = [replace(STEP, idle_cpu_seconds=0.06)]  # waits while 3 others take 2 seconds each
-    assert "1.00% of one CPU" in report.idle_sentence(steps, 4)
 
 
 def test_tables_name_baselines_without_figures():
