@@ -1,7 +1,7 @@
-"""Output projections of a student and a teacher, cross-entropy and divergence in one, summed over target tokens.
+"""Cross-entropy and divergence from a teacher, computed from hidden states in chunks of target tokens.
 
-Shapes: b samples, s slots per sample, n target tokens, c those of a chunk; d embedding width and v vocabulary
-of the student, d_t and v_t of the teacher, m = min(v, v_t) tokens that both have rows for.
+Shapes: b samples, s positions per sample, n target tokens, c target tokens of a chunk; d embedding
+width and v vocabulary of the student, d_t and v_t of the teacher, m = min(v, v_t) common tokens.
 """
 
 from collections.abc import Callable
@@ -25,36 +25,34 @@ _OfRows = Callable[..., tuple[Tensor, Tensor | None]]
 Kind = Literal["forward", "reverse", "symmetric", "js"]
 
 SUMS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
-"""What the loss returns sums of: what is differentiated; cross-entropy [nats]; divergence [nats], 0 where both
-agree, without temperature's square; the teacher's entropy [nats]; whether both find one token most likely."""
+"""Names of the sums that the loss returns: differentiated loss; cross-entropy [nats]; divergence [nats]
+without T^2; teacher's entropy [nats]; number of rows where both have the same most likely token."""
 
 _LOG_OF_NOTHING = -1e4
-"""exp() of it is 0, and 0 times it is 0, not NaN."""
+"""Its exp() is 0, and 0 times it is 0 rather than NaN."""
 
 _LOGITS_IN_CACHES = 2**20
-"""As many fit into a CPU's caches along with what is made of them."""
+"""Fits into a CPU's caches together with its intermediate results."""
 _LOGITS_FOR_A_GPU = 2**23
-"""Enough to keep it busy, and a fraction of a chunk."""
+"""Enough to keep a GPU busy, and a fraction of a chunk."""
 
 
 class TeacherHidden(NamedTuple):
-    """A teacher that is known by its last hidden states: exact at any temperature, for any divergence."""
+    """Teacher given by its last hidden states: exact at any temperature, for any divergence."""
 
     hidden: Tensor
-    """After the final norm, at the target positions, [n, d_t]."""
+    """Hidden states after the final norm, at the target positions, [n, d_t]."""
     output: Any
-    """Its output layer, [c, d_t] -> [c, v_t], with a weight that can be read as it is. Its logits are
-    worked in."""
+    """Output layer, [c, d_t] -> [c, v_t], with a plain (unsharded) weight. Its logits are overwritten."""
     bias: Tensor | None = None
-    """Added to its logits after the temperature, [v_t]; softmax(logits / t + dual) are Sinkhorn-Knopp's
-    targets, whose dual is all that the rest of a batch contributes."""
+    """Dual variable of Sinkhorn-Knopp, [v_t]: the targets are softmax(logits / t + bias)."""
 
     def of_rows(self, rows: slice) -> "TeacherHidden":
-        """Those of a chunk."""
+        """Returns the teacher of a chunk's rows."""
         return self._replace(hidden=self.hidden[rows])
 
     def logits_like(self, logits: Tensor, temperature: float) -> Tensor:
-        """Of the m tokens, [c, m], in the precision of the student's logits [c, v]."""
+        """Returns logits / temperature + bias of the m tokens, [c, m], in the dtype of ``logits`` [c, v]."""
         of_teacher = self.output(self.hidden)[:, : logits.size(1)].to(logits.dtype)
         if temperature != 1:
             of_teacher /= temperature
@@ -63,7 +61,7 @@ class TeacherHidden(NamedTuple):
         return of_teacher
 
     def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
-        """Of the m tokens, [c, m], in the precision of the student's logits [c, v]."""
+        """Returns log-probabilities of the m tokens, [c, m], in the dtype of ``logits`` [c, v]."""
         of_teacher = self.logits_like(logits, temperature)
         for few in _few_rows_of(of_teacher):
             of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
@@ -71,31 +69,31 @@ class TeacherHidden(NamedTuple):
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher that is known by its likeliest tokens, and all others in one bucket."""
+    """Teacher given by its k most likely tokens; all others are one outcome."""
 
     token_ids: Tensor
-    """Of the k likeliest of the m tokens, the likeliest first, [n, k]."""
+    """Ids of the k most likely of the m tokens, in descending order, [n, k]."""
     log_probs: Tensor
-    """Theirs, and that of all others together, at the teacher's temperature, [n, k + 1]."""
+    """Log-probabilities of these tokens and of all others together, at the teacher's temperature, [n, k + 1]."""
     num_tokens: int
-    """m, over which the student's side is normalised, too."""
+    """m; the student is normalised over the same m tokens."""
 
     def of_rows(self, rows: slice) -> "TeacherTopK":
-        """Those of a chunk."""
+        """Returns the teacher of a chunk's rows."""
         return self._replace(token_ids=self.token_ids[rows].long(), log_probs=self.log_probs[rows])
 
     def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
-        """Of the k tokens and of all others together, [c, k + 1]; at the temperature they were taken at."""
+        """Returns ``log_probs`` in the dtype of ``logits``; ``temperature`` is not used."""
         return self.log_probs.to(logits.dtype, copy=True).clamp_(min=_LOG_OF_NOTHING)
 
 
 class _KnownTokens(NamedTuple):
-    """Which tokens' log-probabilities a teacher has given."""
+    """Tokens whose log-probabilities are given."""
 
     num_tokens: int
-    """m, over which both sides are normalised."""
+    """m, the number of tokens that both sides are normalised over."""
     token_ids: Tensor | None
-    """Of the k likeliest, [c, k]; None where all m are known."""
+    """Ids of the k most likely tokens, [c, k]; None if all m are given."""
 
 
 def _known_tokens(teacher: TeacherHidden | TeacherTopK, num_columns: int) -> _KnownTokens:
@@ -105,19 +103,15 @@ def _known_tokens(teacher: TeacherHidden | TeacherTopK, num_columns: int) -> _Kn
 
 
 def _few_rows_of(logits: Tensor) -> list[slice]:
-    """Of a chunk [c, v]: what is made of few rows at a time takes little memory, and often none anew."""
+    """Splits a chunk [c, v] into slices of few rows, so that intermediate results take little memory."""
     at_once = _LOGITS_IN_CACHES if logits.device.type == "cpu" else _LOGITS_FOR_A_GPU
     return chunks_of(len(logits), max(1, at_once // logits.size(1)))
 
 
 def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float) -> TeacherTopK:
-    """The k likeliest tokens of each row, and the rest.
+    """Returns the k most likely of ``num_tokens`` tokens for each row.
 
-    Args:
-        teacher: of a chunk of rows: the logits of all of them exist at a time.
-        k: at most ``num_tokens``.
-        num_tokens: m, that student and teacher have rows for.
-        temperature: of the teacher.
+    All logits of ``teacher``'s rows exist at once: pass one chunk at a time.
     """
     like = teacher.hidden.new_empty(
         0, num_tokens, dtype=torch.promote_types(teacher.hidden.dtype, torch.float32)
@@ -131,21 +125,22 @@ def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float
 # ---- Divergences and their gradients in closed form -------------------------------------------------
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Each function takes log-probabilities of c rows over o outcomes, log_q of the student and log_p of the teacher,
-and p = exp(log_p), all [c, o], and returns the divergence of each row [c] in nats, and h = dD / d log_q [c, o].
-An outcome is a token, or a set of tokens; of logits z whose softmax gives q, dD / dz follows as h - q * sum(h).
-h may leave out a multiple of q, which cancels there. ``log_p`` and ``p`` may be overwritten; an outcome of
-probability 0 has a large negative logarithm, not minus infinity."""
+"""Takes log-probabilities of c rows over o outcomes, log_q of the student and log_p of the teacher, and
+p = exp(log_p), all [c, o]. Returns the divergence of each row [c] in nats, and h = dD / d log_q [c, o].
+
+An outcome is a token or a set of tokens. For logits z with softmax q, dD / dz = h - q * sum(h); h may
+omit a multiple of q, which cancels there. ``log_p`` and ``p`` may be overwritten. The logarithm of
+probability 0 is a large negative number, not minus infinity."""
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q): the student covers what the teacher finds likely."""
+    """Returns KL(p || q): the student covers all modes of the teacher."""
     divergence = (p * log_p.sub_(log_q)).sum(1)
     return divergence, p.neg_()
 
 
 def reverse_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p): the student keeps to what the teacher finds likely."""
+    """Returns KL(q || p): the student concentrates on modes of the teacher."""
     log_ratio = torch.sub(log_q, log_p, out=log_p)
     h = torch.exp(log_q, out=p).mul_(log_ratio)
     return h.sum(1), h
@@ -154,7 +149,7 @@ def reverse_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]
 def symmetric_kl(
     log_q: Tensor, log_p: Tensor, p: Tensor, part_of_forward: float
 ) -> tuple[Tensor, Tensor]:
-    """A mean of both, weighted; torchtune's ``sym_kd_ratio`` is the part of the forward one."""
+    """Returns a weighted mean of both; ``part_of_forward`` is torchtune's ``sym_kd_ratio``."""
     reverse, h = reverse_kl(log_q, log_p.clone(), p.clone())
     h.mul_(1 - part_of_forward)
     forward, of_forward = forward_kl(log_q, log_p, p)
@@ -165,16 +160,10 @@ def symmetric_kl(
 def jensen_shannon(
     log_q: Tensor, log_p: Tensor, p: Tensor, part_of_teacher: float
 ) -> tuple[Tensor, Tensor]:
-    """Of both to their mean: b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q.
+    """Returns b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = ``part_of_teacher``.
 
-    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649, equation 1),
-    TRL's ``beta`` being b.
-
-    Args:
-        log_q: see :data:`Divergence`.
-        log_p: likewise.
-        p: likewise.
-        part_of_teacher: b, above 0 and below 1.
+    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649, equation
+    1); b is TRL's ``beta`` and must be above 0 and below 1.
     """
     b = torch.tensor(part_of_teacher, dtype=log_q.dtype, device=log_q.device)
     log_m = torch.logaddexp(log_p + torch.logit(b), log_q).add_((1 - b).log())
@@ -185,26 +174,25 @@ def jensen_shannon(
 
 
 class LinearDistillationLoss(nn.Module):
-    """sum_t w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], for target positions only and in chunks.
+    """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
-    D_t is taken at temperature T of both sides (Hinton et al. 2015, arXiv:1503.02531, section 2.1, whose T^2
-    keeps its gradient as large as the cross-entropy's), over the tokens that both have rows for: each side is
-    normalised over those. No more than one chunk of logits of each side exists; see
-    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1; T^2 keeps the
+    gradient as large as that of the cross-entropy) and are normalised over the m common tokens. No more
+    than one chunk of logits of each side exists; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
         divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :data:`Divergence`.
         temperature: T, by which the logits of both are divided.
-        mixture: the part of the forward divergence in ``symmetric``; the teacher's part in ``js``'s mean.
-        teacher_temperature: T of the teacher's side; None for the same. A side of its own is no softer view
-            of one distribution, so no square of T weighs the divergence then.
+        mixture: weight of the forward divergence in ``symmetric``; weight of the teacher in ``js``.
+        teacher_temperature: temperature of the teacher; None is T. If set, the divergence is not
+            multiplied by T^2.
         tokens_per_chunk: target tokens projected at once; takes two to three times
             ``tokens_per_chunk * v`` fp32 numbers, compiled four to five times.
-        num_output_chunks: chunks where the student's output layer is called as a module.
-        ignore_index: the label of positions that are no targets.
+        num_output_chunks: number of chunks if the student's output layer is called as a module.
+        ignore_index: label of positions that are no targets.
 
     Raises:
-        ValueError: an argument out of bounds.
+        ValueError: an argument is out of bounds.
     """
 
     takes_hidden_states = True
@@ -250,7 +238,7 @@ class LinearDistillationLoss(nn.Module):
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature or temperature
         self.kd_ratio = 1.0
-        """r; of 1 no cross-entropy is computed, and no labels are needed."""
+        """r; 1 needs no labels and computes no cross-entropy."""
         self._square = temperature**2 if teacher_temperature is None else 1.0
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
@@ -258,12 +246,9 @@ class LinearDistillationLoss(nn.Module):
         self._compiled: _OfRows | None = None
 
     def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on both sides' logits: with and without a gradient, once for chunks of any length.
+        """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length.
 
-        Of a whole chunk at once: compiled, it keeps what it makes of a row in caches by itself.
-
-        Args:
-            backend: of ``torch.compile``.
+        A chunk is not split into few rows then: the compiled code keeps intermediate results in caches.
         """
         self._compiled = torch.compile(self._of_logits, dynamic=True, backend=backend)
 
@@ -276,11 +261,12 @@ class LinearDistillationLoss(nn.Module):
     ) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
+        Without targets the sums are 0, with a graph through ``hidden`` and the output weight.
+
         Args:
             output: the student's output layer, [..., d] -> [..., v].
-            hidden: its last hidden states after the final norm, [b, s, d].
-            targets: of the microbatch, with what the teacher says of them. Without any the sums are 0, with
-                a graph through ``hidden`` and the output weight.
+            hidden: last hidden states after the final norm, [b, s, d].
+            targets: targets of the microbatch, with the teacher's outputs attached.
             backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
@@ -296,15 +282,9 @@ class LinearDistillationLoss(nn.Module):
         row_weights: Tensor | None = None,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """SUMS over rows [n] instead of a microbatch's targets.
+        """Returns SUMS over the rows of ``hidden`` [n, d]; see :meth:`forward`.
 
-        Args:
-            output: see :meth:`forward`.
-            hidden: [n, d].
-            labels: [n]; None if ``kd_ratio`` is 1.
-            teacher: of these rows.
-            row_weights: w [n], which multiply all that is said of a row; None for 1.
-            backward_in_parts: see :meth:`forward`.
+        ``labels`` [n] may be None if ``kd_ratio`` is 1. ``row_weights`` [n] multiply all sums; None is 1.
         """
 
         def of_chunk(
@@ -312,7 +292,7 @@ class LinearDistillationLoss(nn.Module):
         ) -> tuple[Tensor, Tensor | None]:
             of_teacher = teacher.of_rows(rows)
             label = labels[rows].unsqueeze(1) if labels is not None else None
-            # No row and one would each have code of their own.
+            # The compiler would specialise on 0 and 1 rows.
             of_rows = self._of_chunk if self._compiled is None or len(logits) < 2 else self._fused
             sums, gradient = of_rows(logits, of_teacher, label, needs_gradient)
             if row_weights is not None:
@@ -338,7 +318,7 @@ class LinearDistillationLoss(nn.Module):
         label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`_of_few_rows` of as many as fit into caches; the gradient is in the logits' place."""
+        """Calls :meth:`_of_few_rows` on slices that fit into caches; the gradient overwrites the logits."""
         log_p = teacher.log_probs_like(logits, self.teacher_temperature)
         sums = logits.new_empty(len(SUMS), len(logits))
         for few in _few_rows_of(logits):
@@ -360,13 +340,13 @@ class LinearDistillationLoss(nn.Module):
         label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, compiled."""
+        """Computes the same as :meth:`_of_chunk`, compiled."""
         assert self._compiled is not None
         if isinstance(teacher, TeacherHidden):
             of_teacher = teacher.logits_like(logits, self.teacher_temperature)
         else:
             of_teacher = teacher.log_probs_like(logits, self.teacher_temperature)
-        # A copy, or each length of what labels are a slice of would have code of its own.
+        # A copy: the compiler would specialise on the size of the tensor that labels are a slice of.
         label = label.clone() if label is not None else None
         known = _known_tokens(teacher, of_teacher.size(1))
         return self._compiled(logits, of_teacher, known, label, needs_gradient)
@@ -379,7 +359,7 @@ class LinearDistillationLoss(nn.Module):
         label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`_of_few_rows`, with the teacher's logits [c, m] where all tokens are known."""
+        """Calls :meth:`_of_few_rows`; ``of_teacher`` are logits [c, m] if all tokens are given."""
         log_p = of_teacher if known.token_ids is not None else F.log_softmax(of_teacher, dim=-1)
         return self._of_few_rows(logits, log_p, known, label, needs_gradient)
 
@@ -391,14 +371,9 @@ class LinearDistillationLoss(nn.Module):
         label: Tensor | None,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """SUMS of each row [5, c], and the loss's gradient for the logits [c, v].
+        """Returns SUMS of each row, [5, c], and the loss's gradient for the logits, [c, v] or None.
 
-        Args:
-            logits: [c, v].
-            log_p: what the teacher says of them, [c, m] or [c, k + 1]; is overwritten.
-            known: of which tokens that is.
-            label: [c, 1]; None if there is no cross-entropy.
-            needs_gradient: or None is returned for it.
+        ``log_p`` [c, m] or [c, k + 1] is overwritten; ``label`` [c, 1] may be None if ``kd_ratio`` is 1.
         """
         ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
         ce_loss = logits.new_zeros(len(logits))
@@ -424,7 +399,7 @@ class LinearDistillationLoss(nn.Module):
         else:
             likeliest = log_p.argmax(1, keepdim=True)
             kd_loss, h = self.divergence(log_q, log_p, p)
-        # Twice as fast as another argmax.
+        # Twice as fast as a second argmax.
         agrees = (log_q.gather(1, likeliest).squeeze(1) == log_q.amax(1)).to(log_q.dtype)
         loss = kd_weight * kd_loss
         if ce_weight:
@@ -433,7 +408,7 @@ class LinearDistillationLoss(nn.Module):
         if not needs_gradient:
             return sums, None
 
-        # Of the logits that log_q is the softmax of: h - q * sum(h), see Divergence.
+        # For the logits whose softmax is exp(log_q): h - q * sum(h), see Divergence.
         scale = kd_weight / self.temperature
         of_q = -scale * h.sum(1, keepdim=True)
         if shares_softmax:
@@ -453,11 +428,11 @@ class LinearDistillationLoss(nn.Module):
     def _of_buckets(
         self, log_q: Tensor, log_p: Tensor, p: Tensor, token_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Divergence over k tokens and all others as one outcome; its h for each token."""
+        """Returns the divergence over k tokens and one outcome of all others, and h for each token."""
         log_rest = log_q.scatter(1, token_ids, float("-inf")).logsumexp(1, keepdim=True)
         buckets = torch.cat([log_q.gather(1, token_ids), log_rest], dim=1)
         divergence, h = self.divergence(buckets.clamp_(min=_LOG_OF_NOTHING), log_p, p)
-        # A token of the last bucket has its part of that one's h.
+        # Each token of the last outcome gets its share of that outcome's h.
         rest = log_rest.exp()
         per_q = torch.where(rest > 0, h[:, -1:] / rest, 0)
         return divergence, log_q.exp().mul_(per_q).scatter_(1, token_ids, h[:, :-1])
@@ -481,17 +456,17 @@ _STOCK_CROSS_ENTROPIES = (
 def make_distillation_loss(
     loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
 ) -> LinearDistillationLoss:
-    """Cross-entropy and divergence as one loss.
+    """Combines a cross-entropy and a divergence into one loss.
 
     Args:
-        loss_fn: ours, ``torch.nn.CrossEntropyLoss`` or ``CEWithChunkedOutputLoss``; says which label is
-            ignored.
-        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six; of theirs the divergence is
-            taken, not the entropy that they leave in it. None for the default.
-        kd_ratio: the divergence's part.
+        loss_fn: :class:`LinearCrossEntropyLoss`, ``torch.nn.CrossEntropyLoss`` or
+            ``CEWithChunkedOutputLoss``; sets the ``ignore_index``.
+        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six, whose divergence is used
+            (without the teacher's entropy that they do not subtract). None is the default loss.
+        kd_ratio: r, the weight of the divergence.
 
     Raises:
-        ValueError: a loss of another kind.
+        ValueError: another class of loss.
     """
     kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
     name = type(loss_fn).__name__

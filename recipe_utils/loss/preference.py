@@ -1,9 +1,9 @@
-"""Losses of pairs of answers, beside torchtune's ``DPOLoss`` and ``RSOLoss`` and with their signature.
+"""Preference losses with the signature of torchtune's ``DPOLoss`` and ``RSOLoss``.
 
 Each takes log-probabilities [p] of the policy's chosen and rejected answers and of the reference's, and
-returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes say what a loss
-is given: with ``normalizes_length`` means over an answer's targets instead of sums, with ``needs_reference =
-False`` zeros for the reference's.
+returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes define the
+inputs: ``normalizes_length = True`` (means over an answer's targets instead of sums) and
+``needs_reference = False`` (zeros as reference log-probabilities).
 """
 
 from collections.abc import Callable
@@ -26,23 +26,23 @@ Losses = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, config=STRICT)
 class PreferenceSettings:
-    """What a loss of pairs is computed with, besides the loss itself."""
+    """Settings of a preference loss besides the loss itself."""
 
     sft_loss_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Adds so many times the mean negative log-likelihood per target of the chosen answers."""
+    """Weight of the mean negative log-likelihood per target of the chosen answers, added to the loss."""
     tokens_per_chunk: Count = 2048
-    """Target tokens whose logits exist at a time."""
+    """Maximum number of target tokens whose logits exist at a time."""
 
 
 class IPOLoss(nn.Module):
     """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036, equation 17).
 
-    A squared distance of the log-ratio to 1 / (2 tau), so that sure pairs are not driven apart for ever.
+    Squared distance of the log-ratio to 1 / (2 tau), so that the margin of a pair does not grow without bound.
 
     Args:
         tau: strength of the reference, the paper's regularisation; TRL's ``beta``.
-        normalizes_length: of mean log-probabilities per target, as TRL has it (and, it says, the paper's
-            results); False sums, as in the equation.
+        normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses sums, as the
+            equation does.
     """
 
     def __init__(self, tau: float = 0.1, normalizes_length: bool = True) -> None:
@@ -58,7 +58,7 @@ class IPOLoss(nn.Module):
         reference_chosen_logps: Tensor,
         reference_rejected_logps: Tensor,
     ) -> Losses:
-        """See the module."""
+        """Returns losses and rewards; see the module."""
         chosen = policy_chosen_logps - reference_chosen_logps
         rejected = policy_rejected_logps - reference_rejected_logps
         losses = (chosen - rejected - 1 / (2 * self.tau)).square()
@@ -66,14 +66,14 @@ class IPOLoss(nn.Module):
 
 
 class RobustDPOLoss(nn.Module):
-    """DPO with labels of which a known part is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
+    """DPO for labels of which a known fraction is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
 
-    Unbiased: its expectation over the wrong labels is the loss of the right ones. ``DPOLoss``'s
-    ``label_smoothing`` is the conservative variant, which is not.
+    Unbiased: its expectation over wrong labels is the loss of the correct ones. The conservative variant,
+    ``DPOLoss`` with ``label_smoothing``, is biased.
 
     Args:
         beta: strength of the reference.
-        label_smoothing: the part of pairs whose sides are exchanged, below 0.5.
+        label_smoothing: fraction of pairs whose answers are swapped, below 0.5.
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
@@ -94,7 +94,7 @@ class RobustDPOLoss(nn.Module):
         reference_chosen_logps: Tensor,
         reference_rejected_logps: Tensor,
     ) -> Losses:
-        """See the module."""
+        """Returns losses and rewards; see the module."""
         chosen = self.beta * (policy_chosen_logps - reference_chosen_logps)
         rejected = self.beta * (policy_rejected_logps - reference_rejected_logps)
         as_labelled, exchanged = -F.logsigmoid(chosen - rejected), -F.logsigmoid(rejected - chosen)
@@ -106,11 +106,7 @@ class RobustDPOLoss(nn.Module):
 class NormalizedDPOLoss(DPOLoss):
     """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
 
-    Long answers, whose sums are large, then weigh no more than short ones.
-
-    Args:
-        beta: strength of the reference; means need a larger one than sums.
-        label_smoothing: as in ``DPOLoss``.
+    Long answers, whose sums are large, weigh no more than short ones. Means need a larger ``beta`` than sums.
     """
 
     normalizes_length = True
@@ -125,7 +121,7 @@ class SimPOLoss(nn.Module):
 
     Args:
         beta: scale of the rewards, which are mean log-probabilities per target.
-        gamma: by how much the chosen answer's reward is to be larger.
+        gamma: target margin between the rewards.
     """
 
     normalizes_length = True
@@ -144,7 +140,7 @@ class SimPOLoss(nn.Module):
         reference_chosen_logps: Tensor,
         reference_rejected_logps: Tensor,
     ) -> Losses:
-        """See the module; the reference's are not used."""
+        """Returns losses and rewards; reference log-probabilities are not used."""
         chosen, rejected = self.beta * policy_chosen_logps, self.beta * policy_rejected_logps
         losses = -F.logsigmoid(chosen - rejected - self.gamma)
         return losses, chosen.detach(), rejected.detach()
@@ -154,17 +150,17 @@ METRICS = (
     "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
     "log_probs/chosen", "log_probs/rejected", "sft_loss",
 )  # fmt: skip
-"""Sums over pairs, but the last: over the targets of chosen answers."""
+"""Names of sums over pairs; the last is a sum over the targets of chosen answers."""
 
 
 class PreferenceLoss(nn.Module):
-    """A loss of pairs on the log-probabilities of their answers, as a loss module for ``attach_loss``.
+    """Loss module for ``attach_loss`` that computes a preference loss from the answers' log-probabilities.
 
-    Without reference log-probabilities attached to a microbatch it returns the model's own, which makes the model a
-    reference.
+    Without reference log-probabilities attached to a microbatch it returns the model's own, so that a
+    reference model can use it.
 
     Args:
-        loss_fn: of pairs; see :func:`make_preference_loss`.
+        loss_fn: preference loss; see :func:`make_preference_loss`.
         tokens_per_chunk: see :class:`recipe_utils.loss.log_probs.LinearLogProbs`.
     """
 
@@ -186,12 +182,12 @@ class PreferenceLoss(nn.Module):
         targets: Targets,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """Returns sums of ``METRICS``, [8] in fp64; or log-probabilities [2, p] of both answers [nats].
+        """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 
         Args:
             output: the model's output layer, [..., d] -> [..., v].
             hidden: last hidden states after the final norm, [b, s, d].
-            targets: of the microbatch, with the reference's log-probabilities [2, p], or without.
+            targets: targets of the microbatch, with reference log-probabilities [2, p] or without.
             backward_in_parts: not supported.
         """
         assert targets.pairs is not None
@@ -204,7 +200,7 @@ class PreferenceLoss(nn.Module):
             return policy
         given = torch.cat([policy, reference])
         if getattr(self.loss_fn, "normalizes_length", False):
-            # Inside the pair: the number of pairs stays what losses are divided by.
+            # Per pair: the recipe still divides the loss by the number of pairs.
             given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*given)
         margins = chosen - rejected
@@ -218,14 +214,14 @@ def _check_positive(name: str, value: float) -> None:
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:
-    """Makes a loss and tries it out on a few pairs, together and one by one.
+    """Makes a preference loss and tests it on a few pairs, together and one by one.
 
-    The recipe sums losses over the pairs of an update step, however they are split over microbatches. That
-    is exact for a loss of each pair by itself, and for no other.
+    The recipe sums losses over the pairs of an update step, however they are split over microbatches. This
+    is exact only if the loss of a pair does not depend on other pairs.
 
     Raises:
-        ValueError: it does not take log-probabilities of pairs, returns something else than a loss and two
-            rewards for each, or has the pairs of a batch depend on each other.
+        ValueError: the loss does not take log-probabilities of pairs, does not return a loss and two rewards
+            for each, or depends on the other pairs of a batch.
     """
     loss_fn = make()
     name = type(loss_fn).__name__

@@ -1,7 +1,7 @@
-"""What a student of images learns from its own moving average: crops, masked patches, spread and Gram.
+"""DINOv3's objective: a student learns from its moving average by crops, masked patches, KoLeo and Gram.
 
-Shapes: g images of a microbatch, each with 2 global and L local crops; m masked patches, P patches of a global
-crop; d the backbone's width, b a bottleneck's.
+Shapes: g images of a microbatch, each with 2 global and L local crops; m masked patches, P patches of a
+global crop; d width of the backbone, b of a bottleneck.
 """
 
 from collections.abc import Iterator
@@ -27,24 +27,17 @@ from recipe_utils.settings.problems import Problem
 HeadArguments = Annotated[
     dict[str, Any], MadeWith(1, default="recipe_utils.loss.self_distillation.PrototypeHead")
 ]
-"""A config's arguments of a :class:`PrototypeHead`, but for the width of what comes in."""
+"""Config of a :class:`PrototypeHead`, without ``embed_dim``."""
 
 
 class PrototypeHead(nn.Module):
-    """An MLP to a bottleneck of length 1, and prototypes that it is compared with.
+    """MLP to a bottleneck of length 1, and the prototypes that the loss compares it with.
 
-    As in DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU between them, normalised.
-    The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104).
-
-    Args:
-        embed_dim: of what comes in.
-        num_prototypes: k.
-        hidden_dim: of the MLP.
-        bottleneck_dim: b of the bottleneck.
-        num_layers: of the MLP, at least 1.
+    The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU between
+    them, then normalisation. The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104).
 
     Raises:
-        ValueError: an argument below 1.
+        ValueError: an argument is below 1.
     """
 
     def __init__(
@@ -72,21 +65,16 @@ class PrototypeHead(nn.Module):
         self.prototypes = nn.Linear(bottleneck_dim, num_prototypes, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """The bottleneck [n, b] of states [n, d]; it is for the loss to compare it with prototypes."""
+        """Returns bottlenecks [n, b] of states [n, d]; the loss multiplies them with the prototypes."""
         found: Tensor = self.mlp(states)
         return F.normalize(found.to(sum_dtype(found)), dim=-1).to(found.dtype)
 
 
 class SelfDistillationHeads(nn.Module):
-    """The heads of crops and of patches, as a decoder's output layer.
-
-    Args:
-        dino: of crops, by their cls tokens.
-        ibot: of patches.
-    """
+    """Heads of crops (``dino``, on cls tokens) and of patches (``ibot``), as a decoder's output layer."""
 
     share_of_tokens = 0.1
-    """About: class tokens and masked patches, of all tokens of DINOv3's crops; for cutting pipeline stages."""
+    """Approximate share of cls tokens and masked patches in DINOv3's tokens; balances pipeline stages."""
 
     def __init__(self, dino: PrototypeHead, ibot: PrototypeHead) -> None:
         super().__init__()
@@ -94,17 +82,18 @@ class SelfDistillationHeads(nn.Module):
         self.ibot = ibot
 
     def forward(self, states: Tensor) -> Tensor:
-        """Returns the states: heads are called by the loss, each with what is its own."""
+        """Returns the states unchanged: the loss calls each head on its own rows."""
         return states
 
 
 SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
 )  # fmt: skip
-"""What the loss returns sums over images of: what is differentiated; cross-entropy [nats] of local crops, of global
-crops and of masked patches; KoLeo; Gram; the entropy of a crop's target [nats]. None is weighted but the first."""
+"""Names of the sums over images that the loss returns: differentiated loss; cross-entropy [nats] of local
+crops, of global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only the
+first is weighted."""
 
-_KL, _ENTROPY = 0, 3  # places in recipe_utils.loss.distillation.SUMS
+_KL, _ENTROPY = 0, 3  # indices into recipe_utils.loss.distillation.SUMS
 
 
 _Weight = Annotated[float, Field(ge=0)]
@@ -112,33 +101,33 @@ _Weight = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveSettings:
-    """What is compared, and how much of it is in the loss."""
+    """Terms of the objective and their weights."""
 
     dino_loss_weight: _Weight = 1.0
-    """Of crops with the teacher's global crops; each term is a mean over images, and one of weight 0 is not
-    computed."""
+    """Weight of the cross-entropy of crops with the teacher's global crops. Each term is a mean over images;
+    a term of weight 0 is not computed."""
     ibot_loss_weight: _Weight = 1.0
-    """Of masked patches with the teacher's, which sees them."""
+    """Weight of the cross-entropy of masked patches with the teacher's unmasked ones."""
     koleo_loss_weight: _Weight = 0.1
-    """Of the spread of images."""
+    """Weight of KoLeo, which spreads the cls states of images."""
     gram_loss_weight: _Weight = 0.0
-    """Of how patches resemble each other, as an earlier teacher saw it."""
+    """Weight of Gram anchoring: similarities of patches should stay those of an earlier teacher."""
     gram_over: Literal["image", "batch"] = "image"
-    """Which patches are compared; ``batch`` is refused, since it would couple all images of a microbatch."""
+    """Patches that Gram anchoring compares. ``batch`` is an error: it couples the images of a microbatch."""
     gram_teacher_every_n_steps: Count | None = None
-    """Makes the moving average the Gram teacher after every so many update steps, the first time at the start."""
+    """Copies the moving average to the Gram teacher every so many update steps, first at the start."""
     sinkhorn_iterations: Count = 3
-    """Of Sinkhorn-Knopp's scaling of prototypes, then crops."""
+    """Number of Sinkhorn-Knopp iterations; each scales prototypes, then crops."""
     sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
-    """Which crops and patches share the prototypes evenly; with ``microbatch`` those of one alone, so that the
-    gradient depends on the split."""
+    """Crops and patches over which Sinkhorn-Knopp balances the prototypes. With ``microbatch`` the gradient
+    depends on how an update step is split."""
     student_temperature: Positive = 0.1
-    """Divides the student's logits."""
+    """Temperature of the student's logits."""
     knn_neighbors: Count = 20
-    """Whose votes tell the class of an image of ``dataset_val``."""
+    """``k`` of the k-NN classifier used for validation."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys."""
+        """Yields problems between the keys."""
         weights = {
             name: getattr(self, name)
             for name in (
@@ -167,7 +156,7 @@ class ObjectiveSettings:
             )
 
     def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """What an update step of so many images excludes."""
+        """Yields problems with the number of images of an update step."""
         if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
             return
         dp_degree = ranks.dims_or_none.dp_degree
@@ -186,33 +175,33 @@ class ObjectiveSettings:
 
 
 class TeacherViews(NamedTuple):
-    """What is said of a microbatch's crops before its student is asked."""
+    """Teacher outputs for the crops of a microbatch."""
 
     crops: TeacherHidden
-    """Of the global crops: bottlenecks [2 * g, b], prototypes, and dual of the update step."""
+    """Global crops: bottlenecks [2 * g, b], prototypes, and dual variable of the update step."""
     patches: TeacherHidden
-    """Of the masked patches: bottlenecks [m, b], and the same."""
+    """Masked patches: bottlenecks [m, b], prototypes, and dual variable."""
     gram: Tensor | None = None
-    """An earlier teacher's states of all patches of global crops, [2 * g * P, d]."""
+    """Gram teacher's states of all patches of global crops, [2 * g * P, d]."""
     koleo: tuple[Tensor, Tensor] | None = None
-    """Of the first of two passes: KoLeo's gradient for the cls states of global crops [g, 2, d], and its mean []."""
+    """Result of the first of two passes: KoLeo's gradient for the cls states of global crops [g, 2, d], and
+    its mean []."""
 
 
 class SelfDistillationLoss:
-    """sum over images of w_d DINO + w_i iBOT + w_k KoLeo + w_g Gram; each a mean within its image.
+    """Sum over images of w_d DINO + w_i iBOT + w_k KoLeo + w_g Gram; each is a mean within its image.
 
-    DINO is the mean over all pairs of a student's crop and a global crop of the teacher's that is another one
-    (Caron et al., arXiv:2104.14294, equation 2); iBOT the mean over masked patches of a crop, then over both
-    global crops (Zhou et al., arXiv:2111.07832, equation 2); both are cross-entropies with Sinkhorn-Knopp's
-    targets. A crop without a masked patch adds nothing.
+    DINO is the mean over all pairs of a student's crop and another, global crop of the teacher (Caron et
+    al., arXiv:2104.14294, equation 2). iBOT is the mean over masked patches of a crop, then over both global
+    crops (Zhou et al., arXiv:2111.07832, equation 2); a crop without a masked patch adds 0. Both are
+    cross-entropies with Sinkhorn-Knopp's targets.
 
-    Called with a microbatch of which no teacher has said anything it returns the cls states of global crops,
-    [g, 2, d]: the first of KoLeo's two passes.
+    For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]: the first
+    of KoLeo's two passes.
 
     Args:
-        settings: the weights, of which a term of weight 0 is not computed, and the student's temperature; the
-            teacher's follows a schedule, see ``teacher_temperature``.
-        rows_per_chunk: compared with all prototypes at once.
+        settings: weights and the student's temperature.
+        rows_per_chunk: rows multiplied with all prototypes at once.
     """
 
     takes_hidden_states = True
@@ -222,13 +211,13 @@ class SelfDistillationLoss:
         self._divergence = LinearDistillationLoss(
             "forward",
             temperature=settings.student_temperature,
-            teacher_temperature=1.0,  # one of its own, so that no square of the student's weighs anything
+            teacher_temperature=1.0,  # set: the divergence is not multiplied by T^2
             tokens_per_chunk=rows_per_chunk,
         )
 
     @property
     def teacher_temperature(self) -> float:
-        """Of this update step's targets."""
+        """Temperature of the targets of this update step; follows a schedule."""
         return self._divergence.teacher_temperature
 
     @teacher_temperature.setter
@@ -246,12 +235,12 @@ class SelfDistillationLoss:
         targets: ViewTargets,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """SUMS over the images of a microbatch, [7], at least fp32; of none 0, with a graph.
+        """Returns SUMS over the images of a microbatch, [7], at least fp32; without images 0, with a graph.
 
         Args:
             output: the student's heads.
-            hidden: its last states after the final norm, [1, s, d].
-            targets: of the microbatch.
+            hidden: last hidden states after the final norm, [1, s, d].
+            targets: targets of the microbatch.
             backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
         """
         states = hidden.flatten(0, 1)
@@ -269,7 +258,7 @@ class SelfDistillationLoss:
             return found
 
         def cross_entropy(sums: Tensor) -> Tensor:
-            # Of a divergence's gradient, which is the same.
+            # KL + entropy; the entropy is constant, so the gradient is that of KL.
             return sums[_KL] + sums[_ENTROPY].detach()
 
         nothing = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -295,7 +284,7 @@ class SelfDistillationLoss:
             )
         if weights.koleo_loss_weight and teacher.koleo is not None:
             gradient, mean = teacher.koleo
-            # Its value is the first pass's, its gradient that one's gradient.
+            # The value is that of the first pass; the gradient is the one computed there.
             along = (cls_of_global * gradient).sum()
             koleo = along - along.detach() + mean * num_images
         elif weights.koleo_loss_weight:
@@ -324,7 +313,7 @@ class SelfDistillationLoss:
 
 
 class TeacherBottlenecks:
-    """The teacher's head: what Sinkhorn-Knopp and the student's loss need of it, never logits."""
+    """Returns the teacher's bottlenecks, which Sinkhorn-Knopp and the student's loss need, never logits."""
 
     takes_hidden_states = True
 
@@ -335,7 +324,10 @@ class TeacherBottlenecks:
         targets: ViewTargets,
         backward_in_parts: bool = False,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Bottlenecks of global crops [2 * g, b] and of masked patches [m, b]; of whole images the cls states [g, d]."""
+        """Returns bottlenecks of global crops [2 * g, b] and of masked patches [m, b].
+
+        For whole images (without local crops) it returns the cls states [g, d].
+        """
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
         if targets.num_local_crops == 0:
@@ -344,7 +336,7 @@ class TeacherBottlenecks:
 
 
 class PatchStates:
-    """A Gram teacher's head: its states of all patches of global crops."""
+    """Returns the Gram teacher's states of all patches of global crops."""
 
     takes_hidden_states = True
 
@@ -355,17 +347,16 @@ class PatchStates:
         targets: ViewTargets,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """Returns [2 * g * P, d] of hidden [1, s, d]."""
+        """Returns [2 * g * P, d] of ``hidden`` [1, s, d]."""
         return hidden.flatten(0, 1).index_select(0, targets.patch_positions)
 
 
 def _pairs_of_crops(
     num_images: int, num_local: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Crops of the student and of the teacher that are compared: indices of both, of global and of local crops.
+    """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones.
 
-    In the order of a microbatch's cls tokens: image by image its two global crops, then image by image its
-    local ones.
+    The cls tokens of a microbatch are ordered image by image: first 2 global crops each, then the local ones.
     """
     of_teacher = torch.arange(2 * num_images, device=device)
     local = torch.arange(num_images * num_local, device=device)
@@ -375,13 +366,10 @@ def _pairs_of_crops(
 
 
 def gram_loss(patches: Tensor, of_teacher: Tensor) -> Tensor:
-    """Returns the sum over crops of the mean squared difference between the cosines of all pairs of patches, [].
+    """Returns the sum over crops of the mean squared difference between cosines of all pairs of patches, [].
 
-    Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself.
-
-    Args:
-        patches: of the student, [crops, patches, d].
-        of_teacher: the same patches as the teacher sees them, [crops, patches, any d].
+    Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself. ``patches``
+    [crops, patches, d] are the student's, ``of_teacher`` those of the teacher, whose d may differ.
     """
     if len(patches) == 0:
         return patches.sum()  # 0, with a graph
