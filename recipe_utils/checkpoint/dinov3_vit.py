@@ -1,4 +1,4 @@
-"""Vision transformers as folders that ``transformers.AutoModel`` reads, and back: DINOv3ViTModel's names.
+"""Conversion of vision transformers to and from the format of transformers' ``DINOv3ViTModel``.
 
 transformers itself is not needed. Shapes: d width of the model, R registers, c channels, p patch size.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtune import config, training
 
 HEADS = "heads.safetensors"
-"""Weights of what stands behind the backbone, by their names here; transformers does not look at it."""
+"""File with the weights of heads, by their names in this package; transformers ignores it."""
 
 _CLS, _MASK = "tok_embeddings.cls_token", "tok_embeddings.mask_token"
 _REGISTERS, _PATCHES = "tok_embeddings.register_tokens", "tok_embeddings.patches.weight"
@@ -43,7 +43,7 @@ _HF_NAMES_IN_LAYER = {
 }
 _HF_NAMES_IN_MLP = {False: {"w1": "up_proj", "w2": "down_proj"}}
 _HF_NAMES_IN_MLP[True] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""By whether it is gated."""
+"""Keys: True for a gated MLP."""
 
 _ARGUMENTS = {
     "patch_size": ("patch_size", 16),
@@ -57,7 +57,7 @@ _ARGUMENTS = {
     "rope_theta": ("rope_base", 100.0),
     "layer_norm_eps": ("norm_eps", 1e-5),
 }
-"""Key of a ``config.json`` -> the argument of ``dinov3_vit``, and what transformers takes a missing key for."""
+"""Key of ``config.json`` -> argument of ``dinov3_vit``, and transformers' default for the key."""
 _FIXED: dict[str, tuple[Any, Any]] = {
     "query_bias": (True, True),
     "key_bias": (False, False),
@@ -65,19 +65,19 @@ _FIXED: dict[str, tuple[Any, Any]] = {
     "proj_bias": (True, True),
     "mlp_bias": (True, True),
 }
-"""Key of a ``config.json`` -> what it must be, and what transformers takes a missing key for."""
+"""Key of ``config.json`` -> required value, and transformers' default for the key."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> dict[str, Tensor]:
-    """A backbone's weights by DINOv3ViTModel's names, as its published checkpoints have them.
+    """Converts a backbone's weights to DINOv3ViTModel's names and shapes, as in published checkpoints.
 
     Args:
         weights: full (unsharded), without heads.
         num_channels: c.
 
     Raises:
-        ValueError: a name that no backbone has.
+        ValueError: a name is not one of a backbone's.
     """
     is_gated = any(name.endswith(".w3.weight") for name in weights)
     in_layer = _HF_NAMES_IN_LAYER | {
@@ -101,13 +101,13 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
 
 
 def dinov3_hf_to_tune(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a DINOv3ViTModel by the names of :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit`.
+    """Converts the weights of a DINOv3ViTModel to the names and shapes of ``dinov3_vit``.
 
-    Args:
-        weights: as any version of transformers saves them.
+    Accepts the names of any version of transformers. See
+    :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit`.
 
     Raises:
-        ValueError: a name that it has not.
+        ValueError: a name is not one of a DINOv3ViTModel's.
     """
     is_gated = any(name.endswith(".mlp.gate_proj.weight") for name in weights)
     in_layer = {theirs: ours for ours, theirs in _HF_NAMES_IN_LAYER.items()} | {
@@ -151,10 +151,9 @@ def _renamed(
 
 
 def dinov3_hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``config.json`` says of a model, but for its images and precision.
+    """Returns the content of ``config.json``, without image size and precision.
 
-    Args:
-        arguments: all those of ``dinov3_vit``, as the model has them at ``arguments``.
+    ``arguments`` are all those of ``dinov3_vit``, which a model has as attribute ``arguments``.
     """
     return {
         "architectures": ["DINOv3ViTModel"],
@@ -174,24 +173,26 @@ def _activation(is_gated: bool) -> str:
 
 
 class DINOv3Checkpointer:
-    """Reads and writes a backbone as a folder of transformers' ``DINOv3ViTModel``, its heads beside it.
+    """Reads and writes a backbone as a folder of transformers' ``DINOv3ViTModel``, with its heads in a file beside it.
 
-    Used as torchtune's checkpointers are. With ``model: ${model}`` nothing of the model has to be said twice.
+    Has the interface of torchtune's checkpointers. Set ``model: ${model}`` to use the config's model.
 
     Args:
-        checkpoint_dir: folder to start from, such as a download of facebook/dinov3-vits16-pretrain-lvd1689m.
-            None has no weights: the recipe makes fresh ones.
-        output_dir: where models are exported.
-        model: component of the model, :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit` or one of its sizes.
-        checkpoint_files: of ``checkpoint_dir``; None finds them.
-        image_size: that users' images are resized to [pixels]; None is that of ``checkpoint_dir``, or else 224.
-        image_mean: of each channel in [0, 1], which the images' transform subtracts; None is that of
-            ``checkpoint_dir``, or else ImageNet's for three channels and none for others.
-        image_std: of each channel, which it divides by; None as ``image_mean``.
-        should_load_recipe_state: False; torchtune's own recipes have no state of such models.
+        checkpoint_dir: folder to load, such as a download of facebook/dinov3-vits16-pretrain-lvd1689m;
+            None loads no weights, and the recipe initializes them.
+        output_dir: folder for exported models.
+        model: component of the model, ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one
+            of its sizes.
+        checkpoint_files: files in ``checkpoint_dir``; None finds them.
+        image_size: size to which users' images are resized [pixels]; None is that of ``checkpoint_dir``,
+            otherwise 224.
+        image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is that of
+            ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalisation for others.
+        image_std: standard deviation of each channel; None as for ``image_mean``.
+        should_load_recipe_state: must be False; torchtune's own recipes have no state of such models.
 
     Raises:
-        ValueError: a folder that is none, or of another model, or a model of another kind.
+        ValueError: the folder is invalid or of another model, or the model is not a ``dinov3_vit``.
     """
 
     def __init__(
@@ -251,13 +252,12 @@ class DINOv3Checkpointer:
         }
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Full weights by their names here, those of heads where the folder has them; none if it is None.
+        """Returns ``{"model": weights}``: full, on the CPU, in the files' precision, with heads if there are any.
 
-        Returns:
-            ``{"model": weights}``, on the CPU and in the precision that they have there.
+        Without a ``checkpoint_dir`` the weights are empty.
 
         Raises:
-            ValueError: a file that cannot be read, or weights of another model.
+            ValueError: a file cannot be read, or its weights are of another model.
         """
         if self._checkpoint_dir is None:
             return {training.MODEL_KEY: {}}
@@ -280,13 +280,13 @@ class DINOv3Checkpointer:
         """Writes a model as the folder ``epoch_N`` of ``output_dir``.
 
         Args:
-            state_dict: ``{"model": weights}``, full; names that begin with ``output.`` are of heads.
+            state_dict: ``{"model": weights}``, full; names of heads start with ``output.``.
             epoch: N.
-            intermediate_checkpoint: False, no recipe state is saved.
-            adapter_only: False.
+            intermediate_checkpoint: must be False; no recipe state is saved.
+            adapter_only: must be False.
 
         Raises:
-            ValueError: something else than a model is to be saved, or weights of another one.
+            ValueError: an argument that must be False is True, or the weights are of another model.
         """
         if intermediate_checkpoint or adapter_only:
             raise ValueError("a vision transformer's checkpointer saves whole models only")
@@ -374,7 +374,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except Exception as error:  # safetensors has its own
+    except Exception as error:  # safetensors raises its own classes
         raise ValueError(
             f"checkpointer.checkpoint_dir={path.parent}: its {path.name} cannot be read ({error})"
         ) from error
@@ -384,12 +384,12 @@ def _write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     save_file(
         {name: weight.contiguous() for name, weight in weights.items()},
         path,
-        {"format": "pt"},  # transformers asks for it
+        {"format": "pt"},  # transformers requires it
     )
 
 
 def _preprocessor(num_channels: int, size: int) -> dict[str, Any]:
-    """As published models have it."""
+    """Returns the ``preprocessor_config.json`` of published models."""
     by_imagenet = _normalisation(_IMAGENET_MEAN, _IMAGENET_STD)
     return {
         "image_processor_type": "DINOv3ViTImageProcessorFast",

@@ -1,13 +1,13 @@
-"""The files of a step checkpoint: written whole or not at all, and read without unpickling.
+"""Files of a step checkpoint: written atomically, and read without unpickling.
 
     FOLDER/step_40/
         rank_00000.safetensors ...   each rank's part of the tensors
-        tensors.json                 which part of which tensor is in which file
-        optimizer.json  state.json   everything that is no tensor
-        complete.json                written last: the names, sizes and checksums of the others
+        tensors.json                 the file of each part of each tensor
+        optimizer.json  state.json   everything that is not a tensor
+        complete.json                written last: names, sizes and checksums of the other files
 
-A folder is made under a temporary name and gets its own by one rename, as exported models do. JSON and safetensors hold data
-only, so nothing that a stranger has put there is ever executed.
+A folder is written under a temporary name and then renamed, as exported models are. JSON and safetensors
+contain only data, so an untrusted checkpoint cannot execute code.
 """
 
 import json
@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 MARKER = "complete.json"
 
 TEMPORARY_EXPORT = "export.tmp"
-"""Where a model is while it is being exported."""
+"""Temporary folder of a model that is being exported."""
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
@@ -40,34 +40,34 @@ _MAX_JSON_BYTES = 1 << 28
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` update steps is, or will be."""
+    """Returns the path of the checkpoint after ``step`` update steps."""
     return folder / f"step_{step}"
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """Where that checkpoint is while it is being written."""
+    """Returns the path of that checkpoint while it is being written."""
     return folder / f"step_{step}.tmp"
 
 
 def publish(temporary: Path, final: Path, marker: Mapping[str, Any]) -> None:
-    """Makes a written folder a checkpoint: its marker, then its name.
+    """Writes the marker and renames the folder, which makes it a checkpoint.
 
     Args:
-        temporary: the folder, whose files are all written and synced.
-        final: its name from now on; what is there already is replaced.
-        marker: see :func:`check_whole`.
+        temporary: folder whose files are all written and synced.
+        final: name of the checkpoint; an existing one is replaced.
+        marker: see :func:`read_marker`.
 
     Raises:
-        OSError: nothing has changed but for ``temporary``.
+        OSError: nothing has changed outside of ``temporary``.
     """
     write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
     replace_folder(temporary, final)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Gives a synced folder its name; what bears that name already goes.
+    """Renames a synced folder; an existing folder of that name is replaced.
 
-    After a kill at any moment :func:`remove_leftovers` leaves the one or the other.
+    After a kill at any moment :func:`remove_leftovers` leaves one of the two.
 
     Raises:
         OSError: nothing has changed.
@@ -87,13 +87,10 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what a killed run has left half written or half removed.
+    """Removes partially written and partially removed folders of a killed run, and returns their paths.
 
-    Only folders that bear a temporary name of this module, directly inside ``folder``. A whole
-    checkpoint or export that was about to be replaced gets its name back.
-
-    Returns:
-        The folders that were removed.
+    Only folders with a temporary name of this module, directly inside ``folder``. A complete checkpoint or
+    export that was about to be replaced is renamed back.
     """
     removed = []
     for path in sorted(folder.glob("*.tmp")):
@@ -101,7 +98,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
             continue
         if path.name.endswith(".old.tmp"):
             final = path.with_name(path.name.split(".")[0])
-            # Checkpoints are also renamed to be removed, exports only once the new one is there.
+            # Checkpoints are also renamed before removal, exports only once the new one is complete.
             is_whole = not _STEP_FOLDER.fullmatch(final.name) or check_whole(path) is None
             if is_whole and not final.exists():
                 path.rename(final)
@@ -112,16 +109,16 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def move_to_backup(folder: Path, run_id: str) -> Path | None:
-    """Moves the checkpoints of earlier runs, whole or not, where a new one does not meet them.
+    """Moves the checkpoints of earlier runs, complete or not, to a subfolder named after the new run.
 
-    Else they would be taken for its own: the newest is the one of most update steps.
+    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs.
 
     Args:
-        folder: that the new run's will be in; may be missing.
-        run_id: of the new run.
+        folder: folder of the new run's checkpoints; may be missing.
+        run_id: id of the new run.
 
     Returns:
-        Where they are now; None if there were none.
+        The subfolder; None if there were no checkpoints.
 
     Raises:
         OSError: they could not be moved.
@@ -138,18 +135,12 @@ def move_to_backup(folder: Path, run_id: str) -> Path | None:
 
 
 def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
-    """Removes whole checkpoints of a recipe from before ``step``, but for the newest ``keep - 1``.
+    """Removes complete checkpoints of ``recipe`` from before ``step``, except the newest ``keep - 1``.
 
-    The torn and the foreign ones stay: they are not this run's to judge.
-
-    Args:
-        folder: that holds the checkpoints.
-        step: of the checkpoint that has just been written, which is kept.
-        keep: at least 1.
-        recipe: of the checkpoints.
+    ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other recipes stay.
 
     Raises:
-        OSError: one could not be removed.
+        OSError: a checkpoint could not be removed.
     """
     older = [
         path
@@ -157,7 +148,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
         if other < step and check_whole(path, recipe=recipe) is None
     ]
     for path in older[keep - 1 :]:
-        # Half removed under its own name, it would look like a checkpoint.
+        # Partially removed under its own name, it would look like a checkpoint.
         shutil.rmtree(_rename_away(path))
 
 
@@ -168,7 +159,7 @@ def _rename_away(path: Path) -> Path:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of everything that is named as a checkpoint, newest first."""
+    """Returns (step, path) of all folders named like checkpoints, newest first."""
     found = []
     for path in folder.glob("step_*"):
         match = _STEP_FOLDER.fullmatch(path.name)
@@ -183,18 +174,17 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 def find_newest_whole(
     folder: Path, recipe: str, older_than: Path | None = None
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The checkpoint with the most update steps among the whole ones of a recipe.
+    """Finds the complete checkpoint of a recipe with the most update steps.
 
-    Whole is judged by names and sizes; :func:`check_checksums` reads every byte.
+    Checks names and sizes of files only; :func:`check_checksums` reads every byte.
 
     Args:
-        folder: may be missing.
-        recipe: the name that the checkpoint was saved with.
-        older_than: a checkpoint in ``folder``; only those of fewer update steps are looked at.
+        folder: folder of checkpoints; may be missing.
+        recipe: name of the recipe.
+        older_than: a checkpoint in ``folder``; only those of fewer update steps are considered.
 
     Returns:
-        Its path, or None if there is none; and the newer ones that were passed over, each with a
-        reason.
+        Its path, or None; and the newer checkpoints that were skipped, each with a reason.
     """
     skipped: list[tuple[Path, str]] = []
     paths = [path for _, path in _steps(folder)]
@@ -209,7 +199,7 @@ def find_newest_whole(
 
 
 def check_whole(path: Path, recipe: str | None = None) -> str | None:
-    """Why a folder is no whole checkpoint of this format, and of ``recipe`` if given; None if it is."""
+    """Returns why a folder is not a complete checkpoint (of ``recipe``, if given); None if it is one."""
     try:
         marker = read_marker(path)
     except CheckpointError as error:
@@ -227,13 +217,13 @@ def check_whole(path: Path, recipe: str | None = None) -> str | None:
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """What ``complete.json`` says.
+    """Reads ``complete.json``.
 
     Returns:
         ``recipe``, ``global_step``, ``world_size``, and ``files``: name -> [bytes, CRC-32].
 
     Raises:
-        CheckpointError: it is missing, unreadable, or of another format.
+        CheckpointError: the file is missing, unreadable, or of another format.
     """
     marker = read_json(path / MARKER)
     if marker.get("format") != FORMAT:
@@ -259,13 +249,10 @@ def read_marker(path: Path) -> dict[str, Any]:
 
 
 def check_checksums(path: Path, names: list[str]) -> str | None:
-    """Reads files of a checkpoint from end to end.
-
-    Returns:
-        What is wrong with the first one that is not what was written, None if all are.
+    """Compares the CRC-32 of files with the marker's. Returns the first problem, None if there is none.
 
     Raises:
-        CheckpointError: no marker, see :func:`read_marker`.
+        CheckpointError: the marker cannot be read; see :func:`read_marker`.
     """
     files = read_marker(path)["files"]
     for name in names:
@@ -282,14 +269,14 @@ def check_checksums(path: Path, names: list[str]) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
-        CheckpointError: it cannot be read, or holds something else; names the file.
+        CheckpointError: the file cannot be read, or contains something else; names the file.
     """
     try:
         facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode):  # a pipe would be waited for, a device read for ever
+        if not stat.S_ISREG(facts.st_mode):  # reading a pipe or a device might never end
             raise CheckpointError(f"{path}: it is no regular file")
         if facts.st_size > _MAX_JSON_BYTES:
             raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Which rank writes which part of which tensor, and which parts a rank with other shards reads.
+"""Assignment of tensor parts to ranks for writing, and to shards for reading.
 
-torch.distributed.checkpoint decides both. The files are ours: its own ones are pickled.
+torch.distributed.checkpoint plans both. The files are not in its format, which is pickled.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,35 +32,35 @@ from recipe_utils.files import CheckpointError, TensorFile, dtype_name, dtype_of
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with a rank's part of the tensors."""
+    """Returns the name of the file with a rank's part of the tensors."""
     return f"rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Who writes what."""
+    """Assignment of tensors to ranks."""
 
     names: list[str]
-    """Tensors of which this rank writes its part."""
+    """Tensors of which this rank writes a part."""
     index: dict[str, Any]
-    """What ``tensors.json`` says; on rank 0, empty on the others."""
+    """Content of ``tensors.json`` on rank 0; empty on the others."""
 
 
 def plan_save(
     tensors: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
 ) -> SaveLayout:
-    """Agrees on who writes what: every part of every tensor once, about as much on each rank.
+    """Assigns every part of every tensor to one rank, balanced over the ranks. Collective.
 
-    All ranks together. It takes a good part of a second for a thousand tensors, and more on many
-    ranks; the result holds as long as :func:`layout_of` stays the same on all.
+    Takes a good part of a second for a thousand tensors, and more on many ranks. The result stays valid while
+    :func:`layout_of` is unchanged on all ranks.
 
     Args:
-        tensors: by name, of all ranks; sharded, or the same on all.
-        rank: of this process.
+        tensors: tensors by name; sharded, or the same on all ranks.
+        rank: rank of this process.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
-        ValueError: on all ranks; a tensor that a checkpoint cannot hold.
+        ValueError: a tensor cannot be saved; raised on all ranks.
     """
     planned = _Planned(rank)
     try:
@@ -76,7 +76,7 @@ def plan_save(
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
-    """All that :func:`plan_save` looks at on this rank, to tell whether an earlier result holds."""
+    """Returns all inputs of :func:`plan_save` on this rank, to check if an earlier result is still valid."""
     return [
         (name, tensor.shape, tensor.dtype, isinstance(tensor, DTensor) and tensor.placements)
         for name, tensor in tensors.items()
@@ -84,11 +84,9 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
 
 
 def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors as they are now, which the next update step does not change.
+    """Copies tensors to the CPU, so that the next update step does not change them.
 
-    Args:
-        tensors: by name.
-        copies: where to, kept from one call for the next; filled as needed.
+    ``copies`` are reused from call to call, and allocated (pinned for CUDA tensors) if needed.
     """
     for name, tensor in tensors.items():
         copy = copies.get(name)
@@ -103,7 +101,7 @@ def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dic
 
 
 class _Planned(StorageWriter):
-    """Notes what torch.distributed.checkpoint would have this rank write, and writes nothing."""
+    """Records the parts that torch.distributed.checkpoint would have this rank write; writes nothing."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -131,7 +129,7 @@ class _Planned(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Runs on rank 0."""
+        """Builds the index. Called on rank 0."""
         parts = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
@@ -155,14 +153,12 @@ class _Planned(StorageWriter):
 
 
 def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
-    """The metadata of torch.distributed.checkpoint from what ``tensors.json`` says.
+    """Builds the metadata of torch.distributed.checkpoint from the content of ``tensors.json``.
 
-    Args:
-        index: from the file.
-        files: names of the checkpoint's files; nothing else is ever opened.
+    ``files`` are the names of the checkpoint's files; no other file is ever opened.
 
     Raises:
-        CheckpointError: it says something that :func:`plan_save` does not.
+        CheckpointError: the content is not one that :func:`plan_save` could have made.
     """
     metadata: dict[str, Any] = {}
     storage: dict[MetadataIndex, str] = {}
@@ -192,16 +188,16 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
 def read_tensors(
     path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Reads from a checkpoint into tensors, all ranks together, each what it holds of them.
+    """Reads a checkpoint into tensors; each rank reads what its shards need. Collective.
 
     Args:
-        path: of the checkpoint.
-        metadata: of :func:`read_index`.
-        tensors: by name, of the saved shapes and dtypes, sharded in any way.
+        path: path of the checkpoint.
+        metadata: result of :func:`read_index`.
+        tensors: tensors by name, of the saved shapes and dtypes, sharded in any way.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
-        CheckpointError: on all ranks; a file does not hold what the index says. Names it.
+        CheckpointError: a file, named in the message, does not match the index; raised on all ranks.
     """
     try:
         load(
@@ -215,7 +211,7 @@ def read_tensors(
 
 
 class _Reader(StorageReader):
-    """Reads the parts of tensors that torch.distributed.checkpoint asks for."""
+    """Reads the parts of tensors that torch.distributed.checkpoint requests."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__()
@@ -270,10 +266,10 @@ class _Reader(StorageReader):
 
 
 def describe_failures(error: CheckpointException) -> str:
-    """Which ranks failed in torch.distributed.checkpoint, and why.
+    """Returns the ranks that failed in torch.distributed.checkpoint, with their errors.
 
     Raises:
-        KeyboardInterrupt: that was the failure; it gets wrapped like any other.
+        KeyboardInterrupt: the failure was one, wrapped by torch.distributed.checkpoint.
     """
     for cause, _ in error.failures.values():
         if isinstance(cause, KeyboardInterrupt):

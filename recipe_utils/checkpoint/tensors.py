@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizer by parameter name, whatever the wrapping and the grouping."""
+"""Tensors of a model and its optimizer by parameter name, independent of wrappers and parameter groups."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,17 +23,16 @@ from recipe_utils.parallel.fsdp import local, reshard
 AnyOptimizer = Optimizer | OptimizerInBackward
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # inside names, too: of a teacher beside its student
-# How a step is computed, not what: the resumed run's own choice stands.
+_STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
+# Options that do not change the result of a step; the resumed run uses its own.
 _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Trained parameters and persistent buffers by the name that they have without any wrapper.
+    """Returns trained parameters and persistent buffers by their names without wrappers.
 
-    What is frozen comes from the checkpointer whenever a training starts or goes on.
-    The names are those of the modules, so that a run with other wrappers (activation checkpointing,
-    compile) finds them. Weights that modules share are there once.
+    Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights occur
+    once. Frozen weights are always loaded by the checkpointer and are not included.
     """
     reshard(model)
     tensors: dict[str, Tensor] = dict(trained_parameters(model))
@@ -45,13 +44,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of :func:`model_tensors` themselves, to be stepped."""
+    """Returns the parameters of :func:`model_tensors` themselves, not detached."""
     model_tensors(model)
     return {unwrapped(name): parameter for name, parameter in trained_parameters(model).items()}
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without wrappers and the stage that it is on."""
+    """Returns a parameter's name without wrappers and pipeline stage."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return _STAGE.sub("", name)
@@ -60,19 +59,14 @@ def unwrapped(name: str) -> str:
 def optimizer_contents(
     model: nn.Module, optimizer: AnyOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state by parameter name; nothing is initialised and no step is taken.
-
-    Args:
-        model: the optimizer's parameters.
-        optimizer: of any kind whose state is tensors and plain values.
+    """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
     Returns:
-        ``PARAMETER.KEY`` -> tensor; and what JSON can hold: ``state``, parameter -> key -> None for
-        a tensor and ``[value]`` for a plain one, and ``groups``, each with its ``names`` and
-        ``options``.
+        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for
+        a tensor and ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``.
 
     Raises:
-        ValueError: a state or an option that a checkpoint cannot hold; names it.
+        ValueError: a state or an option, named in the message, cannot be saved.
     """
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     tensors: dict[str, Tensor] = {}
@@ -102,10 +96,9 @@ def optimizer_contents(
 
 
 def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What :func:`optimizer_contents` says of the whole model, from what it says of each rank's stages.
+    """Merges the descriptions by :func:`optimizer_contents` of all ranks, which have different stages.
 
-    Args:
-        descriptions: one of each rank; their groups have the same options.
+    The groups of all ranks must have the same options.
     """
     merged: dict[str, Any] = {"state": {}, "groups": []}
     for description in descriptions:
@@ -135,7 +128,7 @@ def _check_storable(value: Tensor, what: str) -> None:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """``value`` as JSON gives it back."""
+    """Returns ``value`` as a round trip through JSON would."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -153,24 +146,24 @@ def restore_optimizer(
     names_of_other_stages: Collection[str] = (),
     keeps: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Gives an optimizer the options and the plain values of a checkpoint, and room for its tensors.
+    """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
 
-    Nothing is changed if something does not fit. The grouping of the parameters may differ, as it
-    does between an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
+    Nothing is changed if anything does not fit. The parameter groups may differ, as they do between an
+    optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
 
     Args:
-        model: the optimizer's parameters, sharded or not.
-        optimizer: of the kind that was saved.
-        description: the second result of :func:`optimizer_contents`.
-        saved: shape and dtype of the tensors, named as in its first.
+        model: model with the optimizer's parameters, sharded or not.
+        optimizer: optimizer of the same class as the saved one.
+        description: second result of :func:`optimizer_contents`.
+        saved: shape and dtype of the saved tensors, by the names of its first result.
         names_of_other_stages: parameters that other pipeline stages step.
-        keeps: options that stay as they are; the learning rate also as what a schedule multiplies.
+        keeps: options that keep their current values; ``lr`` also sets ``initial_lr``.
 
     Returns:
-        The optimizer's new state tensors, to be read into; named likewise, sharded as the parameters.
+        The new, still empty state tensors by the same names, sharded as the parameters.
 
     Raises:
-        CheckpointError: parameters or options that do not fit; names them.
+        CheckpointError: parameters or options, named in the message, do not fit.
     """
     names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     options_of = {
@@ -197,7 +190,7 @@ def restore_optimizer(
                 f"optimizer: {members[0]} and {differing[0]} are in one group, but were saved with "
                 f"{options} and {options_of[differing[0]]}"
             )
-        # A scheduler adds initial_lr.
+        # Schedulers add initial_lr.
         if members and (ours ^ options.keys()) - {"initial_lr"}:
             raise CheckpointError(
                 f"optimizer={type(part).__name__}: its options are {_some(ours)}; it was saved with "
@@ -227,7 +220,7 @@ def restore_optimizer(
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
     for part, parameter, state in new_states:
-        # Not load_state_dict, which would cast the state to the parameter's precision.
+        # load_state_dict would cast the state to the parameter's dtype.
         part.state.pop(parameter, None)
         if state:
             part.state[parameter] = state
@@ -249,7 +242,7 @@ def _room_for(
             f"optimizer: its state {key} of {name} has shape {tuple(saved.size)}, the parameter "
             f"{tuple(parameter.shape)}; how the one is sharded does not follow from the other"
         )
-    # Step counts live on the CPU but for the implementations that compute with them on the device.
+    # Step counts are on the CPU, except in implementations that use them on the device.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return torch.zeros(saved.size, dtype=dtype, device=parameter.device if on_device else "cpu")
 
@@ -265,12 +258,10 @@ def describe_mismatch(
     expected: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
 ) -> str:
-    """What keeps the tensors of a checkpoint from going into a model's; empty if nothing does.
+    """Returns why a checkpoint's tensors cannot be loaded into a model; empty if they can.
 
-    Args:
-        saved: of the whole model.
-        expected: of the model, or of the pipeline stages on this rank.
-        names_of_other_stages: tensors that other pipeline stages have.
+    ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's stages, and
+    ``names_of_other_stages`` those of the other ranks' stages.
     """
     problems = []
     missing = expected.keys() - saved.keys()
