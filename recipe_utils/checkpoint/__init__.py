@@ -1,1 +1,1 @@
-"""What a training leaves on the disk to go on from, and the models it exports."""
+"""Step checkpoints, from which training resumes, and exported models."""

@@ -1,4 +1,4 @@
-"""The model in the checkpointer's own format, as a folder that is whole or not there."""
+"""Atomic export of a model in the checkpointer's own format."""
 
 import copy
 import shutil
@@ -12,33 +12,30 @@ from recipe_utils.checkpoint.peft import write_peft
 from recipe_utils.files import fsync_tree
 
 ADAPTER_FOLDER = "adapter"
-"""Folder of the adapters in an exported folder.
+"""Subfolder of an exported folder with the adapters.
 
-With PEFT installed, transformers applies an ``adapter_config.json`` to the model beside it, into which the
-adapters are merged already.
+If PEFT is installed, transformers applies an ``adapter_config.json`` beside a model to it, but the exported model
+already has its adapters merged.
 """
 
 
 class ExportError(RuntimeError):
-    """A model that could not be exported."""
+    """The export of a model failed."""
 
 
 def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
-    """Saves a model, its adapters or both as a folder of the checkpointer's output folder.
+    """Saves a model, its adapters or both as a folder in the checkpointer's output folder, and returns its path.
 
-    The checkpointer writes into a temporary folder, which gets its name once everything in it is on
-    the disk. What was there under that name is replaced then. Whoever the umask allows may read it.
+    The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces an existing
+    folder of that name. Files get the mode that the umask allows.
 
     Args:
-        checkpointer: one of torchtune's, which has loaded the weights to start from.
+        checkpointer: torchtune checkpointer that has loaded the initial weights.
         contents: full (unsharded) tensors by torchtune's names, under torchtune's keys.
-        name: of the folder.
-
-    Returns:
-        Where they are.
+        name: name of the folder.
 
     Raises:
-        ExportError: why they could not be saved. Nothing is left of them, and what was there stays.
+        ExportError: the export failed. Nothing of it is left, and an existing folder stays.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT
@@ -48,10 +45,10 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
         if temporary.exists():
             shutil.rmtree(temporary)
         redirected.save_checkpoint(
-            {key: copy.copy(content) for key, content in contents.items()},  # it changes them
+            {key: copy.copy(content) for key, content in contents.items()},  # it is modified
             epoch=0,
             intermediate_checkpoint=False,
-            # Checkpointers for full models alone do not know the argument.
+            # Checkpointers for full models only do not have the argument.
             **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
         )
         if training.ADAPTER_KEY in contents:
@@ -75,8 +72,8 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
 def _separate_adapters(folder: Path, keep: bool) -> None:
     """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`, or removes them.
 
-    Checkpointers also copy files of the folder that the training started from, such as the
-    ``adapter_config.json`` of an earlier export.
+    Checkpointers also copy files from the folder of the initial weights, such as the ``adapter_config.json``
+    of an earlier export.
     """
     adapter = folder / ADAPTER_FOLDER
     shutil.rmtree(adapter, ignore_errors=True)
@@ -89,8 +86,8 @@ def _separate_adapters(folder: Path, keep: bool) -> None:
 
 
 def _allow_what_the_umask_does(folder: Path) -> None:
-    """Gives files below ``folder`` the mode of new ones: safetensors' are 0600, copies keep their source's."""
-    # The umask itself can only be read by setting it, for all threads of the process.
+    """Gives files below ``folder`` the mode of new ones: safetensors writes 0600, copies keep their source's mode."""
+    # Reading the umask requires setting it, for all threads of the process.
     new = folder / "new"
     new.touch()
     mode = new.stat().st_mode

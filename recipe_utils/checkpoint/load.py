@@ -1,7 +1,6 @@
-"""Step checkpoints: all that a training needs to go on from an update step, on any number of ranks.
+"""Loading of step checkpoints: training resumes after an update step, on any number of ranks.
 
-:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` says what is on
-the disk. Here is what is in them besides tensors, and how they are loaded.
+:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their files.
 """
 
 import json
@@ -28,49 +27,49 @@ from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
-"""What the names of tensors in a checkpoint begin with."""
+"""Prefixes of the names of tensors in a checkpoint."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was written; an older one may be whole."""
+    """A checkpoint is corrupt; an older one may be complete."""
 
 
 @dataclass
 class TrainingState:
-    """Where a training is, but for tensors. Plain values throughout, as JSON knows them."""
+    """Progress and identity of a training, without tensors. All values are JSON values."""
 
     recipe: str
-    """Name of the recipe; another one does not resume from it."""
+    """Name of the recipe; other recipes cannot resume from the checkpoint."""
     global_step: int
-    """Update steps done."""
+    """Completed update steps."""
     epoch: int
     samples_consumed: int
-    """Of the epoch, over all ranks."""
+    """Samples of the epoch consumed so far, over all ranks."""
     seed: int
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What must be equal for the same samples to be in the same update steps."""
+    """Values that must be equal for update steps to contain the same samples."""
     config: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
-    """Weights that are not trained and so not saved -> what they are known by."""
+    """Weights that are neither trained nor saved -> their fingerprint."""
     run_id: str = ""
-    """Of the run that began it; a resumed training goes on with it."""
+    """Id of the run that started the training; kept on resume."""
     num_tokens_seen: int = 0
-    """Target tokens of all update steps that are done."""
+    """Target tokens of all completed update steps."""
     num_images_seen: int = 0
-    """Images of them, where images are counted."""
+    """Images of all completed update steps, in recipes that count them."""
     best_val_loss: float | None = None
-    """Of the run so far."""
+    """Lowest validation loss so far."""
 
 
 TEACHER = "teacher_checkpointer"
-"""What a teacher is called in :attr:`TrainingState.frozen`."""
+"""Key of a teacher in :attr:`TrainingState.frozen`."""
 
 
 def read_state(path: Path) -> TrainingState:
-    """Reads what a checkpoint knows but for tensors.
+    """Reads the training state of a checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read; names the file.
+        CheckpointError: the file, named in the message, cannot be read.
     """
     content = read_json(path / "state.json")
     names = {f.name for f in fields(TrainingState)}
@@ -94,7 +93,7 @@ def read_state(path: Path) -> TrainingState:
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What differs between two fingerprints, each as ``key=now: was then``; empty if nothing does."""
+    """Returns differences between two fingerprints as ``key=current: ... saved``; empty if there are none."""
     saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
     return [
         f"{key}={current.get(key)}: the checkpoint was saved with {saved.get(key)}"
@@ -104,7 +103,7 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
-    """Arguments of the optimizer that two configs give other values; none if one has no optimizer."""
+    """Returns the optimizer arguments that differ between two configs; none if one has no optimizer."""
     then, now = saved.get("optimizer"), current.get("optimizer")
     if not then or not now:
         return set()
@@ -125,32 +124,31 @@ def load(
     config: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
-    """Loads a checkpoint, all ranks together, each its part.
+    """Loads a checkpoint in place; each rank reads its part. Collective.
 
-    The number of ranks and how they shard may differ from when it was saved. Every byte is checked
-    first, each rank a share of the files. On as many ranks as then, the random number generators
-    go on, too.
+    The number of ranks and the sharding may differ from those at the save. All bytes are checked first, each
+    rank a share of the files. On the same number of ranks the random number generators are restored, too.
 
     Args:
-        path: of a whole checkpoint.
-        model: materialised, sharded or not, or the pipeline stages of each rank; loaded into in place.
-        optimizer: of the kind that was saved; its state is replaced.
-        recipe: as saved.
-        data_fingerprint: compared with the saved one; None takes any.
-        frozen: what :class:`TrainingState` calls so, compared with the saved one.
-        config: of this training. Its ``model`` must be that of the checkpoint's, if it has one; arguments of
-            its ``optimizer`` that are others than then win over what was saved.
+        path: path of a complete checkpoint.
+        model: materialised model, sharded or not, or the pipeline stages of each rank.
+        optimizer: optimizer of the same class as the saved one; its state is replaced.
+        recipe: name of the recipe, which must be the saved one.
+        data_fingerprint: compared with the saved one; None accepts any.
+        frozen: see :attr:`TrainingState.frozen`; compared with the saved one.
+        config: config of this training. Its ``model`` must equal the saved one, if there is one; arguments of
+            its ``optimizer`` that differ from the saved config's override the checkpoint.
         group: a CPU (gloo) group of all ranks.
 
     Returns:
-        What was saved besides.
+        The saved training state.
 
     Raises:
-        DamagedError: on all ranks; it is torn, foreign or unreadable. Names the file. Nothing has been
-            loaded.
-        CheckpointError: on all ranks; it does not fit model, optimizer or data. Names what differs
-            with both values. Nothing has been loaded, unless a file turned out to hold something else
-            than its checksum and ``tensors.json`` say.
+        DamagedError: the checkpoint is incomplete, of another recipe or unreadable; names the file. Raised on
+            all ranks, before anything is loaded.
+        CheckpointError: it does not fit the model, optimizer or data; names what differs, with both values.
+            Raised on all ranks, before anything is loaded, unless the content of a file contradicts its
+            checksum and ``tensors.json``.
     """
     path = Path(path)
     rank, world_size = 0, 1
@@ -179,7 +177,7 @@ def load(
             )
 
         now, then = dict(frozen or {}), dict(state.frozen)
-        if TEACHER not in now or TEACHER not in then:  # not asked: kd_ratio=0
+        if TEACHER not in now or TEACHER not in then:  # kd_ratio=0 loads no teacher
             now.pop(TEACHER, None)
             then.pop(TEACHER, None)
         others = fingerprint_differences(then, now) if then else []
@@ -226,7 +224,7 @@ def load(
                 f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})"
             ) from error
 
-    # Nothing in it is to be believed before every rank is done with its share of the bytes.
+    # No content is used before every rank has checked its share of the bytes.
     marker = _on_all_ranks(check_bytes, group)
     state, metadata = _on_all_ranks(check_fit, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
@@ -248,7 +246,7 @@ def _load_random_state(path: Path) -> None:
 
 
 def _on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Calls ``function``; a CheckpointError on one rank is raised on all, in the same class."""
+    """Calls ``function``; a CheckpointError on one rank is raised on all, with the same class."""
     result, mine = None, None
     try:
         result = function()

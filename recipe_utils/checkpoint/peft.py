@@ -1,8 +1,7 @@
-"""Adapters as PEFT and vLLM load them: torchtune's names and rows, changed to Hugging Face's.
+"""Adapters in the format of PEFT and vLLM: torchtune's names and row order, converted to Hugging Face's.
 
-torchtune writes these files, too. Those of DoRA do not say that they are, and the rows of its magnitudes, as
-of Qwen2's queries and keys, are in another order than the weights that they belong to, so PEFT computes other
-logits from them without a word.
+torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of DoRA's magnitudes
+and of Qwen2's queries and keys are in another order than the weights'. PEFT silently computes other logits.
 """
 
 import json
@@ -25,20 +24,20 @@ _OF_PEFT = {
     "lora_b.weight": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
 }
-# torchtune rotates pairs of neighbours where Hugging Face rotates halves, but not for these.
+# torchtune rotates pairs of neighbours where Hugging Face rotates halves, except in these models.
 _ROWS_ALIKE = {ModelType.QWEN2}
 
 
 def write_peft(
     folder: Path, checkpointer: Any, adapters: Mapping[str, Tensor], adapter_config: dict[str, Any]
 ) -> None:
-    """Replaces the files that torchtune's checkpointer has written for PEFT, if it has.
+    """Replaces the files that torchtune's checkpointer has written for PEFT, if there are any.
 
     Args:
-        folder: that the checkpointer has written.
+        folder: folder that the checkpointer has written.
         checkpointer: only those of Hugging Face's format write such files, and not for all models.
-        adapters: full (unsharded), by torchtune's names.
-        adapter_config: of PEFT, with torchtune's module names.
+        adapters: full (unsharded) tensors, by torchtune's names.
+        adapter_config: config of PEFT, with torchtune's module names.
     """
     path = folder / "adapter_model.safetensors"
     if not isinstance(checkpointer, FullModelHFCheckpointer) or not path.is_file():
@@ -52,7 +51,7 @@ def write_peft(
         for name, tensor in adapters.items()
     }
     save_file({n: t.contiguous() for n, t in converted.items()}, path, metadata={"format": "pt"})
-    # PEFT wants the base; a folder where its name on the hub is not known.
+    # PEFT requires the name of the base model: that on the hub, or else a local folder.
     base = checkpointer.repo_id or str(checkpointer._checkpoint_dir.resolve())
     content = tune_to_peft_adapter_config(dict(adapter_config), base)
     (folder / "adapter_config.json").write_text(json.dumps(content, indent=1))
@@ -61,12 +60,10 @@ def write_peft(
 def from_peft(
     tensors: Mapping[str, Tensor], names: Iterable[str], checkpointer: Any
 ) -> dict[str, Tensor]:
-    """Tensors of the adapters by torchtune's names, with their rows in torchtune's order.
+    """Returns adapters by torchtune's names and with torchtune's row order.
 
-    Args:
-        tensors: by the names of :func:`write_peft`; others are left out.
-        names: torchtune's.
-        checkpointer: that those files were written for.
+    ``tensors`` have the names of :func:`write_peft`, written for ``checkpointer``; only ``names`` (torchtune's) are
+    converted.
     """
     has_other_rows = checkpointer._model_type not in _ROWS_ALIKE
     found = {}
@@ -90,7 +87,7 @@ def _peft_name(name: str) -> str:
 
 
 def _rows_of_hugging_face(name: str, tensor: Tensor, hf_config: Mapping[str, Any]) -> Tensor:
-    """Permutes the output rows of q_proj and k_proj, as the checkpointer does with the weights' own."""
+    """Permutes the output rows of q_proj and k_proj as the checkpointer permutes those of the weights."""
     for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if f".{projection}." in name and not name.endswith("lora_a.weight"):
             num_heads = hf_config[key]

@@ -1,7 +1,4 @@
-"""The random number generators of a process, as tensors.
-
-Tensors and not Python objects, because a checkpoint must be readable without unpickling anything.
-"""
+"""States of a process's random number generators as tensors, which can be read without unpickling."""
 
 import random
 from collections.abc import Mapping
@@ -15,12 +12,12 @@ _MT19937_WORDS = 624
 
 
 def get_random_state() -> dict[str, Tensor]:
-    """The states of Python's, NumPy's and PyTorch's global generators, CUDA's current one included.
+    """Returns the states of the global generators of Python, NumPy, PyTorch and the current CUDA device.
 
     Returns:
         Generator name -> state. ``python`` int64 [625] and ``python_gauss`` float64 [0 or 1],
         ``numpy`` int64 [625] and ``numpy_gauss`` float64 [0 or 1], ``torch`` uint8 [5056], and with
-        CUDA ``cuda`` uint8 [16]. The second normal of a pair may be waiting in ``*_gauss``.
+        CUDA ``cuda`` uint8 [16]. ``*_gauss`` is the second normal of a pair, if it is not used yet.
     """
     _, words, gauss = random.getstate()
     states = {
@@ -29,7 +26,7 @@ def get_random_state() -> dict[str, Tensor]:
         "torch": torch.get_rng_state(),
     }
     numpy: Any = np.random.get_state(legacy=False)
-    if numpy["bit_generator"] == "MT19937":  # whoever has set another one also restores it
+    if numpy["bit_generator"] == "MT19937":  # a custom generator must be restored by its user
         words = [*numpy["state"]["key"].tolist(), numpy["state"]["pos"]]
         states["numpy"] = torch.tensor(words, dtype=torch.int64)
         states["numpy_gauss"] = _tensor_of(numpy["gauss"] if numpy["has_gauss"] else None)
@@ -39,10 +36,10 @@ def get_random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: Mapping[str, Tensor]) -> None:
-    """Restores what :func:`get_random_state` returned; generators that it does not name stay.
+    """Restores states of :func:`get_random_state`; generators without a state are left unchanged.
 
     Raises:
-        ValueError: a state that is not one of the generator.
+        ValueError: a state is invalid.
     """
     try:
         if "python" in states:

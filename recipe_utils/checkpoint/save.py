@@ -1,7 +1,6 @@
-"""Saves step checkpoints, at once or behind the next update steps.
+"""Saves step checkpoints, synchronously or in the background of the next update steps.
 
-A save that fails is no reason to stop training: all ranks learn of it, and the last whole checkpoint
-stays.
+A failed save does not stop training: all ranks get its error, and the last complete checkpoint stays.
 """
 
 import json
@@ -47,30 +46,30 @@ from recipe_utils.parallel.process_group import gather_objects
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What became of a save; the same on all ranks."""
+    """Result of a save; the same on all ranks."""
 
     global_step: int
     path: Path | None
-    """Of the whole checkpoint; None if it could not be saved."""
+    """Path of the complete checkpoint; None if the save failed."""
     error: str | None = None
-    """Why it could not be saved; names the rank and the file."""
+    """Error of a failed save; names the rank and the file."""
     warning: str | None = None
-    """Why older checkpoints could not be removed."""
+    """Error of removing older checkpoints."""
 
 
 class CheckpointWriter:
-    """Saves step checkpoints, all ranks together, at once or behind the next update steps.
+    """Saves step checkpoints, synchronously or in the background of the next update steps.
 
-    Every method is to be called by all ranks alike, from the thread that trains. What a killed run
-    has left half written in ``folder`` is removed at the start.
+    All methods are collective and must be called from the training thread. Construction removes partially
+    written checkpoints of killed runs from ``folder``.
 
     Args:
-        folder: for the checkpoints; every rank must see the same. Nothing outside is touched.
-        keep_last_n: whole checkpoints to keep, the newest ones; None keeps all.
-        group: a CPU (gloo) group of all ranks that nothing else uses. Its timeout bounds how long the
-            fastest rank's writing may wait for the slowest's.
-        asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread
-            writes them. The copies stay allocated, for the next save.
+        folder: folder for the checkpoints, shared by all ranks. Nothing outside of it is changed.
+        keep_last_n: number of complete checkpoints to keep; None keeps all.
+        group: a CPU (gloo) group of all ranks, used for nothing else. Its timeout bounds the time between the
+            fastest and the slowest rank's writes.
+        asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread writes them.
+            The copies stay allocated for the next save.
 
     Raises:
         ValueError: ``keep_last_n`` is below 1.
@@ -102,22 +101,21 @@ class CheckpointWriter:
     def save(
         self, model: nn.Module, optimizer: AnyOptimizer, state: TrainingState
     ) -> SaveOutcome | None:
-        """Saves a checkpoint as ``step_N``; waits for the save before, if that is still in flight.
+        """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
-        Nothing is changed in the model or the optimizer, and no random number is drawn.
+        Does not change the model or the optimizer, and draws no random numbers.
 
         Args:
-            model: sharded, or the same on all ranks, or the pipeline stages of each.
-            optimizer: its state may still be empty.
-            state: the same on all ranks.
+            model: sharded, or the same on all ranks, or the pipeline stages of each rank.
+            optimizer: optimizer whose state may still be empty.
+            state: training state, the same on all ranks.
 
         Returns:
-            What became of this save; when asynchronous, of the one before if it had to be waited
-            for, else None.
+            Result of this save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
-            ValueError: model, optimizer or ``state`` have something that a checkpoint cannot hold.
-            KeyboardInterrupt: after the other ranks have been told that this save failed.
+            ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
+            KeyboardInterrupt: raised after the other ranks have received the failure of this save.
         """
         finished = self.wait()
         tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
@@ -130,7 +128,7 @@ class CheckpointWriter:
         random = {RANDOM + name: tensor for name, tensor in get_random_state().items()}
 
         temporary = temporary_folder(self._folder, state.global_step)
-        if self._rank == 0:  # of a save that failed, and could not even remove what it had written
+        if self._rank == 0:  # a failed save may have left it
             shutil.rmtree(temporary, ignore_errors=True)
         layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
         if not self._names_are_alike:
@@ -157,7 +155,7 @@ class CheckpointWriter:
         return finished
 
     def wait(self) -> SaveOutcome | None:
-        """Waits for the save in flight and says what became of it; None if there was none."""
+        """Waits for the save in flight and returns its result; None if there was none."""
         if self._in_flight is None:
             return None
         outcome = self._in_flight.result()
@@ -165,10 +163,7 @@ class CheckpointWriter:
         return outcome
 
     def close(self) -> SaveOutcome | None:
-        """Waits as :meth:`wait` does, ends the thread and frees the copies.
-
-        To be called before the process group is destroyed.
-        """
+        """Calls :meth:`wait`, ends the thread and frees the copies. Call it before destroying the process group."""
         outcome = self.wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -176,7 +171,7 @@ class CheckpointWriter:
         return outcome
 
     def _agree_on_layout(self, tensors: Mapping[str, Tensor]) -> SaveLayout:
-        """The last save's, if that still holds on all ranks; planning anew is slow."""
+        """Returns the last layout if it is still valid on all ranks, since planning is slow."""
         layout_here = layout_of(tensors)
         if not all(gather_objects(layout_here == self._layout_here, self._group)):
             self._layout = plan_save(tensors, self._rank, self._group)
@@ -194,7 +189,7 @@ class CheckpointWriter:
         marker: dict[str, Any],
         problem: str | None,
     ) -> SaveOutcome:
-        """Writes this rank's files and, once every rank has, makes them a checkpoint."""
+        """Writes this rank's files and publishes the checkpoint once every rank has written."""
         step = marker["global_step"]
         try:
             files, error = None, problem
@@ -222,7 +217,7 @@ class CheckpointWriter:
             if errors:
                 self._remove(temporary)
             errors, warning = gather_objects((errors, warning), self._group)[0]
-        except RuntimeError as lost:  # a rank is gone; the next start removes what this one leaves
+        except RuntimeError as lost:  # a rank is gone; the next start removes the leftovers
             return SaveOutcome(step, None, error=f"the ranks could not agree: {lost}")
         if errors:
             return SaveOutcome(step, None, error="; ".join(errors))
@@ -239,7 +234,7 @@ class CheckpointWriter:
         return files
 
     def _attempt(self, write: Callable[[], Any]) -> tuple[Any, str | None]:
-        """What ``write`` returned, or why it did not; the other ranks must learn of it."""
+        """Returns the result of ``write``, or its error, which the other ranks must receive."""
         try:
             return write(), None
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Recipe states that torchtune's stock recipes have saved, at epoch ends."""
+"""Recipe states saved by torchtune's stock recipes, at epoch ends."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,22 +15,18 @@ from recipe_utils.settings.problems import ConfigError
 
 
 def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
-    """Whether a checkpointer, by its config, would find a recipe state to load."""
+    """Returns True if a checkpointer with this config would find a recipe state to load."""
     default = Path(str(cfg_checkpointer.get("output_dir")), "recipe_state", "recipe_state.pt")
     return cfg_checkpointer.get("recipe_checkpoint") is not None or default.exists()
 
 
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpointer loads, and the adapters that its config names even if nothing is resumed.
+    """Loads a checkpoint, with the adapters of ``adapter_checkpoint`` even if nothing is resumed.
 
-    torchtune's checkpointers read ``adapter_checkpoint`` only beside a recipe state.
-
-    Args:
-        checkpointer: that the config has made.
-        cfg_checkpointer: its config.
+    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state.
 
     Raises:
-        ValueError: there is no such file, or no adapters in it.
+        ValueError: the file of ``adapter_checkpoint`` is missing, or contains no adapters.
     """
     loaded: dict[str, Any] = checkpointer.load_checkpoint()
     name = cfg_checkpointer.get("adapter_checkpoint")
@@ -41,7 +37,7 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
         raise ValueError(f"checkpointer.adapter_checkpoint={name}: {path} is no file")
     try:
         adapters = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind, for a file of any kind
+    except Exception as error:  # torch.load raises many classes
         raise ValueError(
             f"checkpointer.adapter_checkpoint={name}: it holds no tensors that torch.load takes "
             f"({type(error).__name__}); set it to an adapter_model.pt"
@@ -50,10 +46,10 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
 
 
 def check_stock_state(saved: Mapping[str, Any]) -> None:
-    """Refuses a state that is not of a fine-tuning recipe.
+    """Checks that a state was saved by a fine-tuning recipe.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: names what it has not.
+        recipe_utils.settings.problems.ConfigError: keys, named in the message, are missing.
     """
     needed = {training.OPT_KEY, training.SEED_KEY, training.MAX_STEPS_KEY, training.EPOCHS_KEY}
     if needed - saved.keys():
@@ -72,13 +68,13 @@ def load_optimizer_state(
     """Loads a full (unsharded) optimizer state, as torchtune's recipes save it.
 
     Args:
-        model: the optimizer's parameters, sharded or not.
-        optimizer: of the kind that was saved.
-        state_dict: for :class:`OptimizerInBackward` one state per parameter name.
-        device: of the model.
+        model: model with the optimizer's parameters, sharded or not.
+        optimizer: optimizer of the same class as the saved one.
+        state_dict: saved state; for :class:`OptimizerInBackward` one per parameter name.
+        device: device of the model.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: it is the state of an optimizer of other parameters.
+        recipe_utils.settings.problems.ConfigError: the state is that of other parameters.
     """
     trained = trained_parameters(model)
     if isinstance(optimizer, OptimizerInBackward):
@@ -100,9 +96,9 @@ def load_optimizer_state(
 
 
 def _of_trained(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The state by parameter name, without frozen parameters.
+    """Returns the state by parameter name, without frozen parameters.
 
-    Stock LoRA recipes hand those to their optimizer, too; the one for a single device numbers parameters.
+    Stock LoRA recipes pass frozen parameters to the optimizer, too. The single-device recipe numbers parameters.
     """
     parameters = {unwrapped(name): p.requires_grad for name, p in model.named_parameters()}
     groups = state_dict.get("param_groups", ())
