@@ -1,4 +1,4 @@
-"""What a forward ends in: sums over target tokens."""
+"""Loss modules, which return sums over target tokens."""
 
 from recipe_utils.loss.distillation import LinearDistillationLoss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss

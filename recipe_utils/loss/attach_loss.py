@@ -1,7 +1,7 @@
-"""Loss modules attached to a model. Each returns sums over target tokens, which the recipe scales.
+"""Attaches loss modules to a model. Each returns sums over target tokens, which the recipe scales.
 
-A loss module is computed inside the model's forward, because there FSDP2 holds the output weight unsharded.
-One with ``takes_hidden_states = True`` projects hidden states itself. It is called with the model's output layer
+A loss module runs inside the model's forward, because FSDP2 holds the output weight unsharded there. One with
+``takes_hidden_states = True`` projects hidden states itself. It is called with the model's output layer
 [..., d] -> [..., v], the last hidden states after the final norm [b, s, d], the microbatch's :class:`Targets` and
 ``backward_in_parts`` (the backward runs twice, for hidden states and for weights), and returns sums [k] or []. All
 other losses are called with logits.
@@ -78,7 +78,7 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
                 decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
             )
             if isinstance(found, Tensor) and found.dim() == 0:
-                return torch.stack([found])  # no view, of which FSDP2 warns
+                return torch.stack([found])  # not a view, for which FSDP2 warns
             return found
 
         decoder.unembed = unembed
@@ -135,7 +135,7 @@ class SummedLoss:
         num_targets = len(targets.positions)
         labels = targets.labels
         if num_targets == 0:
-            # A mean over nothing is NaN. One label, weighted 0, gives 0 with a graph instead.
+            # A mean over no labels is NaN. One label, weighted 0, gives 0 with a graph instead.
             labels = labels.clone()
             labels[0, 0] = 0
         if isinstance(logits, list):
@@ -150,10 +150,10 @@ class SummedLoss:
 
 
 def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
-    """Compiles what a loss does with a chunk of logits, in place; not the loop over chunks.
+    """Compiles a loss's arithmetic on a chunk of logits, in place, without the loop over chunks.
 
-    Compiled whole, a loss would be compiled again for each number of targets. A stock loss that is called with
-    all logits at once is left as it is. The backend is torchtune's, ``TORCH_COMPILE_BACKEND`` in the environment.
+    A loss compiled as a whole would be recompiled for each number of targets. A stock loss that is called with
+    all logits at once is not compiled. The backend is that of torchtune: ``TORCH_COMPILE_BACKEND``.
     """
     if hasattr(loss_fn, "compile_chunks"):
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))

@@ -1,6 +1,6 @@
-"""Sums over target tokens whose logits exist a chunk at a time, with gradients computed along with them.
+"""Sums over target tokens, with logits and their gradients computed chunk by chunk in the forward.
 
-Shapes: d embedding width, v vocabulary, n target tokens, c those of a chunk, k sums.
+Shapes: d embedding width, v vocabulary, n target tokens, c target tokens of a chunk, k sums.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
 OfChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""Takes the logits of a chunk [c, v], at least fp32, which rows of all they are, and whether a gradient is
-wanted. Returns sums over the rows [k], and the gradient of the first for the logits [c, v]. It may work in the
-logits' memory."""
+"""Takes the logits of a chunk [c, v], at least fp32, the slice of its rows in all rows, and True if a gradient
+is needed. Returns sums over the rows [k], and the gradient of the first sum for the logits [c, v]. It may
+overwrite the logits."""
 
 
 def sum_over_chunks(
@@ -28,32 +28,32 @@ def sum_over_chunks(
     num_output_chunks: int,
     backward_in_parts: bool = False,
 ) -> Tensor:
-    """Sums of what ``of_chunk`` makes of each chunk's logits, [k], at least fp32; the first has a gradient.
+    """Returns the sums of ``of_chunk`` over all chunks, [k], at least fp32; the first has a gradient.
 
     No more than one chunk of logits exists at a time: each chunk's gradient is computed along with its sums
-    (three matrix products, none twice). The idea of chunking over tokens is torchtune's (pull 1390), that of
-    computing gradients in the forward Liger Kernel's (arXiv:2410.10989).
+    (three matrix products, none twice). Chunking over tokens follows torchtune (pull 1390), computing
+    gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
-    Where the output weight cannot be read as one plain tensor (tensor parallel, an output layer that
-    FSDP2 shards on its own, an output layer with a bias or of another kind), each chunk goes through
-    the output layer itself and is recomputed in the backward.
+    If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards on its own,
+    an output layer with a bias or of another class), each chunk is projected by the output layer itself and
+    recomputed in the backward.
 
     Args:
         output: the model's output layer, [..., d] -> [..., v].
-        hidden: at the target positions, [n, d]. Of none the sums are 0, with a graph through ``hidden`` and
-            the output weight.
+        hidden: hidden states at the target positions, [n, d]. If n = 0, the sums are 0, with a graph through
+            ``hidden`` and the output weight.
         of_chunk: see :data:`OfChunk`.
         num_sums: k.
         tokens_per_chunk: rows projected at once.
-        num_output_chunks: chunks where the output layer is called as a module. A fixed number,
-            because all FSDP ranks must call it equally often.
-        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as zero-bubble
-            schedules have it. It takes a second copy of both gradients then.
+        num_output_chunks: number of chunks if the output layer is called as a module; fixed, because all
+            FSDP ranks must call it equally often.
+        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as in zero-bubble
+            schedules. Needs a second copy of both gradients.
     """
     weight = plain_weight(output)
     if weight is not None:
         if not torch.is_grad_enabled():
-            weight = weight.detach()  # or a validation would compute its gradient
+            weight = weight.detach()  # otherwise validation would compute its gradient
         sums: Tensor = _OfPlainWeight.apply(
             hidden, weight, of_chunk, num_sums, tokens_per_chunk, backward_in_parts
         )
@@ -68,16 +68,11 @@ def sum_over_chunks(
 
 
 def compiled_for_all_lengths(of_rows: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """Compiles what is done with the rows of a chunk, once for any number of them.
-
-    Args:
-        of_rows: takes the rows' logits [c, v] and more that is of them.
-        backend: of ``torch.compile``.
-    """
+    """Compiles a function of a chunk's rows (logits [c, v], ...) once for any number of rows."""
     compiled = torch.compile(of_rows, dynamic=True, backend=backend)
 
     def of_any_length(logits: Tensor, *others: Any) -> Any:
-        # Else no row and one would have code of their own, and so would each length of what the others are slices of.
+        # The compiler would specialise on 0 and 1 rows, and on the sizes of tensors that the others are slices of.
         if len(logits) < 2:
             return of_rows(logits, *others)
         return compiled(
@@ -88,10 +83,10 @@ def compiled_for_all_lengths(of_rows: Callable[..., Any], backend: Any) -> Calla
 
 
 class _OfPlainWeight(torch.autograd.Function):
-    """Sums of hidden @ weight.T, with the gradients computed in the forward."""
+    """Sums over hidden @ weight.T, with gradients computed in the forward."""
 
     @staticmethod
-    def forward(  # two differentiable inputs, and how to go over them
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -100,13 +95,13 @@ class _OfPlainWeight(torch.autograd.Function):
         tokens_per_chunk: int,
         backward_in_parts: bool,
     ) -> Tensor:
-        """Takes hidden [n, d] and weight [v, d] -> sums [k]."""
+        """Returns sums [k] for hidden [n, d] and weight [v, d]."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
         for rows in chunks_of(len(hidden), tokens_per_chunk):
-            # The logits have no name here, so that of_chunk can let go of them.
+            # The logits have no name here, so that of_chunk can free them.
             of_rows, grad_logits = of_chunk(
                 (hidden[rows] @ weight.t()).to(sums.dtype), rows, needs_hidden or needs_weight
             )
@@ -127,7 +122,7 @@ class _OfPlainWeight(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        """In place: the forward's gradients are handed on. A second backward has none, unless asked for."""
+        """Scales the forward's gradients in place. A second backward needs ``backward_in_parts``."""
         grads = ctx.grads
         if ctx.backward_in_parts:
             grads = [None if grad is None else grad.clone() for grad in grads]
@@ -146,14 +141,14 @@ def _of_output(output: Any, hidden: Tensor, rows: slice, of_chunk: OfChunk) -> T
 
 
 class _OfLogits(torch.autograd.Function):
-    """The same of logits [c, v] that a module made."""
+    """Sums over logits [c, v] that a module has computed."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: slice, of_chunk: OfChunk) -> Tensor:
-        # A copy to work in: the logits are the module's.
+        # A copy, because of_chunk may overwrite it and the logits belong to the module.
         sums, grad_logits = of_chunk(logits.clone(), rows, ctx.needs_input_grad[0])
         if grad_logits is not None:
-            # A saved tensor, unlike above: what checkpointing drops and computes again.
+            # A saved tensor, unlike above: checkpointing drops and recomputes it.
             ctx.save_for_backward(grad_logits)
         return sums
 
@@ -165,13 +160,13 @@ class _OfLogits(torch.autograd.Function):
 
 
 def chunks_of(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
-    """The rows of each chunk."""
+    """Returns the rows of each chunk."""
     starts = range(0, num_tokens, tokens_per_chunk)
     return [slice(start, start + tokens_per_chunk) for start in starts]
 
 
 def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
-    """The weight [v, d] of an output layer that is nothing but a matrix product with it; None of others."""
+    """Returns the weight [v, d] of an output layer that only multiplies with it, as a plain tensor; else None."""
     if isinstance(output, TiedLinear):
         weight = output.tied_module.weight
     elif type(output) is nn.Linear and output.bias is None:
@@ -182,5 +177,5 @@ def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """What a loss of ``tensor`` is summed in: at least fp32."""
+    """Returns the dtype in which a loss of ``tensor`` is summed: at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)

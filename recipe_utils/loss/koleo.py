@@ -1,9 +1,8 @@
-"""KoLeo: a loss that spreads images over the sphere, by each one's nearest neighbour among others.
+"""KoLeo loss: spreads images over the sphere by the distance of each to its nearest neighbour.
 
--log of the distance to the nearest of a group (Kozachenko and Leonenko's entropy estimate; Sablayrolles et al.,
-arXiv:1806.03198, section 3.3; for self-supervision DINOv2, arXiv:2304.07193). It couples all images of a group, so
-whoever splits an update step must not split a group, or must know all embeddings first
-(:func:`gradient_of_all`).
+-log of the distance to the nearest neighbour in a group (Kozachenko and Leonenko's entropy estimate; Sablayrolles
+et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2, arXiv:2304.07193). The images of a group are
+coupled: microbatches must not split a group, or must have all embeddings first (:func:`gradient_of_all`).
 
 Shapes: n images, v crops of each, d width of an embedding.
 """
@@ -16,18 +15,18 @@ from torch import Tensor
 from recipe_utils.loss.chunks import sum_dtype
 
 _SMALLEST = 1e-8
-"""Added to a distance, or two images that are one would have an infinite loss."""
+"""Added to distances, so that the loss of two equal images is finite."""
 
 
 def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
-    """Sum over images of the mean over their crops of -log(distance to the nearest neighbour), [].
+    """Returns the sum over images of the mean over crops of -log(distance to the nearest neighbour), [].
 
-    Crops are compared with the same crop of other images, never with another one of their own. An image that
-    is alone in its group has no neighbour and adds nothing. At least fp32.
+    A crop is compared with the same crop of other images. An image that is alone in its group adds 0.
+    At least fp32.
 
     Args:
-        embeddings: [n, v, d] of any length; it is their directions that are compared.
-        groups: of each image, [n], whole numbers; below 0 for no image at all.
+        embeddings: [n, v, d]; only their directions are compared.
+        groups: group of each image, [n], integers; images with one below 0 are ignored.
     """
     if len(embeddings) == 0:
         return embeddings.sum()  # 0, with a graph
@@ -38,7 +37,7 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
         cosines = directions @ directions.transpose(1, 2)  # [v, n, n]
         nearest = cosines.masked_fill_(~is_other, -2).argmax(-1)  # [v, n]
     neighbours = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
-    # Of an image without a neighbour the distance could be 0, whose gradient is NaN even where it is not taken.
+    # Without a neighbour the distance could be 0, whose gradient is NaN even if it is not selected.
     has_neighbour = is_other.any(1)
     differences = torch.where(has_neighbour[:, None], directions - neighbours, 1)
     losses = -(torch.linalg.vector_norm(differences, dim=-1) + _SMALLEST).log()
@@ -48,16 +47,16 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
 def gradient_of_all(
     embeddings: Tensor, max_images: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of :func:`koleo_loss` with all images of all ranks in one group, for those of this rank.
+    """Returns the gradient of :func:`koleo_loss` over all images of all ranks as one group, for this rank's images.
 
     The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983): embeddings
-    without a graph, their gradient, and then the images again with a graph, from whose embeddings the
-    gradient is handed on.
+    are computed without a graph, then their gradient; the second pass computes the images with a graph and
+    backpropagates that gradient.
 
     Args:
-        embeddings: of this rank, [n, v, d].
-        max_images: n of the fullest rank, or more; the same on all.
-        group: ranks that hold different images; None for this one alone.
+        embeddings: embeddings of this rank, [n, v, d].
+        max_images: upper bound of n over the ranks; the same on all.
+        group: ranks with different images; None for this rank alone.
 
     Returns:
         The gradient [n, v, d], and the mean of the loss over all images, [].

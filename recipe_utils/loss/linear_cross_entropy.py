@@ -1,6 +1,6 @@
-"""Output projection and cross-entropy in one, summed over target tokens.
+"""Output projection and cross-entropy in one loss module.
 
-Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target tokens, c those of a chunk.
+Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, c of a chunk.
 """
 
 from typing import Any
@@ -14,15 +14,14 @@ from recipe_utils.loss.chunks import compiled_for_all_lengths, sum_over_chunks
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Output projection and cross-entropy in one, for target positions only and in chunks.
+    """Output projection and cross-entropy, summed over target tokens and computed in chunks.
 
-    Positions without a target are never projected; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    Only target positions are projected; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
-        tokens_per_chunk: target tokens projected at once; the logits take ``tokens_per_chunk * v``
-            fp32 numbers.
-        num_output_chunks: chunks where the output layer is called as a module.
-        ignore_index: the label of positions that are no targets.
+        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32 numbers.
+        num_output_chunks: number of chunks if the output layer is called as a module.
+        ignore_index: label of positions that are no targets.
     """
 
     takes_hidden_states = True
@@ -42,11 +41,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self._cross_entropy = _cross_entropy
 
     def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on logits: with and without a gradient, once for chunks of any length.
-
-        Args:
-            backend: of ``torch.compile``.
-        """
+        """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length."""
         self._cross_entropy = compiled_for_all_lengths(_cross_entropy, backend)
 
     def forward(
@@ -58,11 +53,12 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32.
 
+        Without targets the loss is 0, with a graph through ``hidden`` and the output weight.
+
         Args:
             output: the model's output layer, [..., d] -> [..., v].
             hidden: last hidden states after the final norm, [b, s, d].
-            targets: of the microbatch. Without any the loss is 0, with a graph through ``hidden`` and
-                the output weight.
+            targets: targets of the microbatch.
             backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
@@ -71,7 +67,7 @@ class LinearCrossEntropyLoss(nn.Module):
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
             given = [logits]
-            del logits  # or two names would keep it longer than it is needed
+            del logits  # a second reference would keep them alive longer
             return self._cross_entropy(given.pop(), labels[rows], needs_gradient)
 
         return sum_over_chunks(
@@ -88,7 +84,7 @@ class LinearCrossEntropyLoss(nn.Module):
 def _cross_entropy(
     logits: Tensor, labels: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Takes logits [c, v] and labels [c] -> the sum [1], and its gradient for the logits [c, v]."""
+    """Returns the sum [1] and its gradient for the logits [c, v], for labels [c]. Frees the logits early."""
     log_probs = F.log_softmax(logits, dim=-1)
     del logits
     label = labels.unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Log-probabilities of target tokens, and of whole answers, without a tensor of all logits.
+"""Log-probabilities of target tokens and of whole answers, computed from hidden states in chunks.
 
-Shapes: b samples, s slots per sample, d embedding width, v vocabulary, n target tokens, p pairs.
+Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, p pairs.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,17 @@ from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_
 
 
 class LinearLogProbs(nn.Module):
-    """The log-probability of each target token, for ``attach_loss``: projected a chunk of targets at a time.
+    """Loss module for ``attach_loss`` that returns the log-probability of each target token.
 
-    Chunks of logits but the last are recomputed in the backward, since what each token's gradient is
-    multiplied with is known only then: four matrix products, where a summed loss takes three. Where the
-    output weight cannot be read as one plain tensor, each chunk goes through the output layer itself;
-    see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    Logits of all chunks but the last are recomputed in the backward, because the factor of each token's
+    gradient is only known then: four matrix products, where a summed loss takes three. If the output weight is
+    not a plain tensor, each chunk is projected by the output layer itself; see
+    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
-        tokens_per_chunk: target tokens projected at once; the logits take ``tokens_per_chunk * v``
-            fp32 numbers.
-        num_output_chunks: chunks where the output layer is called as a module. A fixed number,
-            because all FSDP ranks must call it equally often.
+        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32 numbers.
+        num_output_chunks: number of chunks if the output layer is called as a module; fixed, because all
+            FSDP ranks must call it equally often.
     """
 
     takes_hidden_states = True
@@ -40,11 +39,7 @@ class LinearLogProbs(nn.Module):
         self._arithmetic: _Arithmetic = (_read, _gradient)
 
     def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on logits, that of the backward, too: once each for chunks of any length.
-
-        Args:
-            backend: of ``torch.compile``.
-        """
+        """Compiles the arithmetic on logits, also of the backward, once for chunks of any length."""
         read, gradient = (compiled_for_all_lengths(each, backend) for each in (_read, _gradient))
         self._arithmetic = (read, gradient)
 
@@ -57,15 +52,16 @@ class LinearLogProbs(nn.Module):
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
+        Without targets the result is empty, with a graph through ``hidden`` and the output weight.
+
         Args:
             output: the model's output layer, [..., d] -> [..., v].
             hidden: last hidden states after the final norm, [b, s, d].
-            targets: of the microbatch. Without any the result is empty, with a graph through ``hidden``
-                and the output weight.
+            targets: targets of the microbatch.
             backward_in_parts: not supported.
 
         Raises:
-            ValueError: ``backward_in_parts``.
+            ValueError: ``backward_in_parts`` is True.
         """
         if backward_in_parts:
             raise ValueError(
@@ -93,12 +89,12 @@ _Arithmetic = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]
 
 
 def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits [c, v] those of the labels [c], and the logarithms of the softmax's sums [c]."""
+    """Returns the labels' logits [c] and the log-sum-exp of each row [c], for logits [c, v] and labels [c]."""
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1), torch.logsumexp(logits, dim=-1)
 
 
 def _gradient(logits: Tensor, labels: Tensor, normalisers: Tensor, of_token: Tensor) -> Tensor:
-    """For the logits [c, v], in their place, from that of each log-probability [c]."""
+    """Overwrites logits [c, v] with their gradient, given that of each log-probability [c]."""
     of_token = of_token.unsqueeze(1)
     # d log_prob / d logits = one_hot(label) - softmax(logits)
     logits.sub_(normalisers.unsqueeze(1)).exp_().mul_(-of_token)
@@ -117,7 +113,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         tokens_per_chunk: int,
         arithmetic: _Arithmetic,
     ) -> Tensor:
-        """Takes hidden [n, d], weight [v, d], labels [n] -> log-probabilities [n]."""
+        """Returns log-probabilities [n] for hidden [n, d], weight [v, d], labels [n]."""
         read, ctx.gradient = arithmetic
         picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
         normalisers = torch.empty_like(picked)
@@ -128,8 +124,8 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
             picked[chunk], normalisers[chunk] = read(logits, labels[chunk])
         ctx.save_for_backward(hidden, weight, labels, normalisers)
         ctx.tokens_per_chunk = tokens_per_chunk
-        # There is room for a chunk, so the last one's logits wait for the backward. An attribute, no saved
-        # tensor: hooks that offload activations must leave it alone.
+        # The last chunk's logits are kept for the backward: one chunk fits into memory. An attribute, not a
+        # saved tensor: hooks that offload activations must leave it alone.
         ctx.logits = logits if any(ctx.needs_input_grad) else None
         return picked - normalisers
 
@@ -162,23 +158,19 @@ def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
-    """Sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
+    """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
 
-    Targets of what both share count for both. In fp64 because a loss sees differences of large sums; in a
-    fixed order, so that equal models give equal sums.
-
-    Args:
-        of_tokens: log-probability of each target, [n].
-        pairs: of the microbatch.
+    ``of_tokens`` are log-probabilities [n]; targets of a shared prefix count for both answers. In fp64,
+    because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
     """
     lengths = pairs.segment_lengths
-    # unsafe: its check would wait for the device, and has no answer for no pair.
+    # unsafe: the check would synchronize with the device, and fails without pairs.
     sums = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, unsafe=True, initial=0)
     shared, chosen, rejected = sums.view(-1, 3).unbind(1)
     return torch.stack([shared + chosen, shared + rejected])
 
 
 def num_targets_of_answers(pairs: Pairs) -> Tensor:
-    """Targets of each chosen and each rejected answer, [2, p]."""
+    """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
     shared, chosen, rejected = pairs.segment_lengths.view(-1, 3).unbind(1)
     return torch.stack([shared + chosen, shared + rejected])

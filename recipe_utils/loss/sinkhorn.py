@@ -1,13 +1,13 @@
-"""Sinkhorn-Knopp's targets over a whole update step, of which no more than a chunk of logits ever exists.
+"""Sinkhorn-Knopp's targets over a whole update step, with no more than a chunk of logits at a time.
 
 Targets Q [n, k] of n crops or patches over k prototypes are exp(logits / t) with rows and columns scaled so that
-each row sums to 1 and each prototype gets as much as any other (Cuturi, arXiv:1306.0895; Caron et al.,
-arXiv:2006.09882, equation 3). After some iterations that end with the rows
+each row sums to 1 and all prototypes get the same total (Cuturi, arXiv:1306.0895; Caron et al.,
+arXiv:2006.09882, equation 3). After iterations that end with scaling the rows
 
     Q = softmax(logits / t + dual),    dual [k],
 
-so dual is all that a row must know of the others. Each iteration needs one sum over all rows for each
-prototype, which goes over microbatches and ranks: K numbers each time, whatever the split.
+so a row depends on the others only through dual. Each iteration needs one sum over all rows for each prototype,
+accumulated over microbatches and ranks: k numbers each time, however the rows are split.
 
 Shapes: n rows, d width of the bottleneck, k prototypes, c rows of a chunk.
 """
@@ -30,21 +30,22 @@ def sinkhorn(
     group: dist.ProcessGroup | None = None,
     rows_per_chunk: int = 256,
 ) -> Tensor:
-    """Dual [k] of all rows of all ranks, at least fp32; zeros if there is no row.
+    """Returns the dual variable [k] for all rows of all ranks, at least fp32; zeros if there are no rows.
 
-    Logarithms throughout: exp(logits / t) would overflow at the temperatures in use.
+    Computes with logarithms: exp(logits / t) would overflow at usual temperatures.
 
     Args:
-        rows: bottlenecks of this rank's microbatches, each [n, d]; any may be empty, or all of them.
-        weight: of the prototypes, [k, d].
+        rows: bottlenecks of this rank's microbatches, each [n, d]; n may be 0.
+        weight: prototypes, [k, d].
         temperature: t of the teacher.
-        num_iterations: of scaling prototypes, then rows; at least 1. DINOv3 takes 3 (arXiv:2508.10104).
-        group: ranks that hold different rows, all of which call this; None for this one alone.
-        rows_per_chunk: projected at once.
+        num_iterations: number of iterations, at least 1; each scales prototypes, then rows. DINOv3 uses 3
+            (arXiv:2508.10104).
+        group: ranks with different rows, all of which must call this; None for this rank alone.
+        rows_per_chunk: rows projected at once.
     """
     dual = weight.new_zeros(len(weight), dtype=sum_dtype(weight))
     for iteration in range(num_iterations):
-        # Of each prototype the logarithm of what all rows give it, with the rows scaled as dual says.
+        # Logarithm of each prototype's total over all rows, with the rows scaled by dual.
         log_total = torch.full_like(dual, float("-inf"))
         for logits in _scaled_logits(rows, weight, temperature, rows_per_chunk):
             if iteration:
@@ -64,15 +65,10 @@ def num_prototypes_used(
     group: dist.ProcessGroup | None = None,
     rows_per_chunk: int = 256,
 ) -> Tensor:
-    """Prototypes that are the likeliest of some row on some rank, []; few of many say that a training collapses.
+    """Returns the number of prototypes that are the most likely of some row on some rank, [].
 
-    Args:
-        rows: as :func:`sinkhorn` takes them.
-        weight: likewise.
-        temperature: likewise.
-        biases: dual [k] of each microbatch.
-        group: likewise.
-        rows_per_chunk: likewise.
+    A small number indicates a collapse. ``biases`` are the dual variables [k] of each microbatch; for the
+    other arguments see :func:`sinkhorn`.
     """
     is_used = torch.zeros_like(biases[0])
     for each, bias in zip(rows, biases, strict=True):
@@ -86,7 +82,7 @@ def num_prototypes_used(
 def _scaled_logits(
     rows: Sequence[Tensor], weight: Tensor, temperature: float, rows_per_chunk: int
 ) -> Iterator[Tensor]:
-    """Logits / t of each chunk, [c, k], at least fp32, to be worked in."""
+    """Yields logits / t of each chunk, [c, k], at least fp32, which the caller may overwrite."""
     for each in rows:
         for chunk in chunks_of(len(each), rows_per_chunk):
             logits = each[chunk] @ weight.t()
@@ -94,12 +90,12 @@ def _scaled_logits(
 
 
 def _log_sum_over_ranks(log_values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Log of the sum of exp over the ranks of a group, entry by entry."""
+    """Returns the elementwise log of the sum of exp over the ranks of a group."""
     if group is None:
         return log_values
     largest = log_values.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # Where all are minus infinity: their difference would be NaN.
+    # If all are minus infinity, their difference would be NaN.
     shift = torch.where(largest.isfinite(), largest, 0)
     total = (log_values - shift).exp_()
     dist.all_reduce(total, group=group)
