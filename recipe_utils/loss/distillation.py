@@ -197,7 +197,7 @@ class LinearDistillationLoss(nn.Module):
 
     takes_hidden_states = True
 
-    def __init__(  # a formula's constants
+    def __init__(
         self,
         divergence: Kind = "forward",
         temperature: float = 1.0,

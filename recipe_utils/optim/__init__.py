@@ -1,1 +1,1 @@
-"""From gradients to weights."""
+"""Optimizers, gradient norms, schedules and non-finite gradients."""

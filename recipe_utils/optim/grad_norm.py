@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 class OverStages(Protocol):
-    """The part of a pipeline that a norm over its stages needs."""
+    """Attributes of a pipeline that a norm over its stages uses."""
 
     group: dist.ProcessGroup
     """Ranks of the pipeline."""
@@ -34,8 +34,8 @@ def clip_grad_norm_(
     Args:
         model: model, or the pipeline stages on this rank.
         max_norm: maximum norm of all gradients together; None only measures it.
-        pipeline: pipeline that the stages belong to; None without stages.
-        is_of_part: selects parameters by name, as wrapped; None selects all.
+        pipeline: pipeline of the stages; None without stages.
+        is_of_part: selects parameters by their names with wrappers; None selects all.
     """
     tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
     parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
@@ -101,5 +101,5 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     else:
         norms = list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
-    # get_total_norm, but for the dtype that squares are summed in.
+    # As get_total_norm, but squares are summed in fp32.
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -32,7 +32,7 @@ class ChangedWeights:
             each.register_step_pre_hook(self._before_step)
 
     def restart(self, is_done: bool = False) -> None:
-        """Begins an epoch."""
+        """Starts an epoch."""
         self._is_done, self._num_steps, self._lr = is_done, 0, 0.0
         self._first: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
@@ -43,7 +43,7 @@ class ChangedWeights:
             if p.grad is None or p in self._first or self._is_done:
                 continue
             gradient = p.grad
-            if isinstance(p, DTensor):  # tensor parallelism leaves that of embeddings whole
+            if isinstance(p, DTensor):  # tensor parallelism does not shard that of embeddings
                 gradient = gradient.redistribute(placements=p.placements)
             sample = _flat(gradient)[:: self._stride]
             is_skipped = getattr(optimizer, "found_inf", torch.zeros(1)).to(sample.device) > 0

@@ -12,7 +12,7 @@ from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings
 
 
 class NonfiniteError(RuntimeError):
-    """Gradients were not finite. The weights are those before these update steps."""
+    """Gradients were not finite. The weights are those before the non-finite update steps."""
 
 
 class NonfiniteGuard:
@@ -34,7 +34,7 @@ class NonfiniteGuard:
         settings: OptimizerSettings,
     ) -> None:
         self.problem = ""
-        """Why training must stop; empty if it need not."""
+        """Reason why training must stop; empty if it need not."""
         self._optimizer = optimizer
         self._settings = settings
         self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -46,8 +46,8 @@ class NonfiniteGuard:
     def should_step(self, grad_norm: Tensor | None) -> bool:
         """Returns False if ``grad_norm`` [] is NaN or infinite.
 
-        Always True with a fused optimizer, whose next step is a no-op then, and for None, with an optimizer that
-        has stepped in the backward.
+        Always True with a fused optimizer, whose next step is then a no-op, and for None (an optimizer that
+        steps in the backward).
         """
         if grad_norm is None:
             return True
@@ -65,7 +65,7 @@ class NonfiniteGuard:
         """Returns skipped steps and the most of them in a row [2], and all steps, since the last call."""
         counts = torch.stack([self._num_skipped, self._most_in_a_row]), self._num_steps
         self._num_skipped = torch.zeros_like(self._num_skipped)
-        self._most_in_a_row = self._num_in_a_row.clone()  # those at the end count on
+        self._most_in_a_row = self._num_in_a_row.clone()  # a series continues after the call
         self._num_steps = 0
         return counts
 

@@ -25,7 +25,7 @@ OnNonfinite = Literal["stop", "skip"]
 
 
 def _infinite_as_float(value: Any) -> Any:
-    return float("inf") if value == "inf" else value  # torchtune takes the word, too
+    return float("inf") if value == "inf" else value  # torchtune accepts the string, too
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -155,10 +155,10 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
 
     def step(self) -> None:
-        """Does nothing: the backward has stepped."""
+        """Does nothing: the backward steps."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the backward has freed the gradients."""
+        """Does nothing: the backward frees the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
-    """Builds both for a single parameter, to raise their errors before weights are loaded."""
+    """Builds optimizer and schedule for one parameter, to raise their errors before weights are loaded."""
     optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
     config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
 
@@ -180,13 +180,7 @@ def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
 def build_optimizer(
     cfg: DictConfig, model: nn.Module, settings: OptimizerSettings
 ) -> Optimizer | OptimizerInBackward:
-    """Builds an optimizer of the parameters that are trained.
-
-    Args:
-        cfg: component of the optimizer.
-        model: wrapped and on its device.
-        settings: learning rates of parameter groups, and whether the backward steps.
-    """
+    """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     make = partial(config.instantiate, cfg)
     if settings.optimizer_in_bwd:
         return OptimizerInBackward(model, make)
@@ -195,7 +189,7 @@ def build_optimizer(
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
-    """Returns the optimizer itself, or those of all parameters."""
+    """Returns ``[optimizer]``, or the optimizers of all parameters of an :class:`OptimizerInBackward`."""
     if isinstance(optimizer, OptimizerInBackward):
         return list(optimizer.optim_map.values())
     return [optimizer]
@@ -207,15 +201,11 @@ def build_lr_scheduler(
     num_steps: int,
     global_step: int,
 ) -> Any:
-    """Builds a learning-rate schedule over update steps; None for a constant rate.
+    """Builds a learning-rate schedule over update steps; None if ``cfg`` is None (constant rate).
 
-    Args:
-        cfg: component of the schedule.
-        optimizer: all its parameters follow the schedule.
-        num_steps: update steps of the whole training.
-        global_step: update steps that are done.
+    ``num_steps`` are those of the whole training, ``global_step`` of them are completed.
     """
-    if global_step > 0:  # resumed, perhaps from a training without a schedule
+    if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
     scheduler = config.instantiate(
@@ -225,7 +215,7 @@ def build_lr_scheduler(
         last_epoch=global_step - 1,
     )
     if scheduler is not None and isinstance(optimizer, OptimizerInBackward):
-        optimizer.set_lr_scheduler(scheduler)  # from here on the others follow the first
+        optimizer.set_lr_scheduler(scheduler)  # the other optimizers follow the first
         for group in optimizer.param_groups:
             group["lr"] = scheduler.get_last_lr()[0]
     return scheduler
