@@ -1,19 +1,16 @@
 """Compares the tokens per second of several trainers on the same update steps.
 
-All baselines train the same model from the same weights on the same samples in the same order: torchtune's stock
-recipe, this project's recipe, Hugging Face's trainers, and a bare loop, the upper bound. All are alive at once, each
-in processes of its own; one at a time makes one optimizer step, in an order that changes with every step. Ratios are
-taken step by step, so other load on the machine affects all baselines.
+All baselines train the same model from the same weights on the same samples: torchtune's recipe,
+this project's, Hugging Face's trainers, and a bare loop as the upper bound. All run at once in
+separate processes and take turns of one optimizer step, in an order that changes every step. Ratios
+are taken step by step, so other load on the machine affects all baselines.
 
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark
     tune run benchmark_tokens_per_second --config llama3_2/5M_benchmark overrides.batch_size=8
-    tune run benchmark_tokens_per_second --config llama3_2/5M_lora_benchmark
-    tune run benchmark_tokens_per_second --config llama3_2/5M_dpo_benchmark
-    tune run benchmark_tokens_per_second --config llama3_2/5M_to_1M_KD_benchmark
 
-Baselines are the entries of ``peers``. Any key of an entry besides ``kind`` overrides the recipe's config:
-``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``. Run nothing else on the machine meanwhile.
-All keys: ``python -m recipe_utils.settings benchmark_tokens_per_second``.
+Other configs: ``llama3_2/5M_lora_benchmark``, ``5M_dpo_benchmark``, ``5M_to_1M_KD_benchmark``. Keys
+of an entry of ``peers`` override the recipe's config:
+``peers.in_order.gradient_accumulation_steps=2``, ``'~peers.stock'``.
 """
 
 import json
@@ -46,7 +43,7 @@ from recipe_utils.tune.registry import RECIPES, config_path
 
 log = utils.get_logger("INFO")
 
-# Threads of the last baseline are stopped before the time of the next one starts.
+# Waits until the threads of the last baseline have stopped.
 SETTLE_SECONDS = 0.02
 
 
@@ -57,9 +54,9 @@ class Settings:
     compared: LineupSettings
 
     num_rounds: Count = 3
-    """Rounds; each starts all baselines again."""
+    """Number of rounds; each restarts all baselines."""
     step_timeout_seconds: Positive = 1800
-    """Maximum time of a baseline's turn."""
+    """Maximum time of a baseline's turn [s]."""
 
 
 class BenchmarkTokensPerSecond:
@@ -90,14 +87,14 @@ class BenchmarkTokensPerSecond:
     # ---- Turns ----------------------------------------------------------------------------------
 
     def write_start_adapters(self) -> None:
-        """Draws the start adapters once for all baselines of the same model."""
+        """Draws initial adapters once for all baselines of the same model."""
         drawing = [each.config for each in self.baselines.values() if each.draws_adapters]
         files = {each["checkpointer"]["adapter_checkpoint"]: each for each in drawing}
         for of_baseline in files.values():
             write_fresh_adapters(OmegaConf.create(of_baseline))
 
     def measure_matrix_peak(self) -> None:
-        """Times matrix products while no baseline is alive; the fastest of all rounds counts."""
+        """Times matrix products while no baseline runs; the peak is the fastest of all rounds."""
         if self.useful_flops[self.reference][0] is None:
             return
         processes = self._start(self.baselines[self.reference], "products")
@@ -111,7 +108,7 @@ class BenchmarkTokensPerSecond:
             processes.kill()
 
     def run_round(self, number: int) -> None:
-        """Starts all baselines again, runs them in turns and ends them."""
+        """Starts all baselines, runs them in turns and ends them."""
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
         num_steps = self.compared.num_steps
@@ -151,10 +148,10 @@ class BenchmarkTokensPerSecond:
     # ---- Report ---------------------------------------------------------------------------------
 
     def write_report(self) -> None:
-        """Prints the tables; writes benchmark.md and benchmark.json."""
+        """Prints the tables and writes benchmark.md and benchmark.json."""
         first = next(iter(self.baselines.values()))
         losses = self.losses
-        if first.recipe == DISTILLATION:  # only the first update step compares, see the text
+        if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
         summaries = report.summarize(
             self.steps, losses, self.reference, self.other_models, self.peak_tflops
@@ -221,7 +218,7 @@ class BenchmarkTokensPerSecond:
     def _start(
         self, baseline: Baseline, job: Literal["turns", "products"], suffix: str = ""
     ) -> Processes:
-        """Starts the processes of a baseline, which wait for their first turn."""
+        """Starts the processes of a baseline; they wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
         folder = self.output_dir / "peers" / baseline.name
         return Processes(
@@ -260,7 +257,7 @@ class BenchmarkTokensPerSecond:
 
 
 def _command() -> str:
-    """Returns the command line, with a registered config by its name."""
+    """Returns the command line, with registered configs by name."""
     names = {str(config_path(name)): name for configs in RECIPES.values() for name in configs}
     arguments = [names.get(argument, argument) for argument in sys.argv[1:]]
     return shlex.join(["tune", "run", Path(sys.argv[0]).stem, *arguments])
@@ -268,8 +265,8 @@ def _command() -> str:
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Entry point: the config's keys, overridden by ``key=value`` on the command line."""
-    # SIGTERM ends the processes of the baselines as Ctrl-C does.
+    """Runs a benchmark config; ``key=value`` on the command line overrides its keys."""
+    # SIGTERM ends the processes of the baselines, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     config.log_config(recipe_name="BenchmarkTokensPerSecond", cfg=cfg)
     benchmark = BenchmarkTokensPerSecond(cfg)

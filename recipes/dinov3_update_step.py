@@ -1,17 +1,13 @@
-"""Self-supervised training of a vision transformer with DINOv3's objective, whose loop goes over update steps.
+"""Self-supervised training of a vision transformer with DINOv3's objective.
 
-The targets of an update step depend on all of its images: Sinkhorn-Knopp shares the prototypes evenly among
-them. So the teacher, a moving average of the student, sees all microbatches of all ranks first, and what the
-whole contributes to each target is one number per prototype. The gradient is that of one batch, however the
-images are split over microbatches, ranks and pipeline stages.
+Sinkhorn-Knopp assigns prototypes evenly to all images of an update step. Therefore the teacher, a
+moving average of the student, computes all microbatches of all ranks first; targets depend on other
+images only through one dual variable per prototype. The gradient is that of one batch for any split
+over microbatches, ranks and stages.
 
     tune run dinov3_update_step --config vit/digits_dinov3_update_step
     tune run --nproc_per_node 2 dinov3_update_step --config vit/digits_dinov3_update_step \
       pipeline_parallel_dim=2
-
-Read ``teaching`` and ``update`` for the mathematics, ``train`` for the order of things, ``setup`` for what
-is trained on what. To change any of it: ``tune cp dinov3_update_step my_recipe.py``; it is called back for
-``prepare`` and a pipeline's objective. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -61,12 +57,12 @@ from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "dinov3_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
-PARTS = ("output.dino", "output.ibot")  # of gradients each is clipped by itself, and the backbone
+PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """Keys of the config, which is flat. Each class documents and checks its own keys."""
+    """Keys of the flat config. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size, global_batch_size, num_workers, ...
     views: ViewSettings  # transform, mask_ratio, koleo_group_size, ...
@@ -79,24 +75,25 @@ class Settings:
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
 
     model: Component
-    """The backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
+    """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
-    """Map-style, of images; labels are not looked at. A list is one dataset after the other. All ranks must see the
-    same."""
+    """Map-style dataset of images, identical on all ranks; labels are ignored. A list is
+    concatenated."""
     checkpointer: Component
-    """Loads a backbone to start from, if it names one, and saves the teacher's:
-    ``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``."""
+    """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
+    teacher's."""
     dino_head: HeadArguments | None = None
-    """Of crops: ``num_prototypes`` 65536, ``hidden_dim`` 2048, ``bottleneck_dim`` 256, ``num_layers`` 3."""
+    """Head of crops: ``num_prototypes`` 65536, ``hidden_dim`` 2048, ``bottleneck_dim`` 256,
+    ``num_layers`` 3."""
     ibot_head: HeadArguments | None = None
-    """Of patches: likewise."""
+    """Head of patches, with the same arguments."""
     dataset_knn: Component | list[Component] | None = None
-    """Images with labels whose neighbours tell the class of others; null is ``dataset``."""
+    """Labelled images that the k-NN classifier votes with; null is ``dataset``."""
     dataset_val: Component | list[Component] | None = None
-    """Images with labels, for ``run_val_every_n_steps``: how many of them their neighbours name right."""
+    """Labelled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between keys of different classes."""
+        """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.views.problems_with(self.data)
         yield from self.objective.problems_with(self.data, self.ranks)
@@ -117,7 +114,7 @@ class Settings:
 
 
 class DINOv3Recipe:
-    """Trains a backbone and its heads on images, by what their moving average says of other views."""
+    """Trains a backbone and its heads to predict their moving average's outputs for other views."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
@@ -125,25 +122,25 @@ class DINOv3Recipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything. Weights are read after all other checks."""
+        """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, objective, updates = settings.modules, settings.objective, settings.updates
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
 
-        # ---- Components: their problems are raised together, each by its key
+        # ---- Components: their problems are raised together
         with collected_problems() as build:
             whole = build("model", build_on_meta, make_model, modules)
             transform = build("transform", config.instantiate, cfg.transform)
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
 
-        # ---- Data: what a sample is, and how update steps are made of samples
+        # ---- Data
         self.loader, self.neighbors = build_image_loaders(
             cfg, transform, layout_of(whole), settings, ranks, run
         )
 
-        # ---- Models of student and teacher, which end in different heads
+        # ---- Student and teacher, with different loss modules
         def build_with(head: Any) -> nn.Module:
             def prepare(backbone: nn.Module, has_output: bool) -> None:
                 if has_output:
@@ -165,7 +162,7 @@ class DINOv3Recipe:
         of_stages = (settings.pipeline, modules.torch_dtype, ranks, len(SUMS))
         self.pipeline = build_pipeline(self.model, *of_stages)  # None without stages
         self.teacher.set_up(self.model, self.pipeline, weights)
-        self.models = self.teacher.beside(self.model)  # what a checkpoint holds
+        self.models = self.teacher.beside(self.model)  # modules of a checkpoint
         self.offloading = modules.offloading(self.model)
 
         # ---- Optimizer, and resume
@@ -176,38 +173,35 @@ class DINOv3Recipe:
         run.resume(self.models, self.optimizer, self.loader, {}, {})
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
-    # ---- The mathematics ------------------------------------------------------------------------
+    # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums over the microbatch's images of what ``SUMS`` names, [7].
+        """Returns ``SUMS`` over the microbatch's images, [7]; the first is the loss.
 
-        The first is the loss; it is the backbone's head (``attach_loss`` above): there FSDP2 holds the
-        weights of the heads gathered.
+        ``attach_loss`` makes the loss a part of the backbone, where FSDP2 gathers the heads'
+        weights.
         """
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step along grad[(1 / N) sum_i w_d DINO_i + w_i iBOT_i + w_k KoLeo_i + w_g Gram_i].
+        """Steps along grad[(1 / N) sum_i w_d DINO_i + w_i iBOT_i + w_k KoLeo_i + w_g Gram_i].
 
-        N images i of all microbatches on all ranks. Then the teacher follows the student.
-
-        Returns:
-            This rank's part of ``METRICS``, [8]; their means over all ranks are means per image. And the
-            gradient norm before clipping, of all parts together.
+        Then updates the teacher. N images on all ranks. Returns this rank's part of ``SUMS`` (means
+        over ranks are means per image) and of the number of prototypes used, and the gradient norm
+        of all parts before clipping.
         """
         schedules, run = self.settings.schedules, self.run
         schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
         temperature = schedules.temperature_at(run.global_step)
         self.loss_fn.teacher_temperature = temperature
-        # dp_degree / images of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
-        # image weighs the same and the accumulated gradient is final.
+        # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("images")
         metrics = self.settings.modules.new_sums(len(SUMS), self.ranks.device)
-        # The teacher goes first, over all microbatches: its targets depend on all images.
+        # The teacher computes all microbatches first: its targets depend on all images.
         with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
             if self.pipeline is not None:
-                # One schedule for all microbatches: its bubble is paid once per update step.
+                # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(taught, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
@@ -222,36 +216,36 @@ class DINOv3Recipe:
         grad_norm = clip_grad_norm_by_part_(
             self.model, PARTS, self.settings.updates.clip_grad_norm, self.pipeline
         )
-        # With a fused optimizer the host does not wait for the device here.
+        # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         momentum = schedules.momentum_at(run.global_step, run.num_steps)
-        self.teacher.follow(momentum, grad_norm, run.global_step + 1)  # where the student has moved
+        self.teacher.follow(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         named = dict(zip(SUMS, metrics, strict=True))
         return {**named, "prototypes_used": num_used.to(metrics.dtype)}, grad_norm
 
     @property
     def max_images(self) -> int | None:
-        """Of a rank, where KoLeo takes two passes over all images of an update step; else None."""
+        """Images per rank if KoLeo needs two passes over all images, else None."""
         in_groups = self.settings.views.koleo_group_size is not None
         takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
         return self.loader.samples_per_rank if takes_two else None
 
     def batch(self, step: UpdateStep) -> dict[str, int]:
-        """Images of an update step: per rank when it is full, and over all ranks."""
+        """Returns the images of an update step: per rank if it is full, and over all ranks."""
         of_rank, of_all = self.loader.samples_per_rank, step.totals["images"]
         return {"effective_local_batch": of_rank, "effective_global_batch": of_all}
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
-        """The share of ``dataset_val`` that nearest neighbours in ``dataset_knn`` name right, as the teacher sees both."""
+        """Returns the k-NN accuracy on ``dataset_val`` with the teacher's states."""
         return {"knn_accuracy": self.neighbors.accuracy(self.teacher.states_of)}
 
-    # ---- The order of things --------------------------------------------------------------------
+    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Trains until the last epoch, or until a stop is requested."""
+        """Trains until the last epoch or a requested stop."""
         run = self.run
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="images"):
@@ -274,9 +268,9 @@ class DINOv3Recipe:
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
+    """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = DINOv3Recipe(cfg)
-    with recipe.run:  # closes files and process groups on every way out
+    with recipe.run:  # closes files and process groups, also after an error
         recipe.setup(cfg)
         recipe.train()
 

@@ -1,13 +1,9 @@
-"""Preference tuning (DPO and its relatives) whose loop goes over update steps. One process or many.
+"""Preference tuning (DPO and others) of all weights or of adapters, on one or several processes.
 
-Trains all weights against a frozen reference, or a model's adapters against the model without them. A sample
-is a pair of answers. Each pair weighs the same, for any split over microbatches and ranks: a microbatch's
-summed losses are multiplied by one scale. In packed rows a common prefix of both answers is computed once.
+The reference is frozen; with adapters, it is the base model. Every pair of answers has the same
+weight for any split. Packed rows compute a common prefix of both answers once.
 
     tune run full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
-
-``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
-``tune cp full_dpo_update_step my_recipe.py``. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -63,7 +59,7 @@ Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """Keys of the config, which is flat. Each class documents and checks its own keys."""
+    """Keys of the flat config. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
     pairs: PairSettings  # prefix_sharing
@@ -76,22 +72,23 @@ class Settings:
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
 
     model: Component
-    """A torchtune decoder; with adapters it is its own reference, without them."""
+    """A torchtune decoder. With adapters, the base model is the reference."""
     tokenizer: Component
-    """Tokenizer of the model; its ``max_seq_len`` truncates each side."""
+    """A torchtune tokenizer. Both sides are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset of pairs, such as torchtune.datasets.preference_dataset; a list is concatenated."""
+    """Map-style dataset of pairs (torchtune.datasets.preference_dataset). A list is
+    concatenated."""
     checkpointer: Checkpointer
-    """Loads initial weights and saves exported models; any of torchtune's."""
+    """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
-    """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or your own."""
+    """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or yours."""
     ref_checkpointer: Checkpointer | None = None
-    """Loads the reference's weights; null takes those of ``checkpointer``, also after resuming."""
+    """Loads the reference's weights; null uses ``checkpointer``, also when training resumes."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """Validation data for ``run_val_every_n_steps``."""
+    """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between keys of different classes."""
+        """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.pairs.problems_with(self.data)
         yield from self.modules.problems_with(self.ranks)
@@ -102,7 +99,7 @@ class Settings:
 
 
 class FullDPORecipe:
-    """Tunes a model, or its adapters, to prefer the chosen answers of a map-style dataset of pairs."""
+    """Tunes a model, or its adapters, on a map-style dataset of pairs of answers."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
@@ -110,14 +107,14 @@ class FullDPORecipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything. Weights are read after all other checks."""
+        """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
         make_model, make_loss = (
             partial(config.instantiate, each) for each in (cfg.model, cfg.loss)
         )
 
-        # ---- Components: their problems are raised together, each by its key
+        # ---- Components: their problems are raised together
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", preference.make_preference_loss, make_loss)
@@ -129,14 +126,14 @@ class FullDPORecipe:
             ref = cfg.get("ref_checkpointer")
             build("ref_checkpointer", self.reference.check, ref, whole, run.resumes_from_stock)
 
-        # ---- Data: what a sample is, and how update steps are made of samples
+        # ---- Data
         limits = limits_of(whole, ranks.device, modules.compile)
         of_pairs = (self.tokenizer, limits, settings.pairs, self.reference.cached)
         collator = PairCollator(settings.data, *of_pairs)
         load = partial(load_pairs, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
-        # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
+        # ---- Model: prepare() changes modules before they are wrapped and sharded
         pair_loss = PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk)
         if modules.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
@@ -165,32 +162,31 @@ class FullDPORecipe:
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
-    # ---- The mathematics ------------------------------------------------------------------------
+    # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums of METRICS over the microbatch's pairs, of the last over chosen targets, [8] in fp64."""
+        """Returns sums of METRICS over pairs, the last one over chosen targets, [8] in fp64."""
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def objective(self, metrics: Tensor) -> Tensor:
-        """The objective, of METRICS that are divided by their counts."""
+        """Returns the objective. METRICS are divided by their counts."""
         return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
+        """Steps along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
 
-        N pairs and T targets of chosen answers on all ranks. Returns this rank's part of METRICS, whose means
-        over all ranks are ratios of sums, and the gradient norm before clipping; None if the backward steps.
+        N pairs and T targets of chosen answers on all ranks. Returns this rank's part of METRICS
+        and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
-        # dp_degree / pairs of all microbatches on all ranks: FSDP2 averages over the dp ranks, so every
-        # pair weighs the same and the accumulated gradient is final.
+        # dp_degree / counts on all ranks: FSDP2 averages gradients over data-parallel ranks.
         per_metric = [step.scale("pairs")] * (len(METRICS) - 1) + [step.scale("chosen_tokens")]
         scale = torch.tensor(per_metric, dtype=torch.float64).to(self.ranks.device)
         metrics = torch.zeros_like(scale)
-        # The reference goes first, over all microbatches: with stages in a schedule of its own.
+        # The reference computes all microbatches first: its stages need another schedule.
         with self.reference.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
-                # One schedule for all microbatches: its bubble is paid once per update step.
+                # One schedule per update step pays the pipeline bubble once.
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
                 metrics += scale * self.pipeline.forward_backward(microbatches, objective)
             else:
@@ -202,7 +198,7 @@ class FullDPORecipe:
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
-        # With a fused optimizer the host does not wait for the device here.
+        # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -210,7 +206,7 @@ class FullDPORecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
-        """METRICS of ``dataset_val``, ratios of sums over all ranks."""
+        """Returns METRICS of ``dataset_val``, ratios of sums over all ranks."""
         self.model.eval()
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
         totals: Counter[str] = Counter()
@@ -230,16 +226,16 @@ class FullDPORecipe:
         return self.named(torch.stack([*found.values()]), prefix="val_")
 
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
-        """METRICS [8] by name, and the loss that they make up."""
+        """Returns METRICS [8] by name, and the objective as ``loss``."""
         found = {"loss": self.objective(metrics), **dict(zip(METRICS, metrics, strict=True))}
         if self.settings.preference.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 
-    # ---- The order of things --------------------------------------------------------------------
+    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Trains until the last epoch, or until a stop is requested."""
+        """Trains until the last epoch or a requested stop."""
         run = self.run
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="pairs"):
@@ -257,16 +253,16 @@ class FullDPORecipe:
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
                 if run.should_save(step):
-                    self.reference.outputs.flush()  # resumed training uses the same digits
+                    self.reference.outputs.flush()  # resumed training reads bitwise the same values
                 run.finish_step(step, self.model, self.optimizer, self.checkpointer)
             run.finish_epoch(self.model, self.optimizer, self.checkpointer)
 
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
+    """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = FullDPORecipe(cfg)
-    with recipe.run:  # closes files and process groups on every way out
+    with recipe.run:  # closes files and process groups, also after an error
         recipe.setup(cfg)
         recipe.train()
 

@@ -1,18 +1,14 @@
-"""Fine-tuning whose loop goes over update steps. One process or many.
+"""Fine-tuning of all weights or of adapters (LoRA, DoRA, QLoRA), on one or several processes.
 
-Trains all weights, or only the adapters of a model that has some (LoRA, DoRA, QLoRA).
-
-An update step holds all data of one optimizer step: which samples, their microbatches, and the number of
-target tokens over all data-parallel ranks. It is decided on the CPU before the first forward. Each
-microbatch's summed loss is multiplied by one scale, so gradients are those of one big batch for any split
-over microbatches and ranks.
+An update step contains all microbatches of one optimizer step and their number of target tokens
+over all data-parallel ranks, planned on the CPU before the first forward. Summed losses are
+multiplied by one scale, so the gradient is that of one large batch for any split.
 
     tune run full_finetune_update_step --config llama3_2/5M_full_update_step
     tune run --nproc_per_node 2 full_finetune_update_step --config llama3_2/5M_full_update_step
 
-``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
-``tune cp full_finetune_update_step my_recipe.py``. ``recipe_utils`` calls back only ``prepare`` and a pipeline's
-objective. ``python -m recipe_utils.settings full_finetune_update_step`` prints all keys.
+``python -m recipe_utils.settings full_finetune_update_step`` prints all keys, and
+``tune cp full_finetune_update_step my_recipe.py`` copies this file for changes.
 """
 
 import sys
@@ -64,7 +60,7 @@ OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """Keys of the config, which is flat. Each class documents and checks its own keys."""
+    """Keys of the flat config. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
     ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
@@ -74,20 +70,21 @@ class Settings:
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
 
     model: Component
-    """A torchtune decoder, or a fusion model with one at ``decoder``."""
+    """A torchtune decoder, or a fusion model with a ``decoder``."""
     tokenizer: Component
-    """Tokenizer of the model; its ``max_seq_len`` truncates samples."""
+    """A torchtune tokenizer. Samples are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, the same on all ranks; a list is concatenated."""
+    """Map-style dataset, identical on all ranks. A list is concatenated."""
     checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
-    """Loads initial weights and saves exported models; any of torchtune's."""
+    """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
-    """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock loss."""
+    """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
+    loss."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """Validation data for ``run_val_every_n_steps``."""
+    """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between keys of different classes."""
+        """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
@@ -104,12 +101,12 @@ class FullFinetuneRecipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything. Weights are read after all other checks."""
+        """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
         make_model = partial(config.instantiate, cfg.model)
 
-        # ---- Components: their problems are raised together, each by its key
+        # ---- Components: their problems are raised together
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", config.instantiate, cfg.loss)
@@ -118,13 +115,13 @@ class FullFinetuneRecipe:
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
 
-        # ---- Data: what a sample is, and how update steps are made of samples
+        # ---- Data
         limits = limits_of(whole, ranks.device, modules.compile)
         collator = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
-        # ---- Model: change modules in prepare(), before they are wrapped and sharded
+        # ---- Model: prepare() changes modules before they are wrapped and sharded
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row)
             if has_output:
@@ -146,28 +143,27 @@ class FullFinetuneRecipe:
         run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
-    # ---- The mathematics ------------------------------------------------------------------------
+    # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Cross-entropy summed over the microbatch's target tokens [nats], shape [1].
+        """Returns the cross-entropy summed over the microbatch's target tokens [nats], shape [1].
 
-        The loss is the model's head (``attach_loss`` above): there FSDP2 has gathered the output weight.
+        ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step.
+        """Computes gradients and makes one optimizer step.
 
-        Returns this rank's part of the loss, whose mean over all ranks is the mean loss per target token
-        [nats], and the gradient norm before clipping; None if the backward steps.
+        Returns this rank's part of the loss, whose mean over ranks is the mean per target token
+        [nats], and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
-        # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
-        # so every target weighs the same and the accumulated gradient is final.
+        # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
         loss = self.settings.modules.new_sums(1, self.ranks.device)
         if self.pipeline is not None:
-            # One schedule for all microbatches: its bubble is paid once per update step.
+            # One schedule per update step pays the pipeline bubble once.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
             loss += sums * scale
         else:
@@ -179,7 +175,7 @@ class FullFinetuneRecipe:
                 loss += scaled_loss.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
-        # With a fused optimizer the host does not wait for the device here.
+        # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -187,7 +183,7 @@ class FullFinetuneRecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
-        """Returns the mean loss per target token of ``dataset_val`` [nats], exact over all ranks."""
+        """Returns the mean loss per target token of ``dataset_val`` [nats], over all ranks."""
         self.model.eval()
         sums = self.settings.modules.new_sums(1, self.ranks.device)
         totals: Counter[str] = Counter()
@@ -202,10 +198,10 @@ class FullFinetuneRecipe:
         self.model.train()
         return ratios({"val_loss": sums[0]}, totals, "target_tokens", self.ranks.dp_degree)
 
-    # ---- The order of things --------------------------------------------------------------------
+    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Trains until the last epoch, or until a stop is requested."""
+        """Trains until the last epoch or a requested stop."""
         run = self.run
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="target_tokens"):
@@ -228,9 +224,9 @@ class FullFinetuneRecipe:
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
+    """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = FullFinetuneRecipe(cfg)
-    with recipe.run:  # closes files and process groups on every way out
+    with recipe.run:  # closes files and process groups, also after an error
         recipe.setup(cfg)
         recipe.train()
 

@@ -1,14 +1,10 @@
-"""Distillation of a teacher into a student, whose loop goes over update steps. One process or many.
+"""Distillation of a teacher into a student or its adapters, on one or several processes.
 
-Trains all weights of a student, or only its adapters, if it has some (LoRA, DoRA, QLoRA). Each target token
-of an update step weighs the same, in cross-entropy and in the divergence from the teacher, for any split over
-microbatches and ranks. The teacher computes hidden states at the target positions; the loss projects both
-models' in chunks. With pipeline stages both go through one schedule per update step.
+Every target token has the same weight in cross-entropy and divergence, for any split over
+microbatches and ranks. The teacher computes hidden states at target positions; the loss projects
+those of both models in chunks. With pipeline stages each model has one schedule per update step.
 
     tune run knowledge_distillation_update_step --config llama3_2/5M_to_1M_KD_update_step
-
-``update`` is the mathematics, ``train`` the order of things, ``setup`` builds the parts. To change them:
-``tune cp knowledge_distillation_update_step my_recipe.py``. All keys: ``python -m recipe_utils.settings RECIPE``.
 """
 
 import sys
@@ -63,7 +59,7 @@ Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """Keys of the config, which is flat. Each class documents and checks its own keys."""
+    """Keys of the flat config. Each class documents and checks its own keys."""
 
     data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
     ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
@@ -74,28 +70,29 @@ class Settings:
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
 
     model: Component
-    """The student: a torchtune decoder, or a fusion model with one at ``decoder``."""
+    """Student: a torchtune decoder, or a fusion model with a ``decoder``."""
     tokenizer: Component
-    """Tokenizer of both models; its ``max_seq_len`` truncates samples."""
+    """Tokenizer of both models. Samples are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, the same on all ranks; a list is concatenated."""
+    """Map-style dataset, identical on all ranks. A list is concatenated."""
     checkpointer: Checkpointer
-    """Loads initial weights and saves exported models; any of torchtune's."""
+    """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
-    """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss``, or a stock loss."""
+    """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss`` or a loss of torchtune."""
     kd_loss: Component | None = None
-    """``recipe_utils.loss.LinearDistillationLoss`` (null), or one of torchtune's six."""
+    """Divergence: ``recipe_utils.loss.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
-    """A torchtune decoder of any width and depth, with the same tokens; frozen."""
+    """Frozen torchtune decoder of any width and depth, with the student's vocabulary."""
     teacher_checkpointer: Checkpointer | None = None
-    """Loads the teacher's weights; any of torchtune's."""
+    """A torchtune checkpointer that loads the teacher's weights."""
     teacher_tokenizer: Component | None = None
-    """Compared with ``tokenizer``; null looks for a tokenizer.json beside the teacher's weights."""
+    """Teacher's tokenizer, compared with ``tokenizer``; null reads tokenizer.json beside its
+    weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
-    """Validation data for ``run_val_every_n_steps``."""
+    """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between keys of different classes."""
+        """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
@@ -105,7 +102,7 @@ class Settings:
 
 
 class KDRecipe:
-    """Trains a student, or its adapters, on a map-style dataset and on the outputs of a teacher."""
+    """Trains a student, or its adapters, on a dataset and the outputs of a teacher."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
@@ -113,13 +110,13 @@ class KDRecipe:
         self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
-        """Builds everything. Weights are read after all other checks."""
+        """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         modules, updates = settings.modules, settings.updates
         self.teacher = Teacher(settings, ranks)
         make_model = partial(config.instantiate, cfg.model)
 
-        # ---- Components: their problems are raised together, each by its key
+        # ---- Components: their problems are raised together
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", config.instantiate, cfg.loss)
@@ -132,17 +129,17 @@ class KDRecipe:
         if self.teacher.is_used:
             with naming():
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.teacher.kd_ratio)
-        # Without a teacher the loss is that of fine-tuning, and its only metric.
+        # Without a teacher the loss is that of fine-tuning, with one metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
-        # ---- Data: what a sample is, and how update steps are made of samples
+        # ---- Data
         limits = self.teacher.intersect(limits_of(whole, ranks.device, modules.compile))
         of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
         collator = TextCollator(settings.data, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
-        # ---- Model: change modules in prepare(), before they are wrapped, sharded and filled
+        # ---- Model: prepare() changes modules before they are wrapped and sharded
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row)
             if has_output:
@@ -167,28 +164,27 @@ class KDRecipe:
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
 
-    # ---- The mathematics ------------------------------------------------------------------------
+    # ---- Objective and update -------------------------------------------------------------------
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Sums of ``self.metrics`` over the microbatch's target tokens, [5] or [1]; the first is the loss."""
+        """Returns sums of ``self.metrics`` over target tokens, [5] or [1]; first the loss."""
         with self.offloading:
             return self.model(**microbatch.inputs, targets=microbatch.targets)
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step along grad[(1 / N) sum_t (1 - r) CE_t + r T^2 KL_t(teacher || student)].
+        """Steps along grad[(1 / N) sum_t (1 - r) CE_t + r T^2 KL_t(teacher || student)].
 
-        N target tokens of all microbatches on all ranks, r is ``kd_ratio`` and T the temperature. Returns this
-        rank's part of ``self.metrics``, whose means over all ranks are means per target token, and the
-        gradient norm before clipping.
+        N target tokens on all ranks, r is ``kd_ratio``, T the temperature. Returns this rank's part
+        of ``self.metrics`` (means over ranks are means per target token) and the gradient norm
+        before clipping.
         """
-        # dp_degree / target tokens of all microbatches on all ranks: FSDP2 averages over the dp ranks,
-        # so every target weighs the same and the accumulated gradient is final.
+        # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
         metrics = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
-        # The teacher goes first, over all microbatches: with stages in a schedule of its own.
+        # The teacher computes all microbatches first: its stages need another schedule.
         with self.teacher.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
-                # One schedule for all microbatches: its bubble is paid once per update step.
+                # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
                 metrics += sums * scale
             else:
@@ -200,7 +196,7 @@ class KDRecipe:
                     metrics += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
-        # With a fused optimizer the host does not wait for the device here.
+        # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -208,7 +204,7 @@ class KDRecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
-        """Means per target token of ``dataset_val``, exact over all ranks."""
+        """Returns means per target token of ``dataset_val`` over all ranks."""
         self.model.eval()
         sums = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
         totals: Counter[str] = Counter()
@@ -225,16 +221,16 @@ class KDRecipe:
         return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
-        """Sums [5] or [1] by name; without those that are not computed."""
+        """Returns sums [5] or [1] by name, without those that are not computed."""
         found = dict(zip(self.metrics, sums, strict=True))
         if self.settings.teacher.kd_ratio == 1:
             del found["ce_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 
-    # ---- The order of things --------------------------------------------------------------------
+    # ---- Training loop --------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Trains until the last epoch, or until a stop is requested."""
+        """Trains until the last epoch or a requested stop."""
         run = self.run
         for epoch in run.epochs():
             for step in run.steps(self.loader, epoch, counted="target_tokens"):
@@ -258,9 +254,9 @@ class KDRecipe:
 
 @entry_point
 def recipe_main(cfg: DictConfig) -> None:
-    """Trains with a config, whose keys ``key=value`` on the command line overrides."""
+    """Trains with a config; ``key=value`` on the command line overrides its keys."""
     recipe = KDRecipe(cfg)
-    with recipe.run:  # closes files and process groups on every way out
+    with recipe.run:  # closes files and process groups, also after an error
         recipe.setup(cfg)
         recipe.train()
 

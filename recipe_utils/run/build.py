@@ -1,4 +1,4 @@
-"""Builds the loaders of a recipe's datasets, for training and validation."""
+"""Builds training and validation loaders, and optimizers of vision transformers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,14 +36,14 @@ def build_loaders(
 
     Args:
         cfg: whole config.
-        load: makes a dataset of its config.
-        collator: collator of the training data; its ``for_validation()`` is that of ``dataset_val``.
+        load: builds a dataset from its config.
+        collator: training collator; ``for_validation()`` returns that of ``dataset_val``.
         settings: settings of the recipe.
         ranks: ranks of the job.
-        run: decides whether training validates.
+        run: enables validation.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: problems of both datasets.
+        ConfigError: problems of both datasets.
     """
     validates = run.validates_on(settings.dataset_val)
     with collected_problems() as build:
@@ -69,17 +69,11 @@ def build_image_loaders(
 ) -> tuple[UpdateStepLoader, NearestNeighbors | None]:
     """Builds the loader of views of ``dataset`` and, if training validates, a k-NN classifier.
 
-    Args:
-        cfg: whole config. Images of ``dataset_knn`` (null: ``dataset``) vote for those of ``dataset_val``.
-        transform: makes crops of images.
-        layout: the model's tokens.
-        settings: settings of the recipe.
-        ranks: ranks of the job.
-        run: decides whether training validates.
+    The classifier predicts the classes of ``dataset_val`` from ``dataset_knn`` (null: ``dataset``).
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: problems of all datasets; a transform that does not fit the
-            model; fewer images than neighbors.
+        ConfigError: problems of all datasets; a transform that does not fit the model; fewer images
+            than neighbors.
     """
     validates = run.validates_on(settings.dataset_val)
     with collected_problems() as build:
@@ -110,13 +104,13 @@ def build_image_loaders(
 def build_optimizer_by_depth(
     cfg: DictConfig, model: nn.Module, whole: Any, schedules: ScheduleSettings
 ) -> Optimizer:
-    """Builds the optimizer of a vision transformer, with learning rates by depth.
+    """Builds the optimizer of a vision transformer with learning rates by depth.
 
     Args:
         cfg: component of the optimizer.
-        model: model, or stages of it, on its device.
-        whole: whole model, on any device.
-        schedules: ``layerwise_lr_decay``.
+        model: trained model or its pipeline stages.
+        whole: whole model on any device, for the number of layers.
+        schedules: contains ``layerwise_lr_decay``.
     """
     num_layers = len(whole.layers)
     depth_of = partial(layer_of, num_layers=num_layers)

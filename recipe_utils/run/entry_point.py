@@ -1,4 +1,4 @@
-"""Command line of a recipe: config, exit codes, final error message, and signals that stop it."""
+"""Command line of a recipe: config, exit codes, final error message and signals."""
 
 import os
 import signal
@@ -26,18 +26,15 @@ from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
 
 USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
-"""Errors of a training that are reported without a traceback."""
+"""Training errors that are reported without a traceback."""
 
 
 def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Makes the ``main`` of a recipe; replaces torchtune's ``config.parse``.
+    """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
-    Takes torchtune's command line, on which ``~KEY`` removes components, too. User errors are printed once, last
-    and without a traceback, by one rank. The exit code is 2 if the config or a checkpoint cannot work, so that the
-    launcher does not retry; otherwise 1.
-
-    Args:
-        recipe_main: called with the config, changed by the command line.
+    The command line is torchtune's; ``~KEY`` also removes components. One rank prints user errors
+    once, last and without a traceback. The exit code is 2 for errors in the config or a checkpoint,
+    so that the launcher does not retry; otherwise 1.
     """
 
     @wraps(recipe_main)
@@ -45,7 +42,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         taken_out = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("~")]
         has_started = False
-        # For the user's own components, which torchtune finds only after the ranks have been checked.
+        # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
 
@@ -65,7 +62,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             print_final_error(str(error))
             sys.exit(CONFIG_ERROR_EXIT_CODE)
         except USER_ERRORS as error:
-            # The notes name the place in a dataset of the user's own.
+            # Notes contain the location in the user's dataset.
             text = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
             print_final_error(f"{text}error: {error}")
             sys.exit(_exit_code())
@@ -82,7 +79,7 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
     """Returns a copy of a config without the keys at ``paths``, such as ``model.rope_base``.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: there is no such key.
+        ConfigError: there is no such key.
     """
     found = OmegaConf.to_container(cfg, resolve=False)
     problems = []
@@ -103,15 +100,15 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
 
 
 def _exit_code() -> int:
-    # Tells the launcher that the error has been printed; it still restarts the job if it is configured to.
+    # Marks the error as printed for the launcher, which still restarts the job if configured.
     return REPORTED_EXIT_CODE if world_size_from_env() > 1 else 1
 
 
 @contextmanager
 def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at the first SIGTERM or SIGINT within the block; a second one acts as outside of it.
+    """Sets ``event`` at the first SIGTERM or SIGINT in the block; then restores the handlers.
 
-    Call it in the main thread: Python handles signals there only.
+    Call it in the main thread, which Python requires for signal handlers.
     """
     outside = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

@@ -34,20 +34,20 @@ def export_model(
     group: dist.ProcessGroup,
     log: Log,
 ) -> tuple[Path | None, str | None]:
-    """Exports a model in the checkpointer's format, atomically. Adapters are merged into it, or exported alone.
+    """Exports a model atomically in the checkpointer's format, with adapters merged or alone.
+
+    All ranks call it. Returns the folder, on rank 0 only, and the error message on all ranks, None
+    on success.
 
     Args:
         checkpointer: a torchtune checkpointer.
-        model: model or stages, sharded or not.
+        model: model or pipeline stages, sharded or not.
         name: name of the folder.
         settings: ``export_dtype`` and ``save_adapter_weights_only``.
-        dtype: precision that the model computes in.
-        ranks: ranks of the job; all call this.
-        group: a CPU group of all ranks.
-        log: gets messages and warnings.
-
-    Returns:
-        The folder, on rank 0 only; and the error message, None on success, on all ranks alike.
+        dtype: computation dtype of the model.
+        ranks: ranks of the job.
+        group: CPU group of all ranks.
+        log: receives messages and warnings.
     """
     adapters = adapters_of(model)
     adapters_only = settings.save_adapter_weights_only and adapters.modules
@@ -75,7 +75,7 @@ def export_model(
                     f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
                     f"weights; export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
                 )
-        except Exception as failure:  # any: the other ranks wait for it
+        except Exception as failure:  # any: the other ranks wait for the result
             error = str(failure)
     error = gather_objects(error, group)[0]
     log.warn(error or "")
@@ -99,7 +99,7 @@ def log_model(
 def summary_of_training(
     num_steps: int, num_seen: int, seconds: float, counted: str = "target tokens"
 ) -> str:
-    """Returns update steps, their data, time and rate as a sentence."""
+    """Returns a sentence with the number of update steps, their data, time and rate."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(hours or minutes)
@@ -109,7 +109,7 @@ def summary_of_training(
 
 
 def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Returns first, last and best ``val_loss`` or ``knn_accuracy`` of metrics lines; empty without any."""
+    """Returns first, last and best ``val_loss`` or ``knn_accuracy`` as text, empty without any."""
     for name, best_of in (("val_loss", min), ("knn_accuracy", max)):
         found = {line["step"]: line[name] for line in metrics if line.get(name) is not None}
         if found:
@@ -125,16 +125,10 @@ def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
 def write_generation_config(
     config: Mapping[str, Any], export: Path, path: Path, device: str
 ) -> bool:
-    """Writes a config of torchtune's ``generate`` recipe to ``path``.
+    """Writes a config of torchtune's ``generate`` recipe for the exported model to ``path``.
 
-    Args:
-        config: config of the training, resolved.
-        export: folder of the model, with adapters merged.
-        path: file of the new config.
-        device: device to generate on.
-
-    Returns:
-        False, and writes nothing, for adapters alone, unknown builders and models without a tokenizer.
+    ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
+    alone, unknown builders and models without a tokenizer.
     """
     files = sorted(
         file.name
@@ -146,7 +140,7 @@ def write_generation_config(
         return False
     given = config["checkpointer"]
     component = given["_component_"]
-    if component.startswith("recipe_utils."):  # makes its first weights itself
+    if component.startswith("recipe_utils."):  # it would create new weights
         component = "torchtune.training.FullModelHFCheckpointer"
     generation = {
         "output_dir": str(path.parent / "generation"),
@@ -174,9 +168,9 @@ def write_generation_config(
 
 
 def without_adapters(model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the component of a model without its adapters; None if there is no such builder.
+    """Returns the component of a model without adapters; None if there is no such builder.
 
-    torchtune names its builders of adapted models like the others, with the prefix ``lora_`` or ``qlora_``.
+    torchtune's builders of adapted models have the prefix ``lora_`` or ``qlora_``.
     """
     module, _, name = model["_component_"].rpartition(".")
     if "lora_" not in name:

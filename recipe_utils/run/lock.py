@@ -12,15 +12,15 @@ LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.json"
 
 
 class LockedError(OSError):
-    """Another process holds the lock; the message names it."""
+    """Error if another process holds the lock. The message contains the process."""
 
 
 class FolderLock:
-    """Lock of a folder, held until :meth:`release` or the end of the process, also if that is killed.
+    """Lock of a folder until :meth:`release` or the end of the process, also if it is killed.
 
     Raises:
-        LockedError: another process holds it; names process, host and time.
-        OSError: the file system supports no locks, or is not writable.
+        LockedError: another process holds it; the message contains process, host and time.
+        OSError: the file system does not support locks or is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class FolderLock:
     def release(self) -> None:
         """Releases the lock and removes its files."""
         self._holder.unlink(missing_ok=True)
-        # A process that waits for the removed file tries again with a new one.
+        # A process that waits for the removed file retries with a new one.
         Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
 

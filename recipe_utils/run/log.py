@@ -1,4 +1,4 @@
-"""Output of a run: messages, the progress bar, metrics for loggers and in a file, answers to prompts."""
+"""Output of a run: messages, progress bar, metrics and answers to prompts."""
 
 import json
 import logging
@@ -22,12 +22,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Log:
-    """Messages and metrics of a run, written by rank 0 only. A failure to write is warned of once.
-
-    Args:
-        folder: folder of the files.
-        is_shown: True on rank 0.
-    """
+    """Messages and metrics of a run, written by rank 0 only. Each failing writer warns once."""
 
     def __init__(self, folder: Path, is_shown: bool) -> None:
         self._folder = folder
@@ -37,21 +32,21 @@ class Log:
         self._begins_at: tuple[int, str] | None = None
 
     def info(self, text: str) -> None:
-        """Logs a line, unless it is empty."""
+        """Logs a line unless it is empty."""
         if text and self._is_shown:
             _log.info(text)
 
     def warn(self, text: str) -> None:
-        """Logs a warning, unless it is empty."""
+        """Logs a warning unless it is empty."""
         if text and self._is_shown:
             _log.warning(text)
 
     def add(self, name: str, metric_logger: Any) -> None:
-        """Adds a torchtune metric logger; warnings call it ``name``."""
+        """Adds a torchtune metric logger. Warnings refer to it as ``name``."""
         self._writers[name] = metric_logger
 
     def begin(self, global_step: int, run_id: str) -> None:
-        """Sets the position of the run. The metrics file is opened at the first metrics."""
+        """Sets the position of the run. The first metrics open the metrics file."""
         self._begins_at = (global_step, run_id) if self._is_shown else None
 
     def log_config(self, cfg: Any) -> None:
@@ -60,7 +55,7 @@ class Log:
             self._call(name, "log_config", cfg)
 
     def write(self, step: int, metrics: Mapping[str, Any], also: Mapping[str, Any]) -> None:
-        """Writes metrics of an update step; those in ``also`` only to the file."""
+        """Writes metrics of an update step; ``also`` only to the file."""
         if self._begins_at is not None:
             begins_at, self._begins_at = self._begins_at, None
             try:
@@ -72,7 +67,7 @@ class Log:
             self._call(name, "log_dict", {**own, **metrics}, step=step)
 
     def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
-        """Logs answers to prompts, also in ``samples.jsonl``."""
+        """Logs answers to prompts and appends them to ``samples.jsonl``."""
         for prompt, answer in zip(prompts, answers, strict=True):
             self.info(f"update step {step} | {prompt} -> {' '.join(answer.split())}")
         if self._is_shown:
@@ -103,14 +98,10 @@ class Log:
 
 
 class MetricsFile:
-    """All metrics, one JSON object per update step and line.
+    """Metrics file with one JSON object per update step.
 
-    On resume, lines of later steps and a line that was cut off are dropped.
-
-    Args:
-        path: path of the file.
-        global_step: position of the run; at 0 an existing file is renamed to ``NAME_before_RUN``.
-        run_id: id of the run.
+    A run at step 0 renames an existing file to ``NAME_before_RUN``. A resumed run removes lines of
+    later steps and truncated lines.
     """
 
     def __init__(self, path: Path, global_step: int, run_id: str) -> None:
@@ -127,10 +118,10 @@ class MetricsFile:
         self._last_begins = self._file.tell() - len(_as_line(self._last).encode()) * bool(kept)
 
     def log_config(self, cfg: Any) -> None:
-        """Does nothing: the config is in the checkpoints and in ``torchtune_config.yaml``."""
+        """Does nothing. Checkpoints and ``torchtune_config.yaml`` contain the config."""
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        """Adds to the update step's line if it is the last, else begins one."""
+        """Extends the last line if it is of the same update step, else appends a line."""
         found = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in payload.items()
@@ -155,7 +146,7 @@ def _as_line(metrics: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file, without one that was cut off."""
+    """Returns the lines of a metrics file without truncated ones."""
     lines = []
     for text in path.read_text("utf-8", "replace").splitlines():
         try:
@@ -171,7 +162,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 _NOISE = (
     " Profiling disabled.",
-    # They name a temporary folder; Run logs the final one.
+    # These contain a temporary folder; Run logs the final one.
     "Model checkpoint of size",
     "Adapter checkpoint of size",
     "Saving final epoch checkpoint",
@@ -187,7 +178,7 @@ class _ByLevel(logging.Formatter):
 
 
 def set_up_screen() -> None:
-    """Makes torchtune's logger, which is ours, too, mark warnings and drop noise."""
+    """Configures torchtune's logger, also used here, to mark warnings and drop noise."""
     logger = get_logger()
     for handler in logger.handlers:
         handler.setFormatter(_ByLevel())
@@ -200,7 +191,7 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
-    """A bar of the epoch's update steps, ``initial`` of which are done. ``TQDM_DISABLE=1`` hides it, too."""
+    """Shows the progress of an epoch's update steps. ``TQDM_DISABLE=1`` hides it, too."""
     hidden = {} if shown else {"disable": True}
     with (
         logging_redirect_tqdm([get_logger()]),
@@ -215,9 +206,9 @@ def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
 
 
 def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int) -> str:
-    """Returns the text before the bar: ``epoch 1 of 3 | loss 5.732 | lr 1.2e-4 | 12.3k tok/s | val 5.81``.
+    """Returns a bar's text: ``epoch 1 of 3 | loss 5.732 | lr 1.2e-4 | 12.3k tok/s | val 5.81``.
 
-    ``metrics`` are those of the last log line and validation; rates in them are per rank.
+    Rates in ``metrics`` are per rank.
     """
     parts = [f"epoch {epoch + 1} of {num_epochs}"]
     if "loss" in metrics:

@@ -1,4 +1,4 @@
-"""Metrics of update steps, which the host does not wait for; throughput; the profiler."""
+"""Metrics read without device synchronization, throughput, and the profiler."""
 
 import time
 from collections import Counter
@@ -26,10 +26,9 @@ _RATES = {
 
 
 class Throughput:
-    """Counts tokens and seconds by the host's clock. Never waits for a device.
+    """Tokens and seconds by the host's clock, without device synchronization.
 
-    Args:
-        world_size: ranks that rates are divided by, those with the same data included.
+    Rates are divided by ``world_size``, which includes ranks with the same data.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -37,25 +36,26 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Starts a new window. Call it after work other than training, such as validation."""
+        """Starts a new window. Call it after other work than training, such as validation."""
         self._began = time.perf_counter()
         self._num_steps = 0
         self._totals: Counter[str] = Counter()
         self._wait_seconds = 0.0
 
     def add(self, step: UpdateStep, wait_seconds: float) -> None:
-        """Adds an update step and how long the loop waited for it."""
+        """Adds an update step and the time that the loop waited for it."""
         self._num_steps += 1
         self._totals.update(step.totals)
         self._wait_seconds += wait_seconds
 
     def read_and_restart(self) -> dict[str, float]:
-        """Returns the window's figures, those whose counts the update steps have.
+        """Returns the figures of the window for which update steps have counts.
 
-        ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size); ``real_tokens``: all
-        tokens but padding; ``images``: each once, however many crops it has; ``crop_tokens``: tokens of the student.
-        ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed once instead of twice / all
-        tokens but padding. ``data_wait_seconds``: mean per update step on this rank.
+        ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size);
+        ``real_tokens``: all tokens but padding; ``images``: not crops; ``crop_tokens``: the
+        student's. ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed
+        once instead of twice / all tokens but padding. ``data_wait_seconds``: mean per update step
+        on this rank.
         """
         totals, seconds = self._totals, max(time.perf_counter() - self._began, 1e-9)
         figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
@@ -72,33 +72,30 @@ class Throughput:
 
 
 class _Held(NamedTuple):
-    """Metrics of an update step whose tensors may still be computed by the device."""
+    """Metrics of an update step that the device may still be computing."""
 
     step: int
     position: dict[str, Any]
     metrics: dict[str, Any]
-    names: list[str]  # of the numbers; the counts of skipped steps follow
+    names: list[str]  # of ``numbers``, which end with the counts of skipped steps
     numbers: Tensor
-    arrived: Any  # event of the copy to the host, None on a CPU
+    arrived: Any  # event of the copy to the host; None on CPU
     guard: NonfiniteGuard
-    num_steps: int  # since the guard's counts were taken last
+    num_steps: int  # since the guard's counts were last taken
 
 
 class Metrics:
-    """Reduces, reads and writes metrics.
+    """Metrics that are reduced over ranks, read and written.
 
-    On an accelerator metrics of an update step are held, on the device, until the next one has been enqueued.
-
-    Args:
-        log: receives metrics.
-        throughput: its window ends when metrics are read: the device is at the end of the update step then.
-        reads_late: True on an accelerator.
+    With ``reads_late`` (on accelerators) an update step's metrics stay on the device until the next
+    one is enqueued. The window of ``throughput`` ends when metrics are read, at the end of the
+    update step.
     """
 
     def __init__(self, log: Log, throughput: Throughput, reads_late: bool) -> None:
         self.reads_late = reads_late
         self.shown: dict[str, Any] = {}
-        """The latest of each, for the progress bar."""
+        """Latest values, for the progress bar."""
         self._log = log
         self._throughput = throughput
         self._held: _Held | None = None
@@ -111,7 +108,7 @@ class Metrics:
         guard: NonfiniteGuard,
         metrics: Mapping[str, Any],
     ) -> None:
-        """Holds metrics of an update step, or writes them at once; see :meth:`recipe_utils.run.run.Run.log`."""
+        """Holds metrics of an update step, or writes them at once; see :meth:`.Run.log`."""
         self.write_held()
         tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
         counts, num_steps = guard.take_counts()
@@ -127,7 +124,7 @@ class Metrics:
             self.write_held()
 
     def write_held(self) -> None:
-        """Writes the metrics that are held, on all ranks alike. Waits for their update step."""
+        """Writes held metrics after waiting for their update step. All ranks call it."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -148,7 +145,7 @@ class Metrics:
         self._log.write(step, metrics, position)
 
     def close(self) -> None:
-        """Writes the metrics that are held and closes the loggers."""
+        """Writes held metrics and closes the loggers."""
         step = self._held.step if self._held is not None else 0
         try:
             self.write_held()
@@ -160,12 +157,12 @@ class Metrics:
 
 
 class UpdateStepProfiler:
-    """torch.profiler with the wait / warm-up / active schedule counted in update steps.
+    """``torch.profiler`` with a wait / warm-up / active schedule in update steps.
 
     Args:
         profiler: has ``start``, ``step`` and ``stop``.
-        settings: what ``torchtune.training.setup_torch_profiler`` returned beside the profiler.
-        record_memory_history: record CUDA's allocations during the first cycle's active steps.
+        settings: second value of ``torchtune.training.setup_torch_profiler``.
+        record_memory_history: records CUDA allocations in the active steps of the first cycle.
     """
 
     def __init__(self, profiler: Any, settings: DictConfig, record_memory_history: bool) -> None:
@@ -177,18 +174,18 @@ class UpdateStepProfiler:
             self._history = range(first, first + settings["active_steps"])
 
     def start(self) -> None:
-        """Call before the first update step."""
+        """Starts the profiler before the first update step."""
         self._profiler.start()
         self._switch_memory_history()
 
     def step(self) -> None:
-        """Call at the end of every update step."""
+        """Ends an update step."""
         self._num_steps += 1
         self._profiler.step()  # dumps the trace and the memory snapshot after the last active step
         self._switch_memory_history()
 
     def stop(self) -> None:
-        """Call after the last update step."""
+        """Stops the profiler after the last update step."""
         self._profiler.stop()
 
     def _switch_memory_history(self) -> None:

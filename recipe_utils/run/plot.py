@@ -2,8 +2,8 @@
 
 python -m recipe_utils.run.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png]
 
-Reads ``logs/metrics.jsonl`` of each and draws loss, val_loss, k-NN accuracy, learning
-rate, gradient norm, tokens or images per second and padding over update steps, and the losses over target tokens, too.
+Draws loss, val_loss, k-NN accuracy, learning rate, gradient norm, throughput and padding of
+``logs/metrics.jsonl`` over update steps; losses also over target tokens.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PANELS = (
     ("images_per_second_per_gpu", "step", "images / s / rank"),
     ("padding_fraction", "step", "padding [fraction of positions]"),
 )
-"""Metric, what it is drawn over, label."""
+"""Metric, x axis, label."""
 _OVER = {"step": "update steps", "num_tokens_seen": "target tokens"}
 
 
@@ -43,7 +43,7 @@ def curve(
 
 
 def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draws the metrics of runs by name, one colour each. The suffix of ``path`` is the format."""
+    """Plots runs by name in one colour each. The suffix of ``path`` selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +74,7 @@ def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Draws the runs that the command line names."""
+    """Plots the runs given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipe_utils.run.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("output_dir", nargs="+", type=Path)

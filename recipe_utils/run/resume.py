@@ -1,4 +1,4 @@
-"""Finds, checks and loads the checkpoint to resume from; moves those of earlier runs to a backup."""
+"""Loads the checkpoint to resume from; moves those of earlier runs to a backup."""
 
 import time
 import uuid
@@ -24,19 +24,19 @@ from recipe_utils.settings.problems import ConfigError
 
 
 class Resume:
-    """The newest complete checkpoint of a recipe, if training resumes. Call it on all ranks.
+    """Newest complete checkpoint of a recipe, if training resumes. All ranks build it.
 
     Args:
-        recipe: name of the recipe; checkpoints of other recipes are skipped.
+        recipe: recipe name; checkpoints of other recipes are skipped.
         settings: settings of the run.
         config: whole config, resolved.
         ranks: ranks of the job.
-        group: a CPU group of all ranks.
-        log: gets warnings about skipped checkpoints.
+        group: CPU group of all ranks.
+        log: receives warnings about skipped checkpoints.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: there is no checkpoint, or none is complete; or a stock recipe's
-            state with pipeline stages.
+        ConfigError: there is no checkpoint, none is complete, or a stock recipe's state is
+            resumed with pipeline stages.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Resume:
         self._ranks = ranks
         self._group = group
         self._log = log
-        self._skipped: list[tuple[Path, str]] = []  # checkpoints that cannot be used, and why
+        self._skipped: list[tuple[Path, str]] = []  # checkpoints and the reasons
 
         is_asked_for = bool(settings.resume_from_checkpoint)
         self.path = self._find_checkpoint() if is_asked_for else None
@@ -79,19 +79,19 @@ class Resume:
         frozen: Mapping[str, str],
         seed: int,
     ) -> TrainingState:
-        """Loads model and optimizer in place, if training resumes. Returns the state that it starts from.
+        """Loads model and optimizer in place if training resumes. Returns the initial state.
 
         Args:
-            model: modules that a checkpoint holds.
-            optimizer: its optimizer.
-            loader: loader of the training data, which must be those of the checkpoint.
-            stock_checkpoint: what the checkpointer has loaded besides weights.
-            frozen: fingerprints of weights that are not trained; must equal those of the checkpoint.
+            model: modules saved in checkpoints.
+            optimizer: optimizer of the model.
+            loader: loader of the training data, which must equal the checkpoint's.
+            stock_checkpoint: contents of a stock recipe's checkpoint besides weights.
+            frozen: fingerprints of frozen weights, which must equal the checkpoint's.
             seed: seed of this run.
 
         Raises:
-            recipe_utils.settings.problems.ConfigError: ranks with different data; a folder that cannot be moved.
-            recipe_utils.files.CheckpointError: no checkpoint can be used, or it does not fit.
+            ConfigError: ranks have different data, or old checkpoints cannot be moved.
+            CheckpointError: no checkpoint can be used, or it does not match model or data.
         """
         fingerprint = loader.fingerprint()
         self._check_that_ranks_see_the_same(fingerprint)
@@ -104,7 +104,7 @@ class Resume:
             data_fingerprint=fingerprint,
             config=dict(self._config),
             frozen=dict(frozen),
-            run_id=self._new_run(),  # now that nothing else can be refused
+            run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
         if self.path is not None:
             found = self._load(model, optimizer, loader, state)
@@ -143,7 +143,7 @@ class Resume:
             )
 
     def _new_run(self) -> str:
-        """Returns an id. Moves checkpoints of earlier runs to a backup, unless training resumes."""
+        """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
         run_id, problem = "", None
         if self._ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
@@ -166,7 +166,7 @@ class Resume:
         loader: UpdateStepLoader,
         now: TrainingState,
     ) -> TrainingState:
-        """Loads the checkpoint, or an older one if it turns out to be damaged."""
+        """Loads the checkpoint, or an older one if it is corrupt."""
         with_data = None if self._settings.resume_with_other_data else now.data_fingerprint
         config = dict(self._config)
         if self._settings.resume_with_other_model:
@@ -201,7 +201,7 @@ class Resume:
         return state
 
     def _log_position(self, state: TrainingState, run_id: str) -> None:
-        """Logs where training resumes, and options of the optimizer that the config changes."""
+        """Logs the position, and optimizer options that differ from the checkpoint's."""
         self._log.info(
             f"Resumes from {self.path}: run {run_id}, epoch {state.epoch + 1}, after update step "
             f"{state.global_step}"
@@ -221,7 +221,7 @@ class Resume:
         saved: Mapping[str, Any],
         seed: int,
     ) -> int:
-        """Loads the state that a stock recipe has saved at the end of an epoch. Returns the epochs done."""
+        """Loads a stock recipe's end-of-epoch state. Returns the number of completed epochs."""
         check_stock_state(saved)
         load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self._ranks.device)
         for key, here in (
@@ -234,7 +234,7 @@ class Resume:
         return epochs
 
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
-        """Returns the newest complete checkpoint, by names and sizes; the same on all ranks."""
+        """Returns the newest checkpoint with all files in full size, the same on all ranks."""
         found = None
         if self._ranks.is_zero:
             found = find_newest_whole(Path(self._settings.output_dir), self._recipe, older_than)
@@ -254,7 +254,7 @@ class Resume:
             )
 
     def _check_that_nothing_is_lost(self) -> None:
-        """Raises ConfigError if there should be a complete checkpoint to resume from."""
+        """Raises ConfigError if resuming requires a complete checkpoint and there is none."""
         key = f"resume_from_checkpoint={self._settings.resume_from_checkpoint}"
         folder = self._settings.output_dir
         if self._settings.resume_from_checkpoint and self._skipped:

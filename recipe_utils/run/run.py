@@ -1,4 +1,4 @@
-"""State and output of a training run: position, log, checkpoints, exports."""
+"""State and output of a training run: position, log, checkpoints and exports."""
 
 import math
 import threading
@@ -33,29 +33,29 @@ from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.problems import ConfigError, naming
 
 _POSITION = ("epoch", "samples_consumed", "global_step", "num_tokens_seen", "num_images_seen")
-"""Attributes of a run that a checkpoint holds."""
+"""Attributes of a run that are saved in checkpoints."""
 
 
 class Run:
-    """State and output of a training run. The recipe calls it; it keeps neither model nor optimizer.
+    """State and output of a training run, without model and optimizer.
 
-    As a context manager it closes writer, logger, profiler and process groups on every way out.
+    As a context manager it closes writer, logger, profiler and process groups, also after an error.
 
     Args:
-        recipe: name; checkpoints of other recipes are skipped.
+        recipe: recipe name; checkpoints of other recipes are skipped.
         settings: settings of the run.
-        ranks: ranks of the job, which leave the process group at the end.
+        ranks: ranks of the job. They leave the process group on exit.
         cfg: whole config, saved with each checkpoint.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: see :class:`recipe_utils.run.resume.Resume`. On entering:
-            another run writes to ``output_dir``.
+        ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entry, if another run writes to
+            ``output_dir``.
     """
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
         self.settings = settings
         self.epoch = 0
-        self.samples_consumed = 0  # of the epoch, over all ranks
+        self.samples_consumed = 0  # within the epoch, over all ranks
         self.global_step = 0
         self.seed = training.set_seed(
             seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode
@@ -63,11 +63,11 @@ class Run:
         self.run_id = ""  # set by resume()
         self.num_tokens_seen = 0  # target tokens
         self.num_images_seen = 0
-        self.stop = threading.Event()  # once set, training saves and ends
+        self.stop = threading.Event()  # requests a checkpoint and the end of training
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-        # Asynchronous checkpoints communicate in a thread of their own.
+        # Asynchronous checkpoints communicate in another thread, which needs its own group.
         is_async = settings.enable_async_checkpointing
         self._group = ranks.new_cpu_group(has_timeout=False) if is_async else ranks.cpu_group
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
@@ -79,7 +79,7 @@ class Run:
         self.metrics = Metrics(self._log, self._throughput, reads_late=ranks.device.type != "cpu")
         self._unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
         self._at_exit = ExitStack()
-        self._signals = ExitStack()  # left last: signals also stop a write in progress
+        self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
         self._resume = Resume(recipe, settings, self._config, ranks, self._group, self._log)
         self.resumes_from_stock = self._resume.from_stock
@@ -90,7 +90,7 @@ class Run:
         self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._ranks.leave)
         self._lock_folder()
-        # After the lock: it removes what a run that was killed has left in the folder.
+        # After the lock: the writer removes incomplete files of killed runs.
         self._checkpoints = CheckpointWriter(
             self.settings.output_dir,
             keep_last_n=self.settings.keep_last_n_checkpoints,
@@ -114,10 +114,7 @@ class Run:
         stock_checkpoint: Mapping[str, Any],
         frozen: Mapping[str, str],
     ) -> None:
-        """Resumes training if that is configured, also within an epoch.
-
-        Arguments and errors are those of :meth:`recipe_utils.run.resume.Resume.restore`.
-        """
+        """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`."""
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
@@ -133,7 +130,7 @@ class Run:
         self._best_val_loss = self._state.best_val_loss
 
     def open_log(self, cfg: DictConfig) -> None:
-        """Builds ``metric_logger`` and ``profiler``. Call it once nothing else can fail a check."""
+        """Builds ``metric_logger`` and ``profiler``. Call it after all other checks."""
         with naming("profiler"):
             self.profiler = build_profiler(self.settings.profiler, self._ranks)
         if self._ranks.is_zero and self.settings.metric_logger is not None:
@@ -142,7 +139,7 @@ class Run:
             self._log.log_config(cfg)
 
     def epochs(self) -> Iterator[int]:
-        """Yields the epochs that are left. From now on SIGTERM and SIGINT request a stop."""
+        """Yields the remaining epochs. SIGTERM and SIGINT request a stop from here on."""
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
         self._log.begin(self.global_step, self.run_id)
@@ -155,9 +152,9 @@ class Run:
         self._log_summary(*first)
 
     def steps(self, loader: UpdateStepLoader, epoch: int, counted: str) -> Iterator[UpdateStep]:
-        """Yields the update steps of an epoch that are left, up to a stop. Rank 0 has a progress bar.
+        """Yields the remaining update steps of an epoch until a stop. Rank 0 shows a progress bar.
 
-        Update steps whose total of ``counted`` is 0 are skipped, on all ranks.
+        Update steps whose total of ``counted`` is 0 are skipped on all ranks.
         """
         self._throughput.restart()
         self._changed_weights.restart()
@@ -180,7 +177,7 @@ class Run:
                 text = bar_text(
                     epoch, self.settings.epochs, self.metrics.shown, self._ranks.world_size
                 )
-                bar.set_description_str(text, refresh=False)  # with the step that it describes
+                bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
 
     def _skip(self, step: UpdateStep, counted: str) -> None:
@@ -191,7 +188,7 @@ class Run:
         )
 
     def advance(self, step: UpdateStep) -> None:
-        """Counts an update step that is done or enqueued. Writes the metrics of the one before."""
+        """Counts an enqueued update step and writes the metrics of the previous one."""
         self.metrics.write_held()
         self._step = step
         self.global_step += 1
@@ -203,16 +200,16 @@ class Run:
     # ---- Log --------------------------------------------------------------------------------------
 
     def should_log(self) -> bool:
-        """Returns whether metrics of this update step are logged."""
+        """Returns True if metrics of this update step are logged."""
         return self.global_step % self.settings.log_every_n_steps == 0
 
     def should_validate(self) -> bool:
-        """Returns whether a validation is due."""
+        """Returns True if a validation is due."""
         every = self.settings.run_val_every_n_steps
         return every is not None and self.global_step % every == 0
 
     def should_sample(self) -> bool:
-        """Returns whether the model answers ``sample_prompts`` now."""
+        """Returns True if answers to ``sample_prompts`` are due."""
         every = self.settings.sample_every_n_steps
         return every is not None and self.global_step % every == 0
 
@@ -226,15 +223,15 @@ class Run:
         }
 
     def build_checkpointer(self, cfg: DictConfig) -> Any:
-        """Builds a checkpointer, which also loads a stock recipe's state if training resumes from one."""
+        """Builds a checkpointer. It loads a stock recipe's state if training resumes from one."""
         return config.instantiate(cfg, should_load_recipe_state=self.resumes_from_stock)
 
     def build_lr_scheduler(self, cfg: DictConfig | None, optimizer: AnyOptimizer) -> Any:
-        """Builds the learning-rate schedule at the run's position; None for a constant rate."""
+        """Builds the learning-rate schedule at the current step; None for a constant rate."""
         return build_lr_scheduler(cfg, optimizer, self.num_steps, self.global_step)
 
     def validates_on(self, dataset_val: Any) -> bool:
-        """Returns whether there are validations. Warns about data that are not used."""
+        """Returns True if training validates. Warns if ``dataset_val`` is unused."""
         validates = self.settings.run_val_every_n_steps is not None
         if not validates and dataset_val is not None:
             self.warn("dataset_val: not used, because run_val_every_n_steps is not set")
@@ -250,15 +247,15 @@ class Run:
     ) -> None:
         """Logs metrics of this update step, with throughput, skipped steps and changed weights.
 
-        On an accelerator they are read and written once it has been given the next update step, or before
-        anything else is logged, saved or exported.
+        On an accelerator they are read after the next update step is enqueued, or before anything
+        else is logged, saved or exported.
 
         Args:
-            sums: this rank's parts of metrics whose mean over ranks is logged, [] each, of one dtype.
-            guard: its counts are logged, and judged once they are read.
+            sums: this rank's parts of metrics, [] each, of one dtype. Means over ranks are logged.
+            guard: its counts are logged, and checked when they are read.
             lr: learning rate of the update step.
             grad_norm: gradient norm before clipping [].
-            metrics: further numbers; those that are None are not logged.
+            metrics: further numbers; None is not logged.
         """
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
         fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
@@ -268,7 +265,7 @@ class Run:
         self.metrics.hold(self.global_step, self._position(), sums, guard, metrics)
 
     def log_validation(self, metrics: Mapping[str, Tensor]) -> None:
-        """Logs metrics of a validation, whose time does not count as training time."""
+        """Logs validation metrics. The validation is excluded from the training time."""
         found = {name: value.item() for name, value in metrics.items()}
         self.metrics.write(self.global_step, self._position(), found)
         val_loss, best = found.get("val_loss", math.nan), self._best_val_loss
@@ -278,19 +275,19 @@ class Run:
         self._throughput.restart()
 
     def log_answers(self, answers: Sequence[str]) -> None:
-        """Logs answers to ``sample_prompts``; their time does not count as training time."""
+        """Logs answers to ``sample_prompts``. Generation is excluded from the training time."""
         self._log.write_answers(self.global_step, self.settings.sample_prompts or [], answers)
         self._throughput.restart()
 
     def stop_if_nonfinite(
         self, guard: NonfiniteGuard, step: UpdateStep, model: nn.Module, optimizer: AnyOptimizer
     ) -> None:
-        """Saves and raises once too many gradients are known to be not finite.
+        """Saves a checkpoint and raises after too many non-finite gradients.
 
-        Waits for the device only before something is left on the disk or validated.
+        Synchronizes with the device only before a checkpoint, export, validation or sampling.
 
         Raises:
-            NonfiniteError: the weights are those before these update steps.
+            NonfiniteError: too many gradients were not finite; they have not changed the weights.
         """
         if (
             self.should_save(step)
@@ -307,7 +304,7 @@ class Run:
             raise NonfiniteError(guard.problem)
 
     def warn(self, text: str) -> None:
-        """Logs a warning on rank 0, unless it is empty."""
+        """Logs a warning on rank 0 unless it is empty."""
         self._log.warn(text)
 
     def info(self, text: str) -> None:
@@ -341,12 +338,12 @@ class Run:
     # ---- Checkpoints and exports ------------------------------------------------------------------
 
     def should_export(self, step: UpdateStep) -> bool:
-        """Returns whether an export within the epoch is due; :meth:`finish_epoch` exports at its end."""
+        """Returns True if an export within the epoch is due."""
         every = self.settings.export_every_n_steps
         return every is not None and self.global_step % every == 0 and not step.is_last_of_epoch
 
     def should_save(self, step: UpdateStep) -> bool:
-        """Returns whether a checkpoint within the epoch is due, by steps or rank 0's clock; alike on all ranks."""
+        """Returns True if a checkpoint within the epoch is due, by steps or rank 0's clock."""
         if step.is_last_of_epoch:
             return False
         if self._unsaved_since_seconds is None:
@@ -365,16 +362,17 @@ class Run:
         checkpointer: Any,
         exported: nn.Module | None = None,
     ) -> None:
-        """Does what is due after an update step: best export; then stop; or export, and checkpoint.
+        """Exports the best model and stops or exports and saves, as due after an update step.
 
-        A checkpoint holds ``model`` and ``optimizer``. ``checkpointer`` exports ``exported``, or ``model``.
+        Checkpoints contain ``model`` and ``optimizer``; exports contain ``exported`` (default:
+        ``model``).
         """
         exported = model if exported is None else exported
         self.profiler.step()
         if self._is_best:
             self.export(checkpointer, exported, "best")
             self._is_best = False
-        if step.stop_requested:  # on all ranks alike
+        if step.stop_requested:  # the same on all ranks
             self.save(model, optimizer)
             self._is_stopped = True
             self.info(
@@ -382,7 +380,7 @@ class Run:
                 "resume_from_checkpoint=True resumes from there"
             )
             return
-        # Exported first: a run that is killed between the two exports again.
+        # Exported first: a run that is killed before the checkpoint repeats the export.
         if self.should_export(step):
             self.export(checkpointer, exported, f"export_step_{self.global_step}")
         if self.should_save(step):
@@ -395,13 +393,13 @@ class Run:
         checkpointer: Any,
         exported: nn.Module | None = None,
     ) -> None:
-        """Exports the model and saves a checkpoint, unless training has stopped; see :meth:`finish_step`.
+        """Exports the model and saves a checkpoint unless training has stopped.
 
-        The last epoch is saved only if a key asks for checkpoints.
+        The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``.
 
         Raises:
-            ExportError: the trained model could not be exported. A checkpoint is saved first, from which only the
-                export is left to do.
+            ExportError: the trained model could not be exported. A checkpoint is saved first;
+                resuming from it repeats only the export.
         """
         if self._is_stopped:
             return
@@ -420,21 +418,21 @@ class Run:
             self.save(model, optimizer)
 
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Saves a checkpoint to resume from, on any number of ranks."""
+        """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
         position = {name: getattr(self, name) for name in _POSITION}
         state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
             outcome = self._checkpoints.save(model, optimizer, state)
-        except ValueError as error:  # a state that no checkpoint can hold, on all ranks alike
+        except ValueError as error:  # the state cannot be saved; raised on all ranks
             outcome = SaveOutcome(self.global_step, None, error=str(error))
         self._report(outcome)
         self._unsaved_since_seconds = None
 
     def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
-        """Exports a model to a folder; see :func:`recipe_utils.run.exports.export_model`. Returns an error, or None."""
+        """Exports a model; see :func:`.export_model`. Returns an error message or None."""
         self.metrics.write_held()
-        self._report(self._checkpoints.wait())  # which uses the group and the disk
+        self._report(self._checkpoints.wait())  # it uses the same group and disk
         folder, error = export_model(
             checkpointer,
             model,
@@ -449,7 +447,7 @@ class Run:
         return error
 
     def _report(self, outcome: SaveOutcome | None) -> None:
-        """Warns of a checkpoint that could not be saved. Training continues: the last complete one stays."""
+        """Warns about a failed checkpoint. Training continues: the last complete one is kept."""
         if outcome is not None and outcome.error is not None:
             self.warn(
                 f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); "
@@ -459,7 +457,7 @@ class Run:
             self.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:
-        """Keeps other runs out of ``output_dir``. Raises ConfigError on all ranks if one writes to it."""
+        """Locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
         folder, problem = self.settings.output_dir, None
         if self._ranks.is_zero:
             try:

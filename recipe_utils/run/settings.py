@@ -19,15 +19,16 @@ class RunSettings:
     """Length, log, checkpoints and exports of a run."""
 
     output_dir: FilePath
-    """Folder of checkpoints and exported models, shared by all ranks."""
+    """Folder for checkpoints and exported models, shared by all ranks."""
     epochs: Count = 1
     """Number of passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Seed of dropout, new adapters and fresh vision transformers; samples have ``data_seed``. null draws a seed."""
+    """Seed of dropout, new adapters and new vision transformers; null draws one. Samples use
+    ``data_seed``."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count = 1
-    """Update steps between log lines. On a GPU, metrics are read after the next update step is enqueued."""
+    """Update steps between log lines. On GPUs, metrics are read after the next step is enqueued."""
     metric_logger: Component | None = None
     """A torchtune metric logger, such as ``torchtune.training.metric_logging.DiskLogger``."""
     log_peak_memory_stats: bool = False
@@ -35,11 +36,11 @@ class RunSettings:
     profiler: Annotated[dict[str, Any], MadeWith(default=PROFILER)] | None = None
     """torchtune's profiler, stepped once per update step."""
     run_val_every_n_steps: Count | None = None
-    """Update steps between validations on ``dataset_val``; null does not validate."""
+    """Update steps between validations on ``dataset_val``; null disables validation."""
     keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False
     """Exports the model to ``best`` at each new lowest ``val_loss``."""
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
-    """Prompts answered every ``sample_every_n_steps``; answers are logged, also in ``logs/samples.jsonl``."""
+    """Prompts for sampling. Answers are logged and appended to ``logs/samples.jsonl``."""
     sample_every_n_steps: Count | None = None
     """Update steps between answers to ``sample_prompts``."""
     sample_max_new_tokens: Annotated[Count, OnlyWith("sample_prompts")] = 64
@@ -49,26 +50,26 @@ class RunSettings:
     save_every_n_minutes: Positive | None = None
     """Minutes between checkpoints, by rank 0's clock."""
     export_every_n_steps: Count | None = None
-    """Update steps between exports in the checkpointer's format within epochs; all are kept."""
+    """Update steps between exports within an epoch, in the checkpointer's format. All are kept."""
     export_dtype: Literal["fp32", "bf16"] | None = None
-    """Precision of exported models; null is ``dtype``. Adapters merged into bf16 weights lose part of small changes
-    to rounding."""
+    """Precision of exported models; null is ``dtype``. Merging adapters into bf16 rounds small
+    changes."""
     save_adapter_weights_only: bool = False
-    """Exports the adapters only, without the merged model."""
+    """Exports only the adapters, without the merged model."""
     keep_last_n_checkpoints: Count | None = 2
-    """Number of newest checkpoints that are kept; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     enable_async_checkpointing: bool = False
     """Copies checkpoints to the CPU and writes them in the background."""
     resume_from_checkpoint: bool | Literal["auto"] = False
-    """Resumes from the newest complete checkpoint in ``output_dir``. ``auto`` starts from scratch if there is none. Both
-    fail if every checkpoint is corrupt."""
+    """Resumes from the newest complete checkpoint in ``output_dir``; ``auto`` starts from scratch
+    without one. Both fail if all checkpoints are corrupt."""
     resume_with_other_data: bool = False
-    """Resumes even if dataset, tokenizer or global batch size differ from those of the checkpoint."""
+    """Resumes even if dataset, tokenizer or global batch size differ from the checkpoint's."""
     resume_with_other_model: bool = False
-    """Resumes even if ``model`` differs from that of the checkpoint, if the weights fit."""
+    """Resumes even if ``model`` differs from the checkpoint's, provided that the weights fit."""
 
     def problems(self) -> Iterator[Problem]:
-        """Makes the output folder. Yields problems with it and between keys."""
+        """Creates the output folder. Yields problems with it and between keys."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             keys = ("sample_prompts", "sample_every_n_steps")
@@ -77,7 +78,7 @@ class RunSettings:
             )
 
     def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:
-        """Problems with validation data and ranks."""
+        """Yields problems with validation data and ranks."""
         if self.run_val_every_n_steps is not None and dataset_val is None:
             yield Problem(
                 "run_val_every_n_steps",
@@ -94,7 +95,7 @@ class RunSettings:
             )
 
     def problems_without_text(self) -> Iterator[Problem]:
-        """Problems of keys that need a language model and a ``val_loss``."""
+        """Yields problems of keys that need a language model or a ``val_loss``."""
         if self.sample_prompts is not None:
             yield Problem(
                 "sample_prompts", "a vision transformer generates no text; leave the key out"

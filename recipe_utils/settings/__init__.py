@@ -1,1 +1,1 @@
-"""Configuration: keys with types, defaults and checks; YAML to settings."""
+"""Configuration: keys with types, defaults and checks, read from YAML."""

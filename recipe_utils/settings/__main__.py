@@ -6,7 +6,7 @@ from recipe_utils.settings.describe import key_table, settings_of
 
 
 def main() -> None:
-    """Prints the keys of the recipe that the command line names."""
+    """Prints the keys of the recipe given on the command line."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m recipe_utils.settings RECIPE")
     try:

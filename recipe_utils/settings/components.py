@@ -1,6 +1,6 @@
-"""Components of a config, checked against their signatures before they are built.
+"""Checks components of a config against their signatures before they are built.
 
-A component is a mapping with a dotted path at ``_component_``, and the arguments of the call.
+A component is a mapping with a dotted path at ``_component_`` and the arguments of the call.
 """
 
 import difflib
@@ -39,17 +39,14 @@ PATHS = frozenset(
         "vocab_path",
     ]
 )
-"""Arguments that are paths although their annotation in torchtune or datasets is ``str``."""
+"""Path arguments that torchtune or datasets annotate as ``str``."""
 
 
 @dataclass(frozen=True)
 class MadeWith:
-    """Marks a key as a component, and names the arguments that the recipe adds.
+    """Mark of a component key, with the positional and keyword arguments that the recipe adds.
 
-    Attributes:
-        num_positional: number of positional arguments.
-        keywords: names of keyword arguments.
-        default: path of the component if the config has no ``_component_``.
+    ``default`` is the path of the component if the config has no ``_component_``.
     """
 
     num_positional: int = 0
@@ -58,15 +55,11 @@ class MadeWith:
 
 
 Component = Annotated[dict[str, Any], MadeWith()]
-"""A component to which the recipe adds no arguments."""
+"""Component to which the recipe adds no arguments."""
 
 
 def component_at(path: str) -> Any:
-    """Returns the object at a dotted path.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the object at a dotted path; raises ValueError if there is none."""
     try:
         return _get_component_from_path(path)
     except InstantiationError as error:
@@ -91,13 +84,7 @@ def _allows_path(hint: Any) -> bool:
 
 
 def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Problem]:
-    """Yields the problems of a component, or of a list of them, without building it.
-
-    Args:
-        key: config key.
-        value: its value; null is allowed.
-        made_with: arguments that the recipe adds.
-    """
+    """Yields the problems of a component, a list of components or null, without building them."""
     if isinstance(value, list):
         for index, part in enumerate(value):
             yield from check_component(f"{key}[{index}]", part, made_with)
@@ -128,7 +115,7 @@ def _check_arguments(
 ) -> Iterator[Problem]:
     try:
         parameters = dict(inspect.signature(made).parameters)
-    except (TypeError, ValueError):  # some callables of C have no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     by_name = {
@@ -160,16 +147,16 @@ def _check_arguments(
 def _hints(made: Any) -> dict[str, Any]:
     try:
         return get_type_hints(vars(made)["__init__"] if isinstance(made, type) else made)
-    except Exception:  # annotations may name what only a type checker imports
+    except Exception:  # annotations may need imports under TYPE_CHECKING
         return {}
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns False if a value from YAML cannot be meant for a parameter with this annotation.
+    """Returns False if a value from YAML does not match an annotation.
 
-    Strict JSON has the rules of YAML: a list is a tuple, a string a path or the value of an enumeration, an int a
-    float; but ``"3"`` and True are no int. Components in the value, and annotations that pydantic does not support,
-    are not checked.
+    Strict JSON mode has the rules of YAML: lists match tuples, strings match paths and enumeration
+    values, ints match floats; ``"3"`` and True do not match int. Components in the value and
+    annotations that pydantic does not support are not checked.
     """
     if _has_component(value):
         return True
@@ -178,7 +165,7 @@ def fits(value: Any, hint: Any) -> bool:
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError:
         return False
-    except Exception:  # pydantic raises many kinds for annotations, and TypeError for protocols
+    except Exception:  # pydantic raises many types for annotations, TypeError for protocols
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Describes the config keys of a recipe as a table: ``python -m recipe_utils.settings RECIPE``."""
+"""Formats the config keys of a recipe as a table."""
 
 import os
 import runpy
@@ -17,10 +17,7 @@ from recipe_utils.settings.keys import (
 
 
 def settings_of(recipe: str) -> type:
-    """Returns the ``Settings`` of a recipe.
-
-    Args:
-        recipe: a registered name, or the path of a file.
+    """Returns the ``Settings`` of a recipe, given by registered name or path.
 
     Raises:
         ValueError: there is no such recipe, or it has no ``Settings``.
@@ -39,7 +36,7 @@ def settings_of(recipe: str) -> type:
 
 
 def key_table(recipe_settings: type) -> str:
-    """Returns all keys of a recipe as a Markdown table: key, type, default, meaning."""
+    """Returns a Markdown table of all keys of a recipe: key, type, default, meaning."""
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     *parts, own = settings_classes_of(recipe_settings)
     for part in [own, *parts]:

@@ -1,4 +1,4 @@
-"""Problems of a config: collected by key, raised together."""
+"""Problems of a config, collected by key and raised together."""
 
 import os
 import tempfile
@@ -16,14 +16,14 @@ _UNSET: Any = object()
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a config. As a string: ``key=value: text``.
+    """Problem of a config; its string is ``key=value: text``.
 
     Attributes:
         key: config key, dotted for an argument of a component (``optimizer.lr``).
-        text: what is wrong, and what to set instead.
+        text: the problem and its solution.
         value: value of the key, shown if given.
-        depends_on: other keys that the problem follows from. If one of them, or the key, has a problem of its
-            own, this one is not reported.
+        depends_on: other causes. This problem is not reported if one of these keys, or ``key``,
+            has a problem by itself.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def root(self) -> str:
-        """The key in the config, without arguments and indices."""
+        """Key in the config without arguments and indices."""
         return self.key.replace("[", ".").partition(".")[0]
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """All problems of a config, one per line."""
+    """Error with all problems of a config, one per line."""
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems: tuple[Problem, ...] = tuple(
@@ -59,7 +59,7 @@ def _parsed(problem: str) -> Problem:
 
 
 def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
-    """Creates the folder that a key names, and yields a problem if that fails or it is not writable."""
+    """Creates a folder. Yields a problem if that fails or the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -72,9 +72,9 @@ def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
 
 @contextmanager
 def naming(key: str = "") -> Iterator[None]:
-    """Raises a ValueError or OSError of the block as a problem of ``key``; notes the key on others.
+    """Converts ValueError and OSError to a problem of ``key``; adds a note to other exceptions.
 
-    Without a key the error's text must start with one.
+    Without a key, the error message must start with one.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def naming(key: str = "") -> Iterator[None]:
 
 
 def _problem(key: str, error: Exception) -> Problem:
-    """The problem that an error describes. A text that starts with the key names a part of its value."""
+    """Converts an error to a problem. A message may start with ``key`` or an argument of it."""
     text = str(error)
     if error.__cause__:
         text += f" ({error.__cause__})"
@@ -102,7 +102,7 @@ def _problem(key: str, error: Exception) -> Problem:
 
 
 class Build:
-    """Builds components of a config and collects their problems. See :func:`collected_problems`."""
+    """Builder of components that collects their problems; see :func:`collected_problems`."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -112,9 +112,8 @@ class Build:
     ) -> T:
         """Returns ``function(*args, **kwargs)``, or a placeholder if the call fails.
 
-        A ValueError or OSError is recorded as a problem of ``key``. A call that uses the placeholder of an
-        earlier failure is skipped. Other exceptions are mistakes in a component: they are raised with their
-        traceback and a note of the key.
+        ValueError and OSError are recorded as problems of ``key``. Calls with a placeholder as
+        argument are skipped. Other exceptions are bugs of a component and are raised with a note.
         """
         placeholder: Any = _Failed()
         if any(isinstance(argument, _Failed) for argument in (*args, *kwargs.values())):
@@ -131,7 +130,7 @@ class Build:
 
 @contextmanager
 def collected_problems() -> Iterator[Build]:
-    """Raises the problems of all components that are built in the block together, at its end.
+    """Raises the problems of all components built in the block together, at its end.
 
     Example::
 
@@ -140,7 +139,7 @@ def collected_problems() -> Iterator[Build]:
             dataset = build("dataset", config.instantiate, cfg.dataset, tokenizer)
 
     Raises:
-        ConfigError: has every problem that was recorded.
+        ConfigError: contains all recorded problems.
     """
     build = Build()
     try:
@@ -154,11 +153,11 @@ def collected_problems() -> Iterator[Build]:
 
 
 class _UsesFailedError(Exception):
-    """The result of a failed call was used."""
+    """Error if the result of a failed call is used."""
 
 
 class _Failed:
-    """Stands in for the result of a failed call."""
+    """Placeholder for the result of a failed call."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _UsesFailedError

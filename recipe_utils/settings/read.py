@@ -1,4 +1,4 @@
-"""Reads the flat YAML of a config into the settings classes of a recipe, and checks it."""
+"""Reads and checks a flat YAML config as the settings classes of a recipe."""
 
 import difflib
 import os
@@ -30,20 +30,15 @@ T = TypeVar("T")
 
 
 def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
-    """Builds a recipe's settings from its config.
+    """Builds a recipe's settings from its config. Expands ``~`` in paths of ``cfg`` in place.
 
-    A settings class may have a method ``problems()`` that yields a :class:`Problem` for each wrong combination of
-    its keys. Problems that follow from a value that is wrong by itself are not reported. A key that the recipe
-    does not have is allowed if another value refers to it as ``${key}``.
-
-    Args:
-        cfg: the config. It is changed: ``~`` in front of a path becomes the home directory.
-        settings_class: a pydantic dataclass. Its fields are settings classes or keys.
+    Unknown keys are allowed if another value refers to them as ``${key}``. Problems that follow
+    from a value that is wrong by itself are not reported.
 
     Raises:
-        ConfigError: has every unknown and every missing key, every value of a wrong type or out of bounds, every
-            component whose arguments do not match its signature, every key without effect, and everything that
-            ``problems()`` yields.
+        ConfigError: contains all unknown and missing keys, wrong types, values out of bounds,
+            components that do not match their signatures, keys without effect, and the results of
+            the classes' ``problems()``.
     """
     _drop_null_components(cfg)
     values, problems = _check_keys(cfg, settings_class)
@@ -55,8 +50,8 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             problems.append(problem)
             wrong.add(key)
 
-    # Defaults replace wrong values, so that problems of the other keys can be found. Required keys have none: a
-    # component with wrong arguments stays, since its own problem is reported already.
+    # Defaults replace wrong values, so that other keys can be checked. Required components have
+    # none: those with wrong arguments are kept, since their problem is reported already.
     good = {
         key: value
         for key, value in values.items()
@@ -84,7 +79,7 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
 
 
 def check_keys(cfg: DictConfig, settings_class: type) -> list[Problem]:
-    """The problems with the names of a config's keys and with its components; other values are not checked."""
+    """Returns problems of key names and components; other values are not checked."""
     return _check_keys(cfg, settings_class)[1]
 
 
@@ -102,7 +97,7 @@ def _check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], 
 
 
 def _drop_null_components(cfg: DictConfig) -> None:
-    """Sets components to null whose ``_component_`` is: torchtune makes that of ``KEY=null`` on a command line."""
+    """Sets components with a null ``_component_`` to null: torchtune parses ``KEY=null`` so."""
     parts: Any = OmegaConf.to_container(cfg, resolve=False)
     for key, part in parts.items():
         if isinstance(part, dict) and part.get("_component_", "") is None:
@@ -110,7 +105,7 @@ def _drop_null_components(cfg: DictConfig) -> None:
 
 
 def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
-    """Replaces ``~`` in front of paths: of keys of type Path, and of components' arguments that are paths."""
+    """Expands ``~`` in keys of type Path and in path arguments of components."""
     for key, spec in known.items():
         if key not in cfg:
             continue
@@ -181,7 +176,7 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
 
 
 def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
-    """Checks a value against the type and the bounds of its key."""
+    """Returns a problem if a value does not match the type or bounds of its key."""
     try:
         _adapter_of(spec.annotation, tuple(spec.metadata)).validate_python(value)
         return None
@@ -202,7 +197,7 @@ def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
         return Problem(key, f"unknown; set it to one of {', '.join(map(str, options))}", shown)
     if value is None:
         return Problem(key, f"it must be {wanted}; leave it out for {spec.default}", "null")
-    # 'False' and '3' are strings here
+    # repr distinguishes the strings 'False' and '3' from values
     return Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
 
 
