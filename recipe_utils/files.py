@@ -1,4 +1,4 @@
-"""Files that are written atomically, and safetensors files, which are read without unpickling."""
+"""Atomic writes of files, and safetensors files."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype of a name in safetensors."""
+    """Returns the dtype of a name in safetensors; raises CheckpointError if there is none."""
     if name not in _DTYPES:
         raise CheckpointError(f"{name} is no dtype")
     return _DTYPES[name]
@@ -49,35 +49,31 @@ def write_atomically(path: Path, content: bytes | str) -> FileFacts:
     """Writes a file that exists with all its content or not at all, also after a crash.
 
     Raises:
-        OSError: it cannot be written; names the file. An existing file is unchanged.
+        OSError: contains the path. An existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     return _replace(path, lambda file: file.write(data))
 
 
 def replace_with_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Writes a safetensors file atomically, see :func:`write_atomically` and :func:`write_tensors`."""
+    """Writes a safetensors file as :func:`write_tensors` does, atomically."""
     return _replace(path, _writer_of(tensors))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     """Writes a safetensors file tensor by tensor, without a second copy of all in memory.
 
-    The same tensors give the same bytes.
-
-    Args:
-        path: replaced if it exists.
-        tensors: by name, on any device.
+    Equal tensors give equal bytes.
 
     Raises:
-        OSError: it cannot be written; names the file, of which nothing remains.
+        OSError: contains the path; the file is deleted.
         CheckpointError: safetensors does not support a tensor's dtype.
     """
     return _write_synced(path, _writer_of(tensors))
 
 
 def _writer_of(tensors: Mapping[str, Tensor]) -> "Callable[[_Checksummed], None]":
-    # The widest first: every tensor then begins at a multiple of its item size.
+    # By descending item size, so that every offset is a multiple of the item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -117,7 +113,7 @@ class _Checksummed:
 
 
 def _replace(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
-    """Writes under a hidden name and renames. A killed writer leaves the hidden file."""
+    """Writes a hidden file and renames it. A killed writer leaves the hidden file."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     facts = _write_synced(unfinished, write, path)
     os.replace(unfinished, path)
@@ -136,7 +132,7 @@ def _write_synced(
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        # The error of a failed write does not contain the file's name.
+        # The error of a failed write does not contain the path.
         raise OSError(error.errno, error.strerror, str(named or path)) from error
     return FileFacts(checksummed.num_bytes, checksummed.crc32)
 
@@ -157,9 +153,10 @@ def fsync_tree(folder: Path) -> None:
 
 
 class TensorFile:
-    """Reads parts of the tensors in a safetensors file.
+    """Safetensors file whose tensors can be read in parts.
 
-    All methods raise a CheckpointError that names the file if it cannot be read or has no such tensor.
+    Raises:
+        CheckpointError: by all methods; the file cannot be read or lacks the tensor. Contains the path.
     """
 
     def __init__(self, path: Path) -> None:

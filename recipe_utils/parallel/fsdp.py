@@ -1,4 +1,4 @@
-"""Sharding, and what FSDP2 is told at each backward."""
+"""Sharding with FSDP2 and its collectives during gradient accumulation."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,26 +29,22 @@ def shard_model(
     compute_dtype: torch.dtype | None = None,
     left_alone: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shards a model's parameters over the data-parallel ranks, in place.
-
-    FSDP2 over ``dp_shard``; with more than one ``dp_replicate`` rank HSDP, which shards within each
-    copy and all-reduces between the copies.
+    """Shards a model in place with FSDP2 over ``dp_shard``; HSDP if ``dp_replicate`` is above 1.
 
     Args:
         model: on the meta device or materialised.
-        mesh: of :func:`recipe_utils.parallel.ranks.build_mesh`.
-        custom_sharded_layers: names of modules to shard as units of their own, besides each layer.
+        mesh: mesh of :func:`recipe_utils.parallel.ranks.build_mesh`.
+        custom_sharded_layers: names of modules to shard as separate units, besides each layer.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU.
         reshard_after_forward: free each unit's gathered parameters after its forward.
-        compute_dtype: of forward and backward, where the trained parameters have another. Each unit's are cast
-            as they are gathered; gradients are cast back before they are summed over microbatches or ranks.
-            None computes in the parameters' own.
+        compute_dtype: dtype of forward and backward; parameters are cast as they are gathered,
+            gradients are upcast before they are summed. None for the parameters' dtype.
         left_alone: parameters that are neither sharded nor cast.
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
     def is_unit(name: str, module: nn.Module) -> bool:
-        # Layers that another pipeline stage has hold nothing to shard.
+        # Layers of other pipeline stages have no parameters.
         return any(True for _ in module.parameters()) and training.get_shard_conditions(
             name, module, names_to_match=custom_sharded_layers
         )
@@ -64,12 +60,12 @@ def shard_model(
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=weights_dtype,
-            # Inputs hold a teacher's log-probabilities, too, which must keep their digits.
+            # Inputs include a teacher's log-probabilities, which must keep their precision.
             cast_forward_inputs=False,
         )
     if left_alone:
         options["ignored_params"] = set(left_alone)
-    # From the leaves to the root, which takes what is left: as torchtune.training.shard_model.
+    # From the leaves to the root, as torchtune.training.shard_model.
     for name, module in reversed(list(model.named_modules())):
         if module is not model and is_unit(name, module):
             fully_shard(module, **options)
@@ -77,12 +73,12 @@ def shard_model(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard, which shares its memory; a plain tensor as it is."""
+    """Returns this rank's shard as a view; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered parameters that a forward without a backward leaves in FSDP2's root module."""
+    """Frees gathered parameters, which FSDP2's root module keeps after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -90,27 +86,24 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
-    """Around one microbatch's forward and backward: which of FSDP2's collectives run.
+    """Selects FSDP2's collectives for the forward and backward of one microbatch.
 
-    Gradients accumulate over the microbatches of an update step, so what is communicated before the
-    last one can wait for it. HSDP's all-reduce between the copies always waits (each all-reduce
-    of a partial sum is waste). The reduce-scatter within a copy runs at each microbatch, which keeps
-    the accumulated gradients sharded, unless ``when`` says otherwise. A model that is not sharded
-    has no collectives and needs nothing.
+    HSDP's all-reduce between copies runs with the last microbatch of an update step only. The
+    reduce-scatter within a copy runs with each microbatch, which keeps accumulated gradients sharded,
+    or with the last one, at the cost of unsharded gradients in memory.
 
     Args:
-        model: after :func:`shard_model`.
-        is_last: whether this is the update step's last microbatch.
-        when: ``"each_microbatch"``, or ``"last_microbatch"`` for no communication before the last
-            one, at the price of unsharded gradients in memory.
+        model: any module; has no effect if it is not sharded.
+        is_last: True for the last microbatch of an update step.
+        when: ``"each_microbatch"`` or ``"last_microbatch"``: schedule of the reduce-scatter.
     """
     if not isinstance(model, FSDPModule):
         yield
         return
-    # Resets the all-reduce, so it comes first.
+    # First, because it also sets the all-reduce.
     model.set_requires_gradient_sync(is_last or when == "each_microbatch")
     model.set_requires_all_reduce(is_last)
-    # Stops no collective by itself; until the last backward FSDP2 only keeps what it prefetched.
+    # Has no effect on collectives: FSDP2 keeps prefetched parameters until the last backward.
     model.set_is_last_backward(is_last)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The job's process group, and what its ranks tell each other over the CPU."""
+"""Process group of the job and communication between its ranks."""
 
 import os
 import sys
@@ -17,25 +17,25 @@ from torchtune.training import get_distributed_backend
 
 _POLL_SECONDS = 0.001
 _PATIENCE_SECONDS = 30.0
-"""How long a rank that leaves waits for another to say why."""
+"""Timeout of a failing rank that waits for another rank's error message."""
 
 
 def world_size_from_env() -> int:
-    """Processes of this job, as the launcher says; 1 without a launcher."""
+    """Returns the launcher's ``WORLD_SIZE``; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
-    """Joins the job's process group, or makes one of a single process without a launcher.
+    """Initializes the default process group; without a launcher, one of a single process.
 
-    On an accelerator the group can also communicate between CPUs (gloo).
+    On an accelerator the group also has a gloo backend for CPU tensors.
 
     Args:
-        device: where the model is.
-        timeout_seconds: how long a collective waits for a rank; None for PyTorch's default.
+        device: device of the model.
+        timeout_seconds: timeout of collectives; None for PyTorch's default.
 
     Returns:
-        False when the process group existed already; whoever made it then also ends it.
+        False if the process group existed already; its creator destroys it.
     """
     if dist.is_initialized():
         return False
@@ -45,8 +45,8 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
         store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
         if timeout is not None:
             store.set_timeout(timeout)
-        # torchrun keeps one store for all restarts of a job. A rank that finds there what a killed one
-        # has left waits for that one until the timeout (pytorch/pytorch#135712).
+        # torchrun keeps one store for all restarts of a job. A rank that finds keys of a killed rank
+        # waits for it until the timeout (pytorch/pytorch#135712).
         name = name_of_this_start(store, rank, world_size)
         store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     else:
@@ -56,20 +56,20 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
 
 
 def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
-    """A name that all ranks agree on and that no earlier start of the job has had.
+    """Returns a name that all ranks share and that no earlier start of the job has used.
 
-    Rank 0 makes one up and must not give it away for nothing: the store may hold what ranks of earlier
-    starts have said there, who are dead. So every other rank asks with a random word of its own, and
-    rank 0 answers all that it finds, until this start's ranks have had their answer. (The launcher's
-    count of restarts is no such name: each node has its own count.)
+    Rank 0 draws the name. The store may hold requests of ranks of earlier starts, which are dead, so
+    every other rank writes a request with a random id, and rank 0 answers all requests that it finds
+    until each rank of this start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is no such
+    name: each node has its own.)
 
     Args:
-        store: of all ranks; its timeout bounds how long a rank is waited for.
-        rank: of this process.
+        store: store of all ranks; its timeout bounds the wait for a rank.
+        rank: rank of this process.
         world_size: number of ranks.
 
     Raises:
-        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
+        torch.distributed.DistStoreError: a rank did not start within the store's timeout.
     """
     own_word = uuid.uuid4().hex
     if rank != 0:
@@ -89,17 +89,17 @@ def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
 
 
 def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
-    """A gloo group of all ranks, apart from the one that the model's collectives use."""
+    """Returns a new gloo group of all ranks, separate from that of the model's collectives."""
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """The means of a vector's entries over all ranks, in one reduction, [k] in fp64 on the same device.
+    """Returns the mean over all ranks of each entry [k], in fp64, with one all-reduce.
 
-    With an entry a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over all N
-    target tokens: ranks of one tensor-parallel group contribute equal values, which the mean counts
-    once. The host does not wait for a device that is none of its own.
+    If an entry is a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over all N
+    target tokens: ranks of a tensor-parallel group contribute equal values, which the mean counts
+    once. There is no device synchronization.
     """
     values = values.detach().flatten().clone()
     dist.all_reduce(values)
@@ -112,12 +112,12 @@ def ratios(
     counts: Mapping[str, str] | str,
     dp_degree: int,
 ) -> dict[str, Tensor]:
-    """Returns sums over the data of all ranks, divided by counts of these data, in one reduction.
+    """Returns sums over all ranks divided by counts, with one all-reduce.
 
     Args:
         sums: this rank's sums [] by metric, of one dtype.
         totals: counts over all DP ranks, by name.
-        counts: the count that each metric is divided by, or one for all.
+        counts: name of the count that each metric is divided by, or one name for all.
         dp_degree: number of ranks with different data.
     """
     means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
@@ -128,10 +128,10 @@ def ratios(
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
-    """Checks that all ranks see a dataset of the same length, and returns it.
+    """Returns the length of the dataset after checking that it is the same on all ranks.
 
     Raises:
-        ValueError: they do not; then ranks would deal out different samples, or wait for each other.
+        ValueError: the lengths differ, so that ranks would select different samples or deadlock.
     """
     lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     lengths[dist.get_rank(group)] = length
@@ -145,9 +145,9 @@ def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of ``group`` has passed, in the order of the ranks. Waits for all of them."""
-    # Not for one rank: the group's thread would copy large objects with OpenMP threads of its own, and where
-    # there are more of those than cores, OpenMP puts all of them to sleep after every operation.
+    """Returns the objects of all ranks of ``group``, in their order; a collective."""
+    # Not with one rank: the group's thread would copy large objects with its own OpenMP threads. With
+    # more threads than cores, OpenMP suspends all of them after every operation.
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -159,17 +159,17 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def print_final_error(text: str | None) -> None:
-    """Prints why the ranks leave, once, on rank 0; where that does not come within half a minute, here.
+    """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
-    To be called on all ranks that leave. None returns before it is printed, since the launcher ends all ranks
-    as soon as one has left.
+    All failing ranks must call it. Each returns after the message is printed, because the launcher
+    kills all ranks once one has exited.
 
     Args:
-        text: goes to stderr; of rank 0 if it has one, else of the first that has. None where another rank's
-            tells why.
+        text: message; rank 0's takes precedence over the first of another rank. None if another rank
+            has one.
     """
     store = None
-    with suppress(Exception):  # alone, or what holds the store is gone
+    with suppress(Exception):  # no launcher, or the host of the store has exited
         if world_size_from_env() > 1:
             store = _launchers_store()
             store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
@@ -193,5 +193,5 @@ def _launchers_store() -> Store:
 
 
 def _final_error_key(what: str) -> str:
-    """A key of this start of the ranks; the launcher's store holds those of earlier ones, too."""
+    """Returns a key of this start: the launcher's store also holds keys of earlier ones."""
     return f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"

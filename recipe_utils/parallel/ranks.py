@@ -1,7 +1,7 @@
-"""The ranks of a job: how many along each mesh dimension, and which of them this one is.
+"""Device mesh of a job and this rank's coordinates in it.
 
-Mesh dimensions, as torchtune's later versions name them: ``dp_replicate`` and ``dp_shard`` hold
-different data, ``pp`` and ``tp`` ranks hold the same.
+Dimensions are named as in later torchtune versions: ranks that differ in ``dp_replicate`` or
+``dp_shard`` load different data, ranks that differ in ``pp`` or ``tp`` only the same.
 """
 
 import logging
@@ -35,33 +35,33 @@ class ParallelDims(NamedTuple):
 
     @property
     def dp_degree(self) -> int:
-        """Ranks that hold different data."""
+        """Number of ranks with different data."""
         return self.dp_replicate * self.dp_shard
 
 
 @dataclass(frozen=True, config=STRICT)
 class RankSettings:
-    """What each rank computes on, and how the ranks divide the work."""
+    """Device of each rank and parallelism over ranks."""
 
     device: str | None = None
-    """Where to compute: ``cpu``, ``cuda``, ...; null takes what the machine has."""
+    """Device type: ``cpu``, ``cuda``, ...; null selects the accelerator if there is one."""
     data_parallel_replicate_dim: Count = 1
-    """Copies of the sharded model (HSDP); 1 is plain FSDP2."""
+    """Copies of the sharded model (HSDP); 1 for FSDP2."""
     data_parallel_shard_dim: int = -1
-    """Ranks that shard one copy; -1 takes what the other dimensions leave."""
+    """Ranks that shard one copy; -1 for all that the other dimensions leave."""
     tensor_parallel_dim: Count = 1
-    """Ranks that split each layer, as ``tensor_parallel_plan`` says."""
+    """Ranks that split each layer by ``tensor_parallel_plan``."""
     pipeline_parallel_dim: Count = 1
-    """Ranks that each have some of the layers."""
+    """Pipeline stages."""
     context_parallel_dim: Count = 1
-    """Only 1: PyTorch's ring attention has no CPU kernel, so more could not be tested."""
+    """Must be 1: PyTorch's ring attention has no CPU kernel, so larger values could not be tested."""
     gradient_sync: GradientSync = "each_microbatch"
     """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """How long a rank waits for another; null takes PyTorch's."""
+    """Timeout of collectives [s]; null for PyTorch's default."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys and with this machine."""
+        """Yields values that do not fit together or this machine."""
         try:
             resolve_device(self.device)
         except ConfigError as error:
@@ -79,7 +79,7 @@ class RankSettings:
             yield from error.problems
 
     def problems_without_stages(self) -> Iterator[Problem]:
-        """Of a recipe that cuts no model into pipeline stages."""
+        """Yields values that a recipe without pipeline stages does not support."""
         if self.pipeline_parallel_dim > 1:
             yield Problem(
                 "pipeline_parallel_dim",
@@ -90,7 +90,7 @@ class RankSettings:
 
     @property
     def dims_or_none(self) -> ParallelDims | None:
-        """The same, for who looks for further problems."""
+        """Returns :attr:`dims`, or None if they are invalid."""
         try:
             return self.dims
         except ValueError:
@@ -98,10 +98,10 @@ class RankSettings:
 
     @property
     def dims(self) -> ParallelDims:
-        """Ranks along each dimension, of as many processes as the launcher has started.
+        """Returns the ranks along each dimension.
 
         Raises:
-            ConfigError: the dimensions do not make up the number of processes.
+            ConfigError: their product is not the world size.
         """
         return resolve_parallel_dims(
             process_group.world_size_from_env(),
@@ -114,82 +114,79 @@ class RankSettings:
 
 @plain_dataclass(frozen=True)
 class Ranks:
-    """This rank among the others. The mesh dimensions are (pp, dp_replicate, dp_shard, tp)."""
+    """This rank in the mesh (pp, dp_replicate, dp_shard, tp)."""
 
     device: torch.device
     dims: ParallelDims
     mesh: DeviceMesh
     is_dp_leader: bool
-    """True on one rank of each data-parallel coordinate: the others hold the same data, which counts once."""
+    """True on one rank of each data-parallel coordinate, so that its data count once."""
     timeout_seconds: float | None = None
     owns_process_group: bool = False
-    """False where somebody else made the process group, who then also ends it."""
+    """False if the process group existed before; its creator destroys it."""
 
     @property
     def rank(self) -> int:
-        """Of this process in the job."""
+        """Returns the global rank."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """Returns the number of ranks."""
         return dist.get_world_size()
 
     @property
     def is_zero(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Returns True on rank 0."""
         return self.rank == 0
 
     @property
     def dp_degree(self) -> int:
-        """Ranks that hold different data."""
+        """Returns the number of ranks with different data."""
         return self.dims.dp_degree
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
+        """Returns the data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
         return dp_rank_of(self.mesh)
 
     @property
     def dp_peers(self) -> list[int]:
-        """Ranks that hold the different data, in the order of their data-parallel coordinate.
-
-        Of each pipeline and tensor-parallel group the one with this rank's place in it.
-        """
+        """Returns the ranks with this rank's ``pp`` and ``tp``, by data-parallel coordinate."""
         return dp_peers_of(self.mesh)
 
     @property
     def pp_rank(self) -> int:
-        """The place in the pipeline."""
+        """Returns the index in the pipeline."""
         return self.mesh.get_local_rank("pp")
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether the end of the pipeline is here; True without one."""
+        """Returns True on the last pipeline stage, and without a pipeline."""
         return self.pp_rank == self.dims.pp - 1
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this pipeline; None without one."""
+        """Returns the group of this pipeline; None without one."""
         return self.mesh.get_group("pp") if self.dims.pp > 1 else None
 
     def new_cpu_group(self, has_timeout: bool = True) -> dist.ProcessGroup:
-        """A gloo group of all ranks, apart from the others; background threads each need their own."""
+        """Returns a new gloo group of all ranks; background threads each need their own."""
         return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """The gloo group of the main thread, made at its first use by all ranks together.
+        """Returns the gloo group of the main thread; its first use is collective.
 
-        A gloo group connects each rank with all others, so what the main thread does shares one.
+        One is shared, because a gloo group connects each rank with all others.
         """
         return self.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks of :attr:`dp_peers` on the device's backend; None where this one holds all data.
+        """Returns the group of :attr:`dp_peers`, or None if ``dp_degree`` is 1.
 
-        Made when it is asked for first: by all ranks together.
+        It uses the device's backend. Its first use is collective.
         """
         if self.dp_degree == 1:
             return None
@@ -198,13 +195,13 @@ class Ranks:
         return own
 
     def leave(self) -> None:
-        """Ends the process group, if it was made here."""
+        """Destroys the process group if this object created it."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def join_ranks(settings: RankSettings) -> Ranks:
-    """Joins the job's process group and takes this rank's place in the mesh. All ranks together."""
+    """Joins the process group and builds the mesh; a collective of all ranks."""
     device = resolve_device(settings.device)
     owns_process_group = process_group.init_process_group(
         device, settings.process_group_timeout_seconds
@@ -232,10 +229,10 @@ def join_ranks(settings: RankSettings) -> Ranks:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """The device of this rank; None takes what the machine has.
+    """Returns the device of this rank; None selects the accelerator if there is one.
 
     Raises:
-        ConfigError: a device that is not there. (torchtune would go on with the CPU.)
+        ConfigError: the device is not available. (torchtune would silently use the CPU.)
     """
     try:
         found = utils.get_device(device=device)
@@ -261,17 +258,10 @@ def resolve_parallel_dims(
     tensor_parallel_dim: int,
     pipeline_parallel_dim: int = 1,
 ) -> ParallelDims:
-    """Checks the mesh dimensions against the world size.
-
-    Args:
-        world_size: processes of the job.
-        data_parallel_replicate_dim: copies of the sharded model (HSDP); 1 is plain FSDP.
-        data_parallel_shard_dim: ranks that shard one copy; -1 takes what the others leave.
-        tensor_parallel_dim: ranks that split each layer.
-        pipeline_parallel_dim: ranks that each have some of the layers.
+    """Returns the mesh dimensions; the arguments are those of :class:`RankSettings`.
 
     Raises:
-        ConfigError: a dimension below 1, or a product other than the world size.
+        ConfigError: a dimension is below 1, or their product is not the world size.
     """
     for name, dim in (
         ("data_parallel_replicate_dim", data_parallel_replicate_dim),
@@ -319,9 +309,9 @@ def resolve_parallel_dims(
 
 
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
-    """The mesh (pp, dp_replicate, dp_shard, tp) over all ranks; tp ranks are neighbours.
+    """Builds the mesh (pp, dp_replicate, dp_shard, tp).
 
-    Stages exchange least, so they are farthest apart.
+    ``tp`` ranks, which communicate most, are neighbours; ``pp`` ranks are farthest apart.
     """
     names = ("pp", "dp_replicate", "dp_shard", "tp")
     return init_device_mesh(
@@ -330,12 +320,12 @@ def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
 
 
 def dp_rank_of(mesh: DeviceMesh) -> int:
-    """See :attr:`Ranks.dp_rank`."""
+    """Returns :attr:`Ranks.dp_rank`."""
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
         "dp_shard"
     )
 
 
 def dp_peers_of(mesh: DeviceMesh) -> list[int]:
-    """See :attr:`Ranks.dp_peers`."""
+    """Returns :attr:`Ranks.dp_peers`."""
     return mesh.mesh[mesh.get_local_rank("pp"), :, :, mesh.get_local_rank("tp")].flatten().tolist()
