@@ -1,6 +1,6 @@
-"""Collator of views of images: crops, their masks and random draws.
+"""Collator of views: crops of images, masks and random draws.
 
-Shapes are named as in :mod:`recipe_utils.data.images.crop_rows`.
+Shapes are those of :mod:`recipe_utils.data.images.crop_rows`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 
 _GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
-"""Of an image's crops."""
+"""Global and local crops of an image."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,25 +49,24 @@ class ViewSettings:
     """Crops and masks of an image."""
 
     transform: Component
-    """``recipe_utils.data.images.multi_crop.MultiCrop``: crops, their sizes and what changes their colours."""
+    """``recipe_utils.data.images.multi_crop.MultiCrop``: sizes and augmentation of crops."""
     mask_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of an update step's global crops that have masked patches."""
     mask_ratio: list[float] | None = None
-    """Smallest and largest share of masked patches in such a crop, all between alike; null is ``[0.1, 0.5]``."""
+    """Range of the share of masked patches in such a crop, uniform; null is ``[0.1, 0.5]``."""
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
-    """Images among which KoLeo looks for neighbours: so many that follow each other in the update step, in one
-    microbatch; null is all of the update step."""
+    """Consecutive images, in one microbatch, that KoLeo searches for neighbours; null: the update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
-    """Positions of an update step are multiplied by a factor in [1/x, x], uniform in its logarithm; null for none."""
+    """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
     @property
     def mask_range(self) -> tuple[float, float]:
-        """Smallest and largest share of masked patches in a crop that has some."""
+        """Returns the range of the share of masked patches."""
         low, high = self.mask_ratio or (0.1, 0.5)
         return low, high
 
     def problems(self) -> Iterator[Problem]:
-        """Checks what the types do not."""
+        """Yields invalid values."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
             yield Problem(
@@ -114,15 +113,8 @@ class ViewSettings:
 class Views(Dataset[dict[str, Any]]):
     """Crops of each image of a dataset, with masks and random draws.
 
-    Draws depend only on (seed, epoch, dataset index); mask ratios and the position factor on (seed, epoch, update
-    step).
-
-    Args:
-        dataset: map-style; see :func:`recipe_utils.data.images.folders.checked_image` for its samples.
-        transform: makes the crops.
-        settings: masks and positions.
-        layout: tokens of the model.
-        seed: of all draws.
+    Draws depend only on (seed, epoch, dataset index); mask ratios and the position factor on (seed,
+    epoch, update step). Samples are those of :func:`recipe_utils.data.images.folders.checked_image`.
 
     Raises:
         ValueError: the crops do not match the model.
@@ -147,13 +139,11 @@ class Views(Dataset[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the views of one image as arrays, which a worker sends without a file handle for each.
+        """Returns the views of an image as arrays, because tensors need a file handle each in workers.
 
-        Returns:
-            ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised; ``masks`` bool [2, P];
-            ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and ``step_size`` of its index;
-            ``position_factor``; ``label`` or None; ``path`` or an empty text; ``digest`` int64 [2] of the
-            unchanged image.
+        These are ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised; ``masks``
+        bool [2, P]; ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and ``step_size`` of the index;
+        ``position_factor``; ``label`` or None; ``path``, possibly empty; ``digest`` int64 [2].
 
         Raises:
             SampleError: the image cannot be used.
@@ -189,7 +179,7 @@ class Views(Dataset[dict[str, Any]]):
 
 
 class ViewCollator:
-    """Collates views of images; totals count images."""
+    """Collator of views; totals count images."""
 
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
     """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
@@ -197,7 +187,7 @@ class ViewCollator:
 
     def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
-        """Number of consecutive images of an update step that stay on one rank and in one microbatch."""
+        """Number of consecutive images that stay in one microbatch."""
         self._group_size = settings.koleo_group_size
         self._batch_size = data.batch_size
         self._layout = layout
@@ -212,18 +202,18 @@ class ViewCollator:
         return with_image_name(sample, name)
 
     def length(self, sample: Sample) -> int:
-        """Returns the position in the update step, of which groups are made: all images have as many tokens."""
+        """Returns the position in the update step, by which groups are formed; lengths are equal."""
         position: int = sample["position"]
         return position
 
     def plan(self, positions: Sequence[int], num_ranks: int = 1) -> list[Microbatches]:
-        """Cuts images in their order into microbatches of whole groups, of at most ``batch_size`` images.
+        """Cuts images in order into microbatches of whole groups, at most ``batch_size`` images each.
 
-        A skipped image makes its group smaller and changes no other.
+        A skipped image changes only its own group.
 
         Args:
-            positions: in the update step, ascending.
-            num_ranks: number of ranks, which take the microbatches in turn.
+            positions: positions in the update step, ascending.
+            num_ranks: number of ranks; they take microbatches in turn.
         """
         microbatches: Microbatches = []
         held: list[int] = []
@@ -233,7 +223,7 @@ class ViewCollator:
                 microbatches.append(held)
                 held = []
             held += block
-            while len(held) > self._batch_size:  # the dataset is not read in update steps
+            while len(held) > self._batch_size:  # if the dataset is not read by update steps
                 microbatches.append(held[: self._batch_size])
                 held = held[self._batch_size :]
         if held:
@@ -241,11 +231,10 @@ class ViewCollator:
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Returns one row of all crops: the global ones, image after image, then the local ones.
+        """Returns one row: the global crops of all images, then the local ones.
 
-        Returns:
-            ``inputs`` are those of :func:`recipe_utils.data.images.crop_rows.row_of`, with ``crop_groups``
-            ((2 * g, G), (L * g, l)).
+        Inputs are those of :func:`recipe_utils.data.images.crop_rows.row_of`; ``crop_groups`` are
+        ((2 * g, G), (L * g, l)).
         """
         masks = np.concatenate([sample["masks"] for sample in samples])
         crops = [
@@ -284,9 +273,9 @@ class ViewCollator:
         return microbatch_of(inputs, targets, counts)
 
     def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
-        """Returns each image's group, counted from 0, and the number of images with another one in their group."""
+        """Returns each image's group, from 0, and the number of images that are not alone in theirs."""
         size = self._group_size
-        if size is None:  # all of the update step, most of which may be in other microbatches
+        if size is None:  # the group is the update step, with images in other microbatches
             has_neighbours = samples[0]["step_size"] > 1
             return torch.zeros(len(samples), dtype=torch.int64), len(samples) * has_neighbours
         numbers = torch.tensor([sample["position"] // size for sample in samples])

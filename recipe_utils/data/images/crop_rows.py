@@ -1,7 +1,7 @@
 """Rows of crops: input tokens of a vision transformer, and the positions that losses use.
 
-Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A global crop has
-G tokens, 1 for the class, R registers and P patches row by row; a local one l tokens likewise.
+Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A
+global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch
 
 PATCH, MASKED_PATCH, CLASS, FIRST_REGISTER = 0, 1, 2, 3
-"""Kinds of tokens in column 0 of ``tokens``; register r is ``FIRST_REGISTER + r``."""
+"""Types of tokens in column 0 of ``tokens``; register r is ``FIRST_REGISTER + r``."""
 
 
 class ViewTargets(NamedTuple):
-    """Positions in a microbatch's row that losses use. n crops, m masked patches."""
+    """Positions in a row that losses use. n crops, m masked patches."""
 
     cls_positions: Tensor
-    """[n] int64: positions of the class tokens, in the row's order."""
+    """[n] int64: positions of the class tokens, ascending."""
     num_images: int
     """g."""
     num_local_crops: int
@@ -34,9 +34,9 @@ class ViewTargets(NamedTuple):
     patch_positions: Tensor
     """[2 * g * P] int64: positions of the patches of global crops."""
     koleo_groups: Tensor
-    """[g] int64: groups of the images, counted from 0 in the microbatch, ascending."""
+    """[g] int64: groups of the images, from 0 in the microbatch, ascending."""
     labels: Tensor | None
-    """[g] int64: classes of the images; None if one is missing."""
+    """[g] int64: classes; None if one is missing."""
     names: tuple[str, ...]
     """Names of the images, for errors."""
     teacher: Any = None
@@ -53,11 +53,11 @@ class TokenLayout(NamedTuple):
     num_registers: int = 0
     """Register tokens of a crop."""
     num_draws: int = 0
-    """Draws for drop path of a crop, one for each residual branch; 0 where nothing is dropped."""
+    """Drop-path draws of a crop, one for each residual branch; 0 without drop path."""
 
 
 def layout_of(whole: Any) -> TokenLayout:
-    """Returns the layout of a vision transformer, which may be on the meta device."""
+    """Returns the layout of a vision transformer, on any device."""
     patches = whole.tok_embeddings
     return TokenLayout(
         patches.patch_size, patches.num_channels, patches.num_registers, whole.num_draws
@@ -89,15 +89,10 @@ def row_of(
 ) -> tuple[dict[str, Any], list[Positions]]:
     """Returns the inputs of a microbatch, and the positions of each part's tokens.
 
-    Args:
-        parts: crops of one size each, in the row's order.
-        layout: of the model's tokens.
-        position_factor: factor of all positions.
-
-    Returns:
-        ``tokens`` [1, s, 1 + c * p * p], kind of token and pixels of a patch [c, p, p]; ``input_pos`` [1, s, 2 +
-        num_draws], row and column of a patch's centre in its crop, both in (-1, 1) times the factor, and the crop's
-        draws; ``crop_groups``, the number of crops and of tokens per crop of each part. And the parts' positions.
+    Inputs are ``tokens`` [1, s, 1 + c * p * p], the type of the token and the pixels of a patch [c, p, p];
+    ``input_pos`` [1, s, 2 + num_draws], row and column of a patch's centre in its crop, in (-1, 1) times
+    ``position_factor``, and the crop's draws; ``crop_groups``, for each part the number of crops and of
+    tokens per crop.
     """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]
@@ -112,7 +107,7 @@ def row_of(
     start = 0
     for part, side, (num_crops, length) in zip(parts, sides, groups, strict=True):
         end = start + num_crops * length
-        of_part = tokens[start:end].reshape(num_crops, length, -1)  # a view, which is filled
+        of_part = tokens[start:end].reshape(num_crops, length, -1)  # a view
         of_part[:, 0, 0] = CLASS
         of_part[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
         of_part[:, first_patch:, 0] = np.where(part.masks, MASKED_PATCH, PATCH)
@@ -143,7 +138,7 @@ def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
 
 
 def labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Returns the labels, [g] int64, or None if an image has none."""
+    """Returns the labels [g], or None if one is missing."""
     labels = [sample["label"] for sample in samples]
     return None if None in labels else torch.tensor(labels)
 
@@ -156,7 +151,7 @@ def microbatch_of(
 
 
 def without_targets(microbatch: Microbatch) -> Microbatch:
-    """Returns the microbatch without targets and counts: its loss is zero."""
+    """Returns the microbatch with zero loss: without targets and counts."""
     none = torch.zeros(0, dtype=torch.int64)
     targets: Any = microbatch.targets
     targets = targets._replace(
@@ -173,7 +168,7 @@ def without_targets(microbatch: Microbatch) -> Microbatch:
 
 
 def of_global_crops(microbatch: Microbatch) -> Microbatch:
-    """Returns the microbatch without its local crops and their class tokens, as views of its tensors."""
+    """Returns the global crops of a microbatch, as views of its tensors."""
     inputs, targets = microbatch.inputs, cast(Any, microbatch.targets)
     first, *_ = inputs["crop_groups"]
     num_tokens = first[0] * first[1]
@@ -182,7 +177,7 @@ def of_global_crops(microbatch: Microbatch) -> Microbatch:
         "input_pos": inputs["input_pos"][:, :num_tokens],
         "crop_groups": (first,),
     }
-    # A labelled image has one crop, a global one.
+    # Labelled images have one crop, a global one.
     crops_per_image = 2 if targets.num_local_crops else 1
     kept = targets.cls_positions[: crops_per_image * targets.num_images]
     return replace(microbatch, inputs=seen, targets=targets._replace(cls_positions=kept))

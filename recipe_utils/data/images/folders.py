@@ -1,4 +1,4 @@
-"""Images as arrays of pixels, and datasets of image files."""
+"""Pixels of images, and datasets of image files."""
 
 import hashlib
 import io
@@ -19,12 +19,9 @@ _LUMA = (0.299, 0.587, 0.114)
 
 
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Images of a ``datasets.Dataset``, decoded on access.
+    """Images of a ``datasets.Dataset`` with ``decode=False``, decoded on access.
 
-    Args:
-        rows: the ``datasets.Dataset``, with ``decode=False``.
-        image_column: column of the images.
-        label_column: column of integer classes; None for none.
+    ``label_column`` has integer classes; None for images without labels.
     """
 
     def __init__(self, rows: Any, image_column: str, label_column: str | None) -> None:
@@ -36,10 +33,10 @@ class ImageDataset(Dataset[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns ``image`` as Pillow decodes it, ``name``, its path, and ``label``, if there is one.
+        """Returns the Pillow ``image``, its path as ``name``, and ``label`` if there is one.
 
         Raises:
-            SampleError: the file cannot be decoded; names its path.
+            SampleError: the file cannot be decoded; contains its path.
         """
         row = self._rows[int(index)]
         file = row[self._image_column]
@@ -53,14 +50,13 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
 
 def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
-    """Returns images in a folder, labelled by its subfolders: ``source/cat/1.jpg``, ``source/dog/2.png``.
+    """Returns images in a folder, labelled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
-    Labels are the indices of the sorted folder names. With folders of splits above them (``source/train/cat/1.jpg``)
-    ``split`` selects one. A folder without subfolders has no labels.
+    Labels are the indices of the sorted names; without subfolders there are none.
 
     Args:
         source: path of the folder.
-        split: ``train``, ``validation`` or ``test``.
+        split: selects ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ...
 
     Raises:
         ValueError: ``datasets`` or ``pillow`` is not installed, or there is no such split.
@@ -75,17 +71,17 @@ def hf_image_dataset(
     label_column: str = "label",
     **load_dataset_kwargs: Any,
 ) -> ImageDataset:
-    """Returns the images of a dataset that ``datasets.load_dataset`` reads.
+    """Returns the images of a dataset of ``datasets.load_dataset``.
 
     Args:
         source: name or path of the dataset.
-        split: may be a slice such as ``train[:1000]``.
-        image_column: column of the images.
+        split: name, or a slice such as ``train[:1000]``.
+        image_column: column of images.
         label_column: column of integer classes; if it does not exist, there are no labels.
-        load_dataset_kwargs: such as ``name`` or ``data_files``.
+        load_dataset_kwargs: further arguments, such as ``name`` or ``data_files``.
 
     Raises:
-        ValueError: ``datasets`` or ``pillow`` is not installed, or the column of images does not exist.
+        ValueError: ``datasets`` or ``pillow`` is not installed, or ``image_column`` does not exist.
     """
     try:
         import datasets
@@ -105,14 +101,11 @@ def hf_image_dataset(
 
 
 def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
-    """Loads a dataset of images; see :func:`recipe_utils.data.loader.samples.load_dataset`.
-
-    Args:
-        cfg: the component.
-        with_labels: the k-nearest-neighbors classifier needs labels.
+    """Loads a dataset of images by :func:`recipe_utils.data.loader.samples.load_dataset`.
 
     Raises:
-        ValueError: the first sample has no image, or no label. Broken images are reported when they are loaded.
+        ValueError: the first sample has no image, or no label and ``with_labels`` is True. Broken images
+            are reported when they are loaded.
     """
     made = load_dataset(cfg)
     if made is None or len(made) == 0:
@@ -145,22 +138,22 @@ def _decode(content: bytes | None, path: str) -> Any:
             content = Path(path).read_bytes()
         image = Image.open(io.BytesIO(content))
         image.load()
-    except Exception as error:  # whatever a decoder makes of broken bytes
+    except Exception as error:  # decoders raise various types
         problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
         raise SampleError(f"image {path or 'without a path'}: {problem}") from error
     return image
 
 
 def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
-    """Returns a sample's image as pixels, see :func:`pixels_of`, and the rest of the sample.
+    """Returns the pixels of a sample's image (:func:`pixels_of`), and its ``path`` and ``label``.
 
     Args:
-        sample: a mapping with ``image`` and perhaps ``label`` and ``name``, the image's path; or a pair of an
-            image and a label, as torchvision's datasets return them.
+        sample: mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a pair (image,
+            label), as torchvision's datasets return it.
         num_channels: channels of the model.
 
     Raises:
-        SampleError: it is neither, the image cannot be used, or the label is not an integer of at least 0.
+        SampleError: the image cannot be used, or the label is not an integer of at least 0.
     """
     if isinstance(sample, tuple) and len(sample) == 2:
         sample = {"image": sample[0], "label": sample[1]}
@@ -181,20 +174,20 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
-    """Returns an image's pixels in [0, 1], [num_channels, h, w]: float64 if the image is, else float32.
+    """Returns pixels in [0, 1], [num_channels, h, w]: float64 if the image is, else float32.
 
-    As in torchvision's ``ImageFolder``, every image becomes RGB, or gray if ``num_channels`` is 1: gray images are
-    repeated, palettes looked up, an alpha channel is dropped. Integers are divided by the largest value of their
-    type, so 16-bit images are not cut off at 255.
+    As in torchvision's ``ImageFolder``, images become RGB, or gray if ``num_channels`` is 1: gray images
+    are repeated, palettes looked up, alpha channels dropped. Integers are divided by the largest value
+    of their type, so 16-bit images are not clipped at 255.
 
     Args:
-        image: Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis cannot be channels,
-            [h, w, c], of integers or of floats in [0, 1].
+        image: Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis cannot be
+            channels, [h, w, c], of integers or of floats in [0, 1].
         num_channels: 1, 3, or the number of channels of the array.
 
     Raises:
-        ValueError: no pixels, another type, values that are not finite or outside [0, 1], or channels that
-            cannot be converted.
+        ValueError: no pixels, another type, values not finite or outside [0, 1], or channels that cannot
+            be converted.
     """
     if "PIL" in sys.modules and hasattr(image, "convert"):
         image = _array_of_pillow(image)
@@ -217,10 +210,10 @@ def pixels_of(image: Any, num_channels: int) -> np.ndarray:
 
 
 def _array_of_pillow(image: Any) -> np.ndarray:
-    """[h, w] or [c, h, w]."""
+    """Returns [h, w] or [c, h, w]."""
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
-        # Pillow reads 16-bit gray files as 32 bits if it has no mode for them.
+        # Pillow reads some 16-bit gray files as 32 bits.
         is_16_bit = (
             array.dtype.kind in "iu" and array.size and 0 <= array.min() <= array.max() < 2**16
         )
@@ -273,14 +266,14 @@ def grey_of(pixels: np.ndarray) -> np.ndarray:
 
 
 def digest_of(pixels: np.ndarray) -> np.ndarray:
-    """Returns a hash of the pixels, int64 [2], for the fingerprint of the data."""
+    """Returns a hash of the pixels, int64 [2]."""
     digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())
     return np.frombuffer(digest.digest(), dtype=np.int64).copy()  # writable
 
 
 def with_image_name(sample: Sample, name: str) -> Sample:
-    """Adds the name for errors: the index in the dataset, and the path if there is one."""
+    """Adds the name for errors: the index in the dataset and the path."""
     path = sample["path"]
     shown = name.replace("sample", "image", 1)
     return {**sample, "name": f"{shown} ({path})" if path else shown}

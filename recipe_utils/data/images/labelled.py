@@ -26,7 +26,7 @@ from recipe_utils.data.loader.settings import DataSettings
 
 
 class WholeImages(Dataset[dict[str, Any]]):
-    """One central crop of each image of a dataset, without random draws.
+    """Central crops of a dataset's images, without random draws.
 
     Raises:
         ValueError: the transform's crops do not match the model.
@@ -54,10 +54,10 @@ class WholeImages(Dataset[dict[str, Any]]):
 
 
 class ImageCollator:
-    """Collates labelled images; totals count images."""
+    """Collator of labelled images; totals count images."""
 
     counts = ("images", "crop_tokens")
-    """Images, and tokens of the model."""
+    """Images; tokens of the model."""
     fingerprint_keys = ("digest",)
 
     def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
@@ -74,11 +74,11 @@ class ImageCollator:
         return with_image_name(sample, name)
 
     def length(self, sample: Sample) -> int:
-        """Returns 1: all images have as many tokens."""
+        """Returns 1: all images have the same number of tokens."""
         return 1
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Returns one row with one global crop of each image, without masks and draws; see :class:`ViewCollator`."""
+        """Returns one row with a global crop of each image, without masks and draws."""
         crops = np.stack([sample["crop"] for sample in samples])
         draws = np.zeros((len(crops), 0))
         inputs, (positions,) = row_of(

@@ -1,9 +1,8 @@
-"""Multi-crop augmentation: crops of an image at two scales with random colours.
+"""Multi-crop augmentation of DINO (Caron et al. 2021, arXiv:2104.14294, appendix E).
 
-As in DINO (Caron et al. 2021, arXiv:2104.14294, appendix E), with the numbers of DINOv2 (Oquab et al. 2023,
-arXiv:2304.07193): two global and several local crops. All draws come from one generator, a fixed number for each
-crop, so no outcome shifts the draws after it. Pillow resizes and NumPy computes elementwise, both in one thread: the
-crops are bitwise the same for any number of threads and workers.
+Defaults are those of DINOv2 (Oquab et al. 2023, arXiv:2304.07193). Each crop takes a fixed number of
+draws from one generator, so no outcome shifts later draws. Pillow resizes and NumPy computes
+elementwise, both in one thread: crops are bitwise the same for any number of threads and workers.
 """
 
 import importlib.util
@@ -17,10 +16,10 @@ from recipe_utils.data.images.folders import grey_of
 from recipe_utils.settings.components import component_at
 
 Box = tuple[float, float, float, float]
-"""Top, left, height, width in pixels of an image; need not be whole."""
+"""Top, left, height and width [pixels], possibly fractional."""
 
 _NUM_TRIES = 10
-"""Boxes drawn until one fits into the image, as in torchvision's ``RandomResizedCrop``."""
+"""Maximum boxes drawn until one fits, as in torchvision's ``RandomResizedCrop``."""
 
 
 class Crops(NamedTuple):
@@ -33,35 +32,35 @@ class Crops(NamedTuple):
 
 
 class MultiCrop:
-    """Makes two global and several local crops of an image.
+    """Transform that makes two global and several local crops of an image.
 
-    A crop is a box of random area and shape with fractional borders, resized (:func:`resized_boxes`), flipped at
-    random, changed in its colours and normalised. Saturation, hue and greyscale do not apply to images of one channel.
+    A crop is a box of random area and shape, resized (:func:`resized_boxes`), flipped at random, changed
+    in its colours and normalised. Saturation, hue and greyscale do not apply to one channel.
 
     Args:
-        global_crop_size: side of the global crops [pixels].
-        local_crop_size: side of the local crops [pixels].
+        global_crop_size: side [pixels].
+        local_crop_size: side [pixels].
         num_local_crops: at least 1.
-        global_crop_scale: smallest and largest area of global crops, as a share of the image's.
-        local_crop_scale: the same for local crops.
-        aspect_ratio: narrowest and widest box, width over height; uniform in the logarithm.
+        global_crop_scale: smallest and largest area, as a share of the image's.
+        local_crop_scale: smallest and largest area, as a share of the image's.
+        aspect_ratio: smallest and largest width over height; uniform in the logarithm.
         interpolation: filter of the resizing.
         flip_probability: probability of a horizontal flip.
-        jitter_probability: probability of changing brightness, contrast, saturation and hue, in random order.
+        jitter_probability: probability of brightness, contrast, saturation and hue, in random order.
         brightness: factor is uniform in 1 -+ this.
-        contrast: the same.
-        saturation: the same.
+        contrast: factor is uniform in 1 -+ this.
+        saturation: factor is uniform in 1 -+ this.
         hue: shift is uniform in -+ this [turns], at most 0.5.
         grey_probability: probability of conversion to greyscale.
-        blur_probability: probability for the first global crop, the second and the local ones.
-        blur_sigma: smallest and largest standard deviation of the blur [pixels of the crop].
-        solarize_probability: the same for inverting pixels of at least ``solarize_threshold``.
-        solarize_threshold: in [0, 1].
-        mean: of each channel, subtracted; default: ImageNet's.
-        std: of each channel, divided by.
-        image_transform: component that is called with the image [c, h, w] (a tensor in [0, 1]) before it is cropped
-            and returns such an image, for instance a torchvision.transforms.v2 class. It may draw from torch's global
-            generator, which is seeded for each image; needs ``num_workers`` of at least 1.
+        blur_probability: for the first global crop, the second and the local ones.
+        blur_sigma: smallest and largest standard deviation [pixels of the crop].
+        solarize_probability: for the first global crop, the second and the local ones.
+        solarize_threshold: smallest value that is inverted, in [0, 1].
+        mean: subtracted from each channel; default: ImageNet's.
+        std: divisor of each channel.
+        image_transform: component called with the image [c, h, w], a tensor in [0, 1], before cropping;
+            returns such an image. For instance a torchvision.transforms.v2 class. It may draw from
+            torch's global generator, which is seeded for each image; needs ``num_workers`` above 0.
 
     Raises:
         ValueError: an argument is out of bounds, or Pillow is not installed.
@@ -129,7 +128,7 @@ class MultiCrop:
             self.image_transform = made(**arguments)
 
     def problems_with(self, patch_size: int, num_channels: int) -> list[str]:
-        """Returns what does not match a model's patch size [pixels] and number of channels."""
+        """Returns mismatches with a model's patch size [pixels] and number of channels."""
         problems = [
             f"transform.{name}={size}: not a multiple of the model's patch_size={patch_size}; the nearest are "
             f"{max(size // patch_size, 1) * patch_size} and {(size // patch_size + 1) * patch_size}"
@@ -157,7 +156,7 @@ class MultiCrop:
         return Crops(of_global, self._crops(image, draws[2:-1], is_local=True))
 
     def whole(self, image: np.ndarray) -> np.ndarray:
-        """Returns the largest central square [c, global_crop_size, global_crop_size], normalised, of an image."""
+        """Returns the central square, normalised, [c, global_crop_size, global_crop_size]."""
         height, width = image.shape[1:]
         side = min(height, width)
         box = ((height - side) / 2, (width - side) / 2, float(side), float(side))
@@ -246,13 +245,13 @@ def random_box(
     aspect_ratio: tuple[float, float],
     draws: np.ndarray,
 ) -> Box:
-    """Returns the first box of several that lies within an image; if none does, the largest central one.
+    """Returns the first drawn box within an image; if there is none, the largest central one.
 
     Args:
         shape: height and width of the image [pixels].
         scale: smallest and largest area, as a share of the image's.
-        aspect_ratio: narrowest and widest, width over height.
-        draws: area, shape, top and left of each box, in [0, 1); shape [tries, 4].
+        aspect_ratio: smallest and largest width over height.
+        draws: [tries, 4] in [0, 1): area, shape, top and left of each box.
     """
     height, width = map(float, shape)
     low, high = aspect_ratio
@@ -272,17 +271,17 @@ def resized_boxes(
 ) -> list[np.ndarray]:
     """Resizes boxes of an image to squares with Pillow.
 
-    Each channel is an image of mode "F" (float32): any number of channels, and all digits of 16 bits. If a box is
-    larger than the square, the filter is stretched, so nothing aliases. It may see pixels beside the box.
+    Channels are images of mode "F" (float32), in any number and without loss for 16 bits. Downscaling
+    stretches the filter (antialiasing), which may read pixels beside the box.
 
     Args:
         image: [c, h, w] of floats.
-        boxes: within the image.
+        boxes: boxes within the image.
         size: side of the squares [pixels].
         interpolation: ``bicubic``, which may overshoot, or ``bilinear``.
 
     Returns:
-        For each box [c, size, size].
+        [c, size, size] for each box.
     """
     from PIL import Image
 
@@ -291,7 +290,7 @@ def resized_boxes(
     channels = [Image.fromarray(channel.astype(np.float32)) for channel in image]
     resized = []
     for top, left, box_height, box_width in boxes:
-        # Rounding must not move an edge out of the image.
+        # Rounding could move an edge out of the image.
         box = (left, top, min(left + box_width, width), min(top + box_height, height))
         crop = [np.asarray(channel.resize((size, size), kernel, box=box)) for channel in channels]
         resized.append(np.stack(crop).astype(image.dtype))
@@ -340,7 +339,7 @@ def with_hue(crop: np.ndarray, shift: float) -> np.ndarray:
         np.where(value == green, (blue - red) / divisor + 2, (red - green) / divisor + 4),
     )
     hue = hue + crop.dtype.type(6 * shift)
-    # A channel is the value within a sixth of a turn of its colour, and the value minus the chroma opposite of it.
+    # A channel is the value near its hue, and the value minus the chroma opposite to it.
     channels = []
     for offset in (5, 3, 1):
         place = np.mod(hue + offset, 6)
@@ -349,12 +348,7 @@ def with_hue(crop: np.ndarray, shift: float) -> np.ndarray:
 
 
 def blurred(crop: np.ndarray, sigma: float) -> np.ndarray:
-    """Blurs with a Gaussian that is cut off at three standard deviations; the border's pixels are repeated.
-
-    Args:
-        crop: [c, h, w].
-        sigma: standard deviation [pixels].
-    """
+    """Blurs [c, h, w] with a Gaussian cut off at three ``sigma`` [pixels]; border pixels are repeated."""
     radius = int(np.ceil(3 * sigma))
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
     weights = (weights / weights.sum()).astype(crop.dtype)
@@ -400,7 +394,7 @@ def _of_three(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
-    """Raises ValueError unless a transform is a MultiCrop whose crops are whole patches of a model."""
+    """Raises a ValueError unless a transform is a MultiCrop that matches the model."""
     if not isinstance(transform, MultiCrop):
         raise ValueError(
             f"transform: it is a {type(transform).__name__}; set it to recipe_utils.data.images.multi_crop.MultiCrop, "

@@ -1,6 +1,7 @@
-"""Random draws for views of images: masks of patches, and the position factor.
+"""Random draws for views: masks of patches, and the position factor.
 
-A draw depends only on numbers such as seed, epoch and index, so it is the same on any rank and after a resume.
+Draws depend only on numbers such as seed, epoch and index: they are the same on any rank and after a
+resume.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import torch
 
 
 def generator_of(purpose: str, *numbers: int) -> torch.Generator:
-    """Returns a generator that depends only on a purpose and numbers."""
+    """Returns a generator seeded by a purpose and numbers."""
     words = " ".join([purpose, *map(str, map(int, numbers))])
     digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -26,22 +27,19 @@ def mask_ratios(
     probability: float,
     mask_range: tuple[float, float],
 ) -> np.ndarray:
-    """Returns the share of masked patches in each global crop of an update step, over all ranks.
+    """Returns the share of masked patches in each global crop of an update step, float64 [num_crops].
 
-    As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193): the range is cut into as many parts as there are crops with
-    masks, and each crop draws its ratio from another part. Here the crops are those of the update step, not of a rank,
-    so the distribution does not depend on how the step is split.
+    As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193), the range is cut into one part per masked crop,
+    and each crop draws its ratio from another part. Crops are those of the update step over all ranks,
+    so the distribution does not depend on how it is split.
 
     Args:
-        seed: of the training.
-        epoch: of the update step.
-        step: of the epoch.
-        num_crops: of the update step.
-        probability: share of the crops that have masked patches, rounded to a whole number of crops.
+        seed: seed of the training.
+        epoch: index of the epoch.
+        step: index of the update step.
+        num_crops: global crops of the update step.
+        probability: share of crops with masked patches; their number is rounded.
         mask_range: smallest and largest ratio.
-
-    Returns:
-        float64 [num_crops].
     """
     generator = generator_of("mask ratios", seed, epoch, step)
     low, high = mask_range
@@ -64,21 +62,21 @@ def position_factor(seed: int, epoch: int, step: int, rescale: float | None) -> 
 _LEAST_BLOCK = 4
 """Minimum patches of a block, unless fewer are left to mask."""
 _BLOCK_SHAPES = (0.3, 1 / 0.3)
-"""Narrowest and widest block, height over width."""
+"""Smallest and largest height over width."""
 _NUM_BLOCK_TRIES = 10
 
 
 def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.ndarray:
     """Masks exactly ``num_masked`` patches of a square, in blocks.
 
-    As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021, arXiv:2111.07832): adds
-    rectangles of random area and shape, which may overlap, while one is found that adds at least one patch and not too
-    many. The rest is masked patch by patch.
+    As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021,
+    arXiv:2111.07832), rectangles of random area and shape, which may overlap, are added until ten in a
+    row add no patch or too many. The rest is masked patch by patch.
 
     Args:
-        side: of the square [patches].
-        num_masked: of its patches.
-        generator: of all draws.
+        side: side of the square [patches].
+        num_masked: number of masked patches.
+        generator: generator of all draws.
 
     Returns:
         bool [side * side], row by row.
