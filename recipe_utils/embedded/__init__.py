@@ -1,1 +1,1 @@
-"""The embedded defaults' texts, tokenizer and first weights: no download."""
+"""Data, tokenizer and initial weights of the embedded defaults, without a download."""

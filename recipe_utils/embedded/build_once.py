@@ -1,4 +1,4 @@
-"""Files that components of a config build on first use, and again once they would be built differently."""
+"""Files that components build on first use, and rebuild if their arguments change."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,14 +10,14 @@ from filelock import FileLock
 def build_once(
     path: Path, build: Callable[[], object], is_current: Callable[[], bool] = lambda: True
 ) -> None:
-    """Calls ``build`` unless ``path`` exists and is current. Processes of one machine wait for each other.
+    """Calls ``build`` unless ``path`` exists and is current, under a lock between processes.
 
-    If nothing is to be built, nothing is locked or written: the folder may be read-only, or an export.
+    If nothing is built, nothing is locked or written: the folder may be read-only, or an export.
 
     Args:
         path: file that ``build`` writes.
         build: replaces the file.
-        is_current: returns False if the file would be built differently now; called only if it exists.
+        is_current: returns False if the file must be rebuilt; called only if it exists.
     """
 
     def is_built() -> bool:
@@ -32,12 +32,7 @@ def build_once(
 
 
 def changes(made_from: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the arguments that have changed, such as ``model.num_heads is 4 and was 8``; empty if none has.
-
-    Args:
-        made_from: argument -> value when the file was built.
-        now: argument -> value now.
-    """
+    """Returns the changed arguments, such as ``model.num_heads is 4 and was 8``, or an empty string."""
     return ", ".join(
         f"{argument} is {now.get(argument)} and was {value}"
         for argument, value in made_from.items()

@@ -1,4 +1,4 @@
-"""Byte-pair encoding as Llama 3's: learned from texts, and as the files that other libraries read it from."""
+"""Byte-pair encoding as Llama 3's: training, and files for tiktoken and transformers."""
 
 import base64
 import json
@@ -10,11 +10,11 @@ from tokenizers.trainers import BpeTrainer
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 
 Ranks = dict[bytes, int]
-"""A token's bytes -> its id; of two pairs of neighbours the one with the lower id is merged first."""
+"""Token bytes -> id; of two pairs of neighbours the one with the lower id is merged first."""
 
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
 
-# Of messages what ``Llama3Tokenizer.tokenize_messages`` makes, the beginning and the end of the text included.
+# Gives the tokens of ``Llama3Tokenizer.tokenize_messages``, BEGIN and END included.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -30,9 +30,9 @@ CHAT_TEMPLATE = (
 
 
 def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
-    """Learns ``num_tokens`` tokens, those of the 256 single bytes among them."""
+    """Learns ``num_tokens`` tokens, including those of the 256 single bytes."""
     tokenizer = Tokenizer(models.BPE())
-    # The one that encoding uses, so that what is learned can occur.
+    # Must be that of the encoding, or learned tokens would not occur.
     tokenizer.pre_tokenizer = _pre_tokenizer()
     trainer = BpeTrainer(
         vocab_size=num_tokens,
@@ -46,28 +46,25 @@ def train_byte_pairs(texts: Iterable[str], num_tokens: int) -> Ranks:
 
 
 def tiktoken_file(ranks: Ranks) -> str:
-    """The content of a ``tokenizer.model``, as Llama 3's own."""
+    """Returns the content of a ``tokenizer.model`` in the format of Llama 3's."""
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
 
 
 def ranks_of_tiktoken_file(content: str) -> Ranks:
-    """The inverse of :func:`tiktoken_file`."""
+    """Parses the content of :func:`tiktoken_file`."""
     pairs = (line.split() for line in content.splitlines() if line)
     return {base64.b64decode(token): int(rank) for token, rank in pairs}
 
 
 def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
-    """What transformers' ``AutoTokenizer`` reads.
+    """Returns the files of transformers' ``AutoTokenizer``, content by name.
 
-    Its ids of a text are torchtune's, with BEGIN in front, but where the text has the name of a special
-    token: transformers takes that for the token.
+    Its ids are BEGIN and those of torchtune, unless the text contains the name of a special token,
+    which transformers converts to the token.
 
     Args:
-        ranks: of all tokens but the special ones.
+        ranks: all tokens except the special ones.
         special_tokens: name -> id; the ids follow those of ``ranks``.
-
-    Returns:
-        Name of a file -> its content.
     """
     printable = _printable_bytes()
 
@@ -80,7 +77,7 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
         for token in sorted(ranks, key=ranks.__getitem__)
         for left, right in _pairs_of(token, ranks)
     ]
-    # A piece of text that is a token as a whole is never split, as in tiktoken.
+    # As in tiktoken, a piece of text that is a token is not split.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,14 +103,14 @@ def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[
 
 
 def _pairs_of(token: bytes, ranks: Ranks) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that make up ``token``: tiktoken merges by what results, not by the pair."""
+    """Returns all pairs of tokens that form ``token``: tiktoken ranks a merge by its result."""
     pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
     found = [(left, right) for left, right in pairs if left in ranks and right in ranks]
     return sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Llama 3's."""
+    """Returns Llama 3's pre-tokenizer."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(CL100K_PATTERN), behavior="isolated"),
@@ -123,7 +120,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def _printable_bytes() -> list[str]:
-    """The characters by which byte-level BPE writes the 256 bytes (GPT-2's table)."""
+    """Returns the characters for the 256 bytes in byte-level BPE (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

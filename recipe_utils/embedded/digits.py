@@ -1,4 +1,4 @@
-"""Handwritten digits, which scikit-learn's package holds: images without a download."""
+"""Handwritten digits of scikit-learn, without a download."""
 
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 NUM_TRAIN = 1400
 SIZE = 16
-"""Side of the images, which are made of 8 x 8 [pixels]."""
+"""Side of the images, upsampled from 8 x 8 [pixels]."""
 
 
 class DigitsDataset(Dataset[dict[str, Any]]):
@@ -19,7 +19,7 @@ class DigitsDataset(Dataset[dict[str, Any]]):
     Args:
         images: [n, 1, 16, 16], float32 in [0, 1].
         labels: [n].
-        numbers: [n], of the images in scikit-learn's order.
+        numbers: [n], indices in scikit-learn's order.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> None:
@@ -38,10 +38,10 @@ class DigitsDataset(Dataset[dict[str, Any]]):
 
 
 def digits_dataset(split: str = "train") -> DigitsDataset:
-    """One of two fixed splits of scikit-learn's 1,797 digits of 8 x 8 pixels, as 16 x 16 in one channel.
+    """Returns a fixed split of scikit-learn's 1,797 digits, upsampled to 16 x 16 pixels.
 
     Args:
-        split: ``train``, 1,400 of them, or ``test``, the other 397.
+        split: ``train`` (1,400 images) or ``test`` (397).
 
     Raises:
         ValueError: an unknown split, or scikit-learn is not installed.
@@ -55,7 +55,7 @@ def digits_dataset(split: str = "train") -> DigitsDataset:
 
 @cache
 def _load() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All images, all labels, and the order that is cut into the two splits."""
+    """Returns images, labels, and the order of images that is cut into the splits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

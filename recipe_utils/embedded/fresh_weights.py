@@ -1,4 +1,4 @@
-"""Start from fresh weights instead of a downloaded checkpoint."""
+"""Checkpoints of fresh weights, for training without a download."""
 
 import json
 import math
@@ -31,11 +31,11 @@ _HF_NAMES = {
     "norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-"""Argument of torchtune's builder -> its name in a ``config.json``."""
+"""Argument of torchtune's builder -> name in ``config.json``."""
 _FIXED = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
 _DEFAULTS = {"rope_base": 500_000, "norm_eps": 1e-5, "tie_word_embeddings": True}
 _MADE_FROM = "made_from"
-"""The key in the metadata of the weights' file."""
+"""Key in the metadata of the weights file."""
 
 _log = get_logger("INFO")
 
@@ -49,24 +49,22 @@ def fresh_llama_checkpointer(
     recipe_checkpoint: str | None = None,
     should_load_recipe_state: bool = False,
 ) -> FullModelHFCheckpointer:
-    """A Hugging Face checkpointer over a checkpoint that it first makes from fresh weights.
+    """Returns a Hugging Face checkpointer, after building a checkpoint of fresh weights.
 
-    The checkpoint is a plain Hugging Face folder (``config.json``, ``model.safetensors``): what is saved
-    from it loads with ``transformers``, too. It is made once, and anew where ``model`` or ``seed`` are no
-    longer those that it was made from. Weights that something else has put there stay as they are.
+    The checkpoint (``config.json``, ``model.safetensors``) also loads with ``transformers``. It is built
+    once, and rebuilt if ``model`` or ``seed`` change. Weights of another origin are not replaced.
 
     Args:
-        model: component of a Llama model, ``torchtune.models.llama3_2.llama3_2`` with
-            ``scale_factor: 1`` (plain RoPE), which is what the ``config.json`` describes.
+        model: component ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE).
         checkpoint_dir: folder of the fresh checkpoint.
-        output_dir: where checkpoints are saved.
-        seed: of the weights.
-        adapter_checkpoint: passed on.
-        recipe_checkpoint: passed on.
-        should_load_recipe_state: passed on.
+        output_dir: see ``FullModelHFCheckpointer``, as the arguments below.
+        seed: seed of the weights.
+        adapter_checkpoint: for the checkpointer.
+        recipe_checkpoint: for the checkpointer.
+        should_load_recipe_state: for the checkpointer.
 
     Raises:
-        ValueError: a model that the ``config.json`` would not describe.
+        ValueError: ``config.json`` cannot describe the model.
     """
     if not model["_component_"].endswith(".llama3_2") or model.get("scale_factor") != 1:
         raise ValueError(
@@ -96,7 +94,7 @@ def fresh_llama_checkpointer(
             dim=model["embed_dim"],
         )
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        # The weights first, which hold the record: what a kill leaves half replaced is not taken for current.
+        # In this order: after a kill in between config.json does not match, and both are rebuilt.
         write_atomically(
             weights, save(tensors, {"format": "pt", _MADE_FROM: json.dumps(made_from)})
         )
@@ -115,10 +113,10 @@ def fresh_llama_checkpointer(
 
 
 def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
-    """Initial weights as GPT-2's (Radford et al. 2019, section 2.3).
+    """Returns initial weights as GPT-2's (Radford et al. 2019, section 2.3).
 
-    Normal with standard deviation 0.02, projections into the residual stream smaller by the square
-    root of their number; norms stay 1.
+    Weights are normal with standard deviation 0.02, divided by the square root of their number for
+    projections into the residual stream. Norms are 1.
     """
     num_layers = len(model.layers)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +130,7 @@ def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
 
 
 def _recorded(weights: Path) -> dict[str, Any] | None:
-    """Returns the arguments that fresh weights were made from; None for weights of another origin."""
+    """Returns the arguments of fresh weights; None for weights of another origin."""
     with safe_open(weights, "pt") as file:
         record = (file.metadata() or {}).get(_MADE_FROM)
     return None if record is None else json.loads(record)

@@ -1,4 +1,4 @@
-"""What the embedded texts have in common: pairs in a file, two splits of them, and their tokens."""
+"""Datasets of (question, answer) pairs in a file."""
 
 import json
 import random
@@ -19,7 +19,7 @@ Pairs = list[tuple[str, str]]
 
 
 def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
-    """The pairs of a JSON file, in its order; it is written with what ``collect`` returns if it does not exist."""
+    """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them."""
     build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
     return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
 
@@ -32,14 +32,14 @@ def question_answer_dataset(
     train_on_input: bool = False,
     packed: bool = False,
 ) -> Dataset[dict[str, Any]]:
-    """One of the two splits of ``pairs``, as tokens.
+    """Returns a tokenized split of ``pairs``.
 
     Args:
-        pairs: all of them, always in the same order.
-        tokenizer: turns messages into tokens; its ``max_seq_len`` truncates long answers.
+        pairs: pairs in a fixed order.
+        tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
         split: ``"train"`` or ``"validation"``.
         num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: whether the tokens of the question are targets, too.
+        train_on_input: include the question in the targets.
         packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
 
     Raises:
@@ -53,12 +53,7 @@ def question_answer_dataset(
 
 
 def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
-    """Those of ``pairs`` that are in a split, in an order drawn with a fixed seed.
-
-    Args:
-        pairs: all of them, always in the same order.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: size of the validation split; the other has the rest.
+    """Returns the pairs of a split, shuffled with a fixed seed.
 
     Raises:
         ValueError: unknown split.
@@ -73,7 +68,7 @@ def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
 
 
 class QuestionAnswerDataset(Dataset[dict[str, Any]]):
-    """Tokenizes (question, answer) pairs as a user's and an assistant's message."""
+    """Pairs tokenized as a user's and an assistant's message."""
 
     def __init__(self, pairs: Pairs, tokenizer: Any, train_on_input: bool = False) -> None:
         self._pairs = pairs

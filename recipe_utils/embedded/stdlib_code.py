@@ -1,4 +1,4 @@
-"""Another kind of text for the embedded model to be adapted to: the code of the standard library's functions."""
+"""Code of the standard library's functions, to adapt the embedded model to."""
 
 import ast
 import textwrap
@@ -11,8 +11,8 @@ from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, questio
 from recipe_utils.embedded.stdlib_sources import definitions, library_sources
 
 MAX_CHARACTERS = 1000
-"""Of a function; longer ones are left out. With its question, one of this length has less than 512 tokens
-of the embedded tokenizer."""
+"""Maximum length of a function's code. With its question this is less than 512 tokens of the embedded
+tokenizer."""
 
 
 def code_dataset(
@@ -23,14 +23,14 @@ def code_dataset(
     train_on_input: bool = False,
     packed: bool = False,
 ) -> Dataset[dict[str, Any]]:
-    """Names of functions of Python's standard library, and their code as answers.
+    """Returns names of functions of Python's standard library as questions, with their code as answers.
 
     Args:
-        tokenizer: turns messages into tokens.
-        path: file of the (question, answer) pairs; the first call collects them and writes it.
+        tokenizer: tokenizes messages.
+        path: file of the (question, answer) pairs, written by the first call.
         split: ``"train"`` or ``"validation"``.
         num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: whether the tokens of the question are targets, too.
+        train_on_input: include the question in the targets.
         packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
 
     Raises:
@@ -43,10 +43,10 @@ def code_dataset(
 
 
 def code_pairs(path: str) -> Pairs:
-    """All (question, answer) pairs, in a fixed order; over 7,000 with Python 3.11 to 3.13.
+    """Returns all pairs in a fixed order; over 7,000 with Python 3.11 to 3.13.
 
     Args:
-        path: JSON file that holds them; it is written first if it does not exist.
+        path: JSON file of the pairs; written if it does not exist.
     """
     return pairs_in_file(path, _collect)
 
@@ -61,7 +61,7 @@ def _collect() -> Pairs:
 
 
 def _functions(source: Path) -> list[tuple[str, str]]:
-    """(dotted name, code without docstring) of a file's functions that do something."""
+    """Returns (dotted name, code without docstring) of functions with a body besides the docstring."""
     lines = source.read_text(encoding="utf-8", errors="replace").split("\n")  # as ast counts them
     found = []
     for name, node in definitions(source):

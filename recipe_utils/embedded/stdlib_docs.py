@@ -1,7 +1,6 @@
-"""The embedded default's data: real text that every Python carries, and a tokenizer trained on it.
+"""Data of the embedded default: questions about the standard library, and a tokenizer trained on it.
 
-Thousands of question/answer samples from the docstrings of the standard library and from
-``pydoc_data.topics``, of very different length, without a download.
+Answers are docstrings and the texts of ``pydoc_data.topics``; their lengths vary widely.
 """
 
 import ast
@@ -58,14 +57,14 @@ def docstring_dataset(
     train_on_input: bool = False,
     packed: bool = False,
 ) -> Dataset[dict[str, Any]]:
-    """Questions about Python's standard library and their answers.
+    """Returns questions about Python's standard library with their answers.
 
     Args:
-        tokenizer: turns messages into tokens; its ``max_seq_len`` truncates long answers.
-        path: file of the (question, answer) pairs; the first call collects them and writes it.
+        tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
+        path: file of the (question, answer) pairs, written by the first call.
         split: ``"train"`` or ``"validation"``.
         num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: whether the tokens of the question are targets, too.
+        train_on_input: include the question in the targets.
         packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
 
     Raises:
@@ -78,10 +77,10 @@ def docstring_dataset(
 
 
 def docstring_pairs(path: str) -> Pairs:
-    """All (question, answer) pairs, in a fixed order; over 5,500 with Python 3.11.
+    """Returns all pairs in a fixed order; over 5,500 with Python 3.11.
 
     Args:
-        path: JSON file that holds them; it is written first if it does not exist.
+        path: JSON file of the pairs; written if it does not exist.
     """
     return pairs_in_file(path, _collect)
 
@@ -102,7 +101,7 @@ def _collect() -> Pairs:
 
 
 def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of what a file defines."""
+    """Yields (dotted name, docstring) of the definitions in a file."""
     for name, node in definitions(source):
         docstring = ast.get_docstring(node)
         if docstring and len(docstring) > 20:
@@ -116,23 +115,23 @@ def docstring_tokenizer(
     max_seq_len: int | None = None,
     copied_from: str | None = None,
 ) -> Llama3Tokenizer:
-    """A Llama 3 tokenizer whose byte-pair merges are learned from the training text.
+    """Returns a Llama 3 tokenizer whose merges are learned from the training text.
 
-    The first call trains it, some seconds, or copies another model's, and writes it to ``path`` in the
-    format of Llama 3's own ``tokenizer.model``; later calls and other processes read it from there. It is
-    made anew where ``vocab_size``, the text or the other model's are no longer those that it was made from.
+    The first call trains it (some seconds) or copies it and writes ``path`` in the format of Llama 3's
+    ``tokenizer.model``; later calls and other processes read the file. It is rebuilt if ``vocab_size``,
+    the text or the copied file change.
 
     Args:
-        path: the tokenizer's file; its special tokens are written beside it as ``special_tokens.json``,
-            and for transformers ``tokenizer.json`` and ``tokenizer_config.json``. Exports take all of
-            them along, but not the record of what they were made from, and are only read.
-        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None only reads or copies.
-        vocab_size: tokens in all, the special ones included; None takes what is there, and trains 4096.
-        max_seq_len: samples are truncated to it [tokens].
-        copied_from: the file of another model, which has the same tokens; instead of training one.
+        path: file of the tokenizer. ``special_tokens.json`` is written beside it, and for transformers
+            ``tokenizer.json`` and ``tokenizer_config.json``. Exports contain all of them, but not the
+            record of the arguments, and are only read.
+        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only read or copy.
+        vocab_size: number of tokens, including special ones; None for that of the file, or 4096.
+        max_seq_len: maximum length of samples [tokens].
+        copied_from: file of another model's tokenizer, which is copied instead of trained.
 
     Raises:
-        ValueError: there is no tokenizer to read or to copy, and no text to train one on.
+        ValueError: there is no tokenizer to read or copy, and no text to train one on.
     """
     file = Path(path)
     if copied_from is not None:
@@ -174,12 +173,12 @@ def _follow(
     made_from: Callable[[Mapping[str, Any]], dict[str, Any]],
     make: Callable[[Mapping[str, Any]], tuple[Ranks, dict[str, int]]],
 ) -> None:
-    """Makes a tokenizer's files where they are not what they would be made from now.
+    """Builds the files of a tokenizer if its arguments have changed.
 
     Args:
-        file: ``tokenizer.model``; the others lie beside it.
-        made_from: argument -> value now, given what is recorded.
-        make: the tokens and the special ones, given what they are made from.
+        file: ``tokenizer.model``; the others are beside it.
+        made_from: returns the arguments now, given the recorded ones.
+        make: returns the tokens and the special tokens, given the arguments.
     """
     record = file.with_name(f".{file.name}.made_from.json")
     for_transformers = file.with_name("tokenizer.json")
@@ -201,7 +200,7 @@ def _follow(
             _log.info(f"{file}: the tokenizer is made anew, because {changed}")
         if changed or not file.exists():
             ranks, special_tokens = make(now)
-            # It is there again once all others are: what a kill leaves is not taken for current.
+            # Written again after all others: a kill in between leaves no current file.
             file.unlink(missing_ok=True)
         else:
             ranks, special_tokens = _read(file)
@@ -228,13 +227,13 @@ def _special_tokens_of(file: Path) -> dict[str, int]:
 
 
 def _digest(path: Path) -> str:
-    """Tells one content from another."""
+    """Returns a hash of the content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 @contextmanager
 def _no_cache_of_tiktoken() -> Iterator[None]:
-    """Lets tiktoken read the file: it keeps a copy of each by its path alone, and never looks for changes."""
+    """Disables tiktoken's cache, whose key is the path without the content."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = ""
     try:

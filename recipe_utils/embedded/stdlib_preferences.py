@@ -1,4 +1,4 @@
-"""The embedded text as preferences: a sentence of a docstring is better than the same with two words exchanged."""
+"""Preference pairs of the embedded text: a docstring, and the same with two words exchanged."""
 
 import random
 import re
@@ -13,7 +13,7 @@ from recipe_utils.embedded.question_answers import Pairs, split_of
 from recipe_utils.embedded.stdlib_docs import docstring_pairs
 
 MIN_WORDS = 4
-"""Of a docstring's first paragraph; shorter ones are left out."""
+"""Minimum number of words of a docstring's first paragraph."""
 
 
 def word_order_dataset(
@@ -22,15 +22,15 @@ def word_order_dataset(
     split: str = "train",
     num_validation_samples: int = 200,
 ) -> Dataset[dict[str, Any]]:
-    """Questions about Python's standard library, each with a good and a spoilt answer.
+    """Returns questions about Python's standard library with a chosen and a rejected answer.
 
-    Good is the first paragraph of the docstring asked for, in one line; spoilt is the same with two
+    Chosen is the first paragraph of the docstring, in one line; rejected is the same with two
     neighbouring words exchanged.
 
     Args:
-        tokenizer: turns messages into tokens; its ``max_seq_len`` truncates each side.
-        path: file of the docstrings, see :func:`recipe_utils.embedded.stdlib_docs.docstring_pairs`; the
-            first call collects them and writes it.
+        tokenizer: tokenizes messages; its ``max_seq_len`` truncates each side.
+        path: file of :func:`recipe_utils.embedded.stdlib_docs.docstring_pairs`, written by the first
+            call.
         split: ``"train"`` or ``"validation"``.
         num_validation_samples: size of the validation split, drawn with a fixed seed.
 
@@ -42,10 +42,10 @@ def word_order_dataset(
 
 
 def first_paragraphs(pairs: Pairs) -> Pairs:
-    """What docstrings begin with, in one line, for the questions of :func:`docstring_pairs` that ask for one.
+    """Returns first paragraphs of docstrings, in one line, with their questions.
 
-    Only those of at least MIN_WORDS words, two of them different. Of equal answers the first alone: methods
-    of many classes share theirs, and what is held out for validation must not be trained on.
+    They have at least MIN_WORDS words, two of them different. Equal ones are returned once: methods of
+    many classes share a docstring, and validation samples must not be in the training split.
     """
     found: dict[str, str] = {}
     for question, docstring in pairs:
@@ -56,11 +56,9 @@ def first_paragraphs(pairs: Pairs) -> Pairs:
 
 
 def exchange_neighbours(text: str, seed: str) -> str:
-    """The text's words with two different neighbours exchanged, at a place drawn with ``seed``.
+    """Returns a text with two different neighbouring words exchanged; ``seed`` determines which.
 
-    Args:
-        text: words with one space between them, two of them different.
-        seed: any text; equal ones draw equal places.
+    Words are separated by one space.
 
     Raises:
         ValueError: no two words are different.
@@ -69,17 +67,17 @@ def exchange_neighbours(text: str, seed: str) -> str:
     places = [i for i, pair in enumerate(pairwise(words)) if pair[0] != pair[1]]
     if not places:
         raise ValueError(f"{text!r}: no two words are different")
-    # Seeded with text, `random` hashes it itself, alike in all processes.
+    # `random` hashes a text seed without the hash seed of the process.
     i = random.Random(seed).choice(places)
     words[i], words[i + 1] = words[i + 1], words[i]
     return " ".join(words)
 
 
 class WordOrderDataset(Dataset[dict[str, Any]]):
-    """Tokenizes (question, answer) pairs with the answer as it is and with two words exchanged.
+    """Tokenized pairs of an answer and the answer with two words exchanged.
 
-    A sample has the keys and the values of torchtune's ``PreferenceDataset``: tokens of both sides, question
-    included, and labels of the same length, which are -100 for the question's.
+    Samples are those of torchtune's ``PreferenceDataset``: tokens of both sides, including the question,
+    and labels of the same length, -100 for the question.
     """
 
     def __init__(self, pairs: Pairs, tokenizer: Any) -> None:

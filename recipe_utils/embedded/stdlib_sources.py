@@ -1,4 +1,4 @@
-"""The sources of the standard library that runs: real text that every Python carries. Nothing is imported."""
+"""Sources of the running Python's standard library, which are parsed and not imported."""
 
 import ast
 import os
@@ -18,12 +18,12 @@ SKIPPED_DIRS = {
 
 
 def library_dir() -> Path:
-    """The folder of the standard library."""
+    """Returns the folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def library_sources() -> list[Path]:
-    """Its modules, tests and demos left out, in the order of their paths."""
+    """Returns its modules without tests and demos, sorted by path."""
     found = []
     for folder, subfolders, files in os.walk(library_dir()):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_DIRS]
@@ -34,9 +34,9 @@ def library_sources() -> list[Path]:
 def definitions(
     source: Path,
 ) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(dotted name, node) of a module and what it defines at its top and in its classes.
+    """Yields (dotted name, node) of a module and its public functions, classes and methods.
 
-    Nothing of what is private, nor of a file that this Python cannot read.
+    Yields nothing for a private module or a file that cannot be parsed.
     """
     parts = source.relative_to(library_dir()).with_suffix("").parts
     module = ".".join(part for part in parts if part != "__init__")

@@ -103,7 +103,7 @@ def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
     # First, because it also sets the all-reduce.
     model.set_requires_gradient_sync(is_last or when == "each_microbatch")
     model.set_requires_all_reduce(is_last)
-    # Has no effect on collectives: FSDP2 keeps prefetched parameters until the last backward.
+    # Skips no collective: until the last backward FSDP2 keeps its prefetching state.
     model.set_is_last_backward(is_last)
     try:
         yield

@@ -1,1 +1,1 @@
-"""What `tune` is told about this project's recipes, and how its launcher waits for their ranks."""
+"""Registration of the recipes with `tune`, and its launcher's signal handling."""

@@ -1,7 +1,7 @@
-"""Lets ``tune run --nproc_per_node`` wait for what this project's recipes do when they are asked to stop.
+"""Signal handling of ``tune run --nproc_per_node`` for this project's recipes.
 
-torchrun, which ``tune run`` starts ranks with, answers a signal by ending its ranks within 30 seconds and
-reports a failure, even if all of them have saved and ended as they should.
+After a signal, torchrun kills its ranks within 30 seconds and reports a failure, even if all of them
+saved a checkpoint and exited with code 0.
 """
 
 import logging
@@ -19,21 +19,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 
 CONFIG_ERROR_EXIT_CODE = 2
-"""Of every rank, and of the launcher, where the config cannot work."""
+"""Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
-"""Of a rank that has told what is wrong, or left to another to do so."""
+"""Exit code of a rank whose error has been reported, by itself or by another rank."""
 _ENDED_BY_LAUNCHER = {-signal.SIGTERM, -signal.SIGKILL}
 
 
 def wait_for_ranks() -> None:
-    """Changes how this process, as a launcher, takes its first SIGTERM or SIGINT, and config errors.
+    """Patches torchrun's handling of signals and of reported errors in this process.
 
-    It goes to the ranks and the launcher waits for them, however long they save; if all end with exit
-    code 0, so does the launcher. If one does not, the launcher ends as torchrun does at a signal, and
-    never restarts them. A second signal acts as the first would have without this.
+    The first SIGTERM or SIGINT is forwarded to the ranks, and the launcher waits for them without a
+    timeout. If all exit with code 0, so does the launcher; otherwise it exits as torchrun does after a
+    signal, without a restart. A second signal has torchrun's effect.
 
-    Ranks that leave because the config cannot work are not restarted either. Neither to this nor to anything
-    else that a rank has told does the launcher add a word of its own.
+    Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
     torch_start, torch_wait, torch_launch = PContext.start, PContext.wait, api.launch_agent
     received: list[signal.Signals] = []
@@ -54,7 +53,7 @@ def wait_for_ranks() -> None:
             received.append(signal.Signals(number))
             for each, handler in torch_handlers.items():
                 signal.signal(each, handler)
-            # Only to the ranks: their DataLoader workers, in the same group, are still needed.
+            # Not to the process group: it contains DataLoader workers, which are still needed.
             for pid in ranks.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -85,7 +84,7 @@ def wait_for_ranks() -> None:
 
 
 def _exit_codes(failures: Mapping[int, ProcessFailure]) -> set[int]:
-    """Of the ranks that left by themselves; the launcher then ends the others with a signal."""
+    """Returns the exit codes of ranks that the launcher did not kill."""
     return {failure.exitcode for failure in failures.values()} - _ENDED_BY_LAUNCHER
 
 

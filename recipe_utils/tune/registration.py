@@ -1,8 +1,9 @@
-"""What PyTorch calls at the end of every ``import torch``, so that ``tune`` knows this project's recipes.
+"""Entry point that PyTorch calls at the end of ``import torch``; registers the recipes with ``tune``.
 
-An installation has this file in site-packages as ``torchtune_update_step_registration``, an editable one,
-too: PyTorch's import fails with an entry point that cannot be imported or that raises, and a checkout may
-have been moved since. So it imports nothing of the project at its top, and no exception leaves it.
+Installations, editable ones included, copy this file to site-packages as
+``torchtune_update_step_registration``, because ``import torch`` fails if an entry point cannot be
+imported or raises, and a checkout may have been moved. So the module does not import the project at
+its top, and it raises no exception.
 """
 
 import logging
@@ -11,14 +12,14 @@ import sys
 from pathlib import Path
 
 OURS = "TORCHTUNE_UPDATE_STEP_RUN"
-"""In the environment of a ``tune run`` of this project's recipes, and so of its ranks."""
+"""Environment variable of a ``tune run`` of this project's recipes; its ranks inherit it."""
 
 
 def register() -> None:
-    """Calls :func:`recipe_utils.tune.registry.register` where torchtune is being imported.
+    """Calls :func:`recipe_utils.tune.registry.register` during the import of torchtune.
 
-    What goes wrong is said in one line by ``tune``, which goes on with torchtune's own recipes. Elsewhere
-    nothing is said: programs of this environment may want no more than ``import torch``.
+    ``tune`` reports an error in one line and continues with torchtune's recipes. Other programs, which
+    may only import torch, print nothing.
     """
     if OURS in os.environ:
         be_quiet_about_kernels()
@@ -37,7 +38,7 @@ def register() -> None:
 
 
 def be_quiet_about_kernels() -> None:
-    """Leaves out torchao's line at its import: that its kernels, which no recipe here uses, are for another torch."""
+    """Filters torchao's warning at import about kernels for another torch; no recipe uses them."""
     logging.getLogger("torchao").addFilter(
         lambda record: "Skipping import of cpp extensions" not in record.getMessage()
     )

@@ -1,10 +1,9 @@
-"""Makes ``tune ls``, ``tune cp``, ``tune validate`` and ``tune run`` know this project's recipes.
+"""Registration of recipes for ``tune ls``, ``tune cp``, ``tune validate`` and ``tune run``.
 
-torchtune 0.6.1 keeps its recipes in a module-level list and has no way to add to it from outside.
-PyTorch calls every entry point of the group ``torch.backends`` at the end of ``import torch``;
-``tune`` imports torchtune first, so at that moment the list can be extended before it is read.
-This is the only module that touches a private name of torchtune's command line. It runs at every
-``import torch`` beside torchtune (:mod:`recipe_utils.tune.registration`), so it imports nothing heavy.
+torchtune 0.6.1 keeps its recipes in a module-level list without an interface to extend it. PyTorch
+calls the entry points of the group ``torch.backends`` at the end of ``import torch``, which ``tune``
+runs before it reads the list. Only this module uses a private name of torchtune's command line. It
+is imported with torch and torchtune (:mod:`recipe_utils.tune.registration`), so it must be light.
 """
 
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from recipe_utils.tune.registration import OURS, be_quiet_about_kernels
 
-# A wheel carries recipes/ and configs/ inside the package; a checkout has links to them there.
+# A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
 
 RECIPES = {
@@ -78,16 +77,14 @@ SAME_FILE = {
     "lora_finetune_update_step": "full_finetune_update_step",
     "lora_dpo_update_step": "full_dpo_update_step",
 }
-"""Recipe name -> the one whose file it is another name of. All others are ``recipes/NAME.py``."""
+"""Recipe name -> name of its file; that of all others is ``recipes/NAME.py``."""
 
 
 def register() -> None:
-    """Adds :data:`RECIPES` to torchtune's registry when torchtune is being imported.
+    """Adds :data:`RECIPES` to torchtune's registry.
 
-    In ``tune run`` it also changes what the launcher does at a signal, where it starts one of them or
-    a copy.
-    ``tune validate`` takes a path and looks no name up, so a name of ours on its command line is
-    replaced by the path here.
+    For ``tune run`` of one of them or of a copy, it also patches the launcher. ``tune validate`` only
+    accepts paths, so the name of a config in ``sys.argv`` is replaced by its path.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
@@ -102,7 +99,7 @@ def register() -> None:
                 configs=[
                     Config(name=config, file_path=str(config_path(config))) for config in configs
                 ],
-                # The benchmark starts the processes of its peers itself.
+                # The benchmark starts the processes of its baselines itself.
                 supports_distributed=name != "benchmark_tokens_per_second",
             )
         )
@@ -121,7 +118,7 @@ def register() -> None:
 
 
 def _is_ours(argument: str) -> bool:
-    """Whether an argument of ``tune run`` is the name of a recipe of this project, or a file that stands on it."""
+    """Returns True if an argument of ``tune run`` is a recipe of this project or a file that imports it."""
     if argument in RECIPES:
         return True
     path = Path(argument)
@@ -133,10 +130,10 @@ def _is_ours(argument: str) -> bool:
 
 
 def recipe_path(name: str) -> Path:
-    """Where the recipe called ``name`` lies."""
+    """Returns the path of a recipe."""
     return ROOT / "recipes" / f"{SAME_FILE.get(name, name)}.py"
 
 
 def config_path(name: str) -> Path:
-    """Where the config called ``name`` (such as ``llama3_2/5M_full_update_step``) lies."""
+    """Returns the path of a config, such as ``llama3_2/5M_full_update_step``."""
     return ROOT / "configs" / f"{name}.yaml"

@@ -1,1 +1,1 @@
-"""Preference pairs: rows with shared prompts."""
+"""Preference pairs and their collator."""

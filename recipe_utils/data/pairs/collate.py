@@ -1,4 +1,4 @@
-"""Pairs of answers as microbatches, padded or packed.
+"""Microbatches of preference pairs, padded or packed.
 
 Shapes: p pairs, b rows, s positions per row, n target tokens of all p pairs.
 """
@@ -15,19 +15,16 @@ from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.text.documents import Documents
 
 IGNORE_INDEX = -100
-"""The label of positions that are no targets, in torchtune's preference datasets."""
+"""Label of positions without a target in torchtune's preference datasets."""
 
 SIDES = ("chosen", "rejected")
 
 
 def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
-    """Returns how many tokens both sides of a pair may share; None of equal sides.
+    """Returns the number of tokens that both sides of a pair can share; None if they are equal.
 
-    The longest common prefix, of tokens and labels, less one: the last common token has another next token on
-    each side, so it is in both.
-
-    Args:
-        pair: arrays by torchtune's keys.
+    This is the longest common prefix of tokens and labels, less one: the next token of the last
+    common token differs, so each side keeps its own.
     """
     chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
     shorter = min(chosen.shape[1], rejected.shape[1])
@@ -40,12 +37,7 @@ def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
 
 
 def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
-    """Makes a microbatch of two rows per pair, chosen over rejected, padded to the longest of all.
-
-    Args:
-        samples: at least one, of :meth:`recipe_utils.data.pairs.collator.PairCollator.prepare`.
-        padding_idx: the token to pad with.
-    """
+    """Makes a microbatch of two rows per pair, chosen before rejected, padded to the longest."""
     longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in SIDES)
     tokens = torch.full((2 * len(samples), longest), padding_idx)
     labels = torch.full((2 * len(samples), longest), IGNORE_INDEX)
@@ -58,7 +50,7 @@ def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microba
 
 
 def padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Microbatch:
-    """Makes a microbatch of rows [b, s]; ``labels`` are those of next positions."""
+    """Makes a microbatch of rows [b, s] with shifted labels."""
     of_sides = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
     of_pairs = torch.cat([torch.zeros(len(samples), 1, dtype=torch.long), of_sides], dim=1)
     return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
@@ -67,14 +59,10 @@ def padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Mi
 def collate_packed_pairs(
     samples: Sequence[Sample], padding_idx: int = 0, row_multiple: int | None = None
 ) -> Microbatch:
-    """Makes a microbatch of one row, in which pair follows pair: shared prefix, chosen's rest, rejected's rest.
+    """Makes a microbatch of one row: for each pair the shared prefix and the rest of both sides.
 
-    Neither rest attends to the other; positions of both follow the shared prefix's.
-
-    Args:
-        samples: at least one, of :meth:`recipe_utils.data.pairs.collator.PairCollator.prepare`.
-        padding_idx: the token to pad with.
-        row_multiple: pads the row to a multiple of so many tokens, as one more document. None for no padding.
+    Neither rest attends to the other; positions of both continue those of the prefix. The row is
+    padded to a multiple of ``row_multiple`` tokens with one more document.
     """
     segments: list[Tensor] = []
     lengths: list[Any] = []
@@ -89,7 +77,7 @@ def collate_packed_pairs(
 
 
 def _segment_of(sample: Sample, side: str) -> Tensor:
-    """Tokens, labels of the next ones and positions of one side alone, [3, s]."""
+    """Returns tokens, shifted labels and positions of one side, [3, s]."""
     tokens = torch.from_numpy(sample[f"{side}_input_ids"])
     labels = torch.from_numpy(sample[f"{side}_labels"]).roll(-1)
     labels[-1] = IGNORE_INDEX
@@ -103,7 +91,7 @@ def packed_row(
     padding_idx: int,
     row_multiple: int | None,
 ) -> Microbatch:
-    """Makes a microbatch of a row of segments [3, .], three for each pair, which are documents of these lengths."""
+    """Makes a microbatch of one row of segments [3, .], three per pair; ``lengths`` are of documents."""
     of_segments = [int((segment[1] != IGNORE_INDEX).sum()) for segment in segments]
     of_pairs = torch.tensor(of_segments[: 3 * len(samples)], dtype=torch.long).view(-1, 3)
     num_real = sum(segment.size(1) for segment in segments)
@@ -123,7 +111,7 @@ def packed_row(
 def _microbatch(
     inputs: dict[str, Any], labels: Tensor, samples: Sequence[Sample], of_pairs: Tensor
 ) -> Microbatch:
-    """Makes a microbatch of labels [b, s] of next positions; ``of_pairs`` are targets of its segments [p, 3]."""
+    """Makes a microbatch; ``labels`` [b, s] are shifted, ``of_pairs`` [p, 3] are targets by segment."""
     shared, chosen, rejected = of_pairs.sum(0).tolist()
     counts = {
         "pairs": len(samples),

@@ -1,9 +1,7 @@
-"""Pairs of answers as a kind of sample: checked, measured, and made into microbatches, padded or packed.
+"""Collator of preference pairs, padded or packed.
 
-A sample is a pair, and its two answers are never apart: they are in one microbatch on one rank. Packed, what
-both sides begin with (the prompt, and more where answers begin alike) is computed once.
-
-Shapes: p pairs, b rows, s slots (positions) per row, n target tokens of all p pairs.
+A sample is a pair; both answers are in one microbatch on one rank. If packed, the common prefix of
+both sides (the prompt, and more if the answers start alike) is computed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,17 +39,17 @@ from recipe_utils.settings.problems import Problem
 
 @dataclass(frozen=True, config=STRICT)
 class PairSettings:
-    """How pairs become microbatches, besides what is said of samples of any kind."""
+    """Settings of pairs, besides those of all samples."""
 
     prefix_sharing: bool | None = None
-    """Computes what both sides of a pair begin with once; null is True where ``microbatching: packed``."""
+    """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
     def shares_prefixes(self, data: DataSettings) -> bool:
-        """Whether what both sides begin with is computed once."""
+        """Returns True if the common prefix is computed once."""
         return data.is_packed and self.prefix_sharing is not False
 
     def problems_with(self, data: DataSettings) -> Iterator[Problem]:
-        """What of the data's keys pairs cannot have."""
+        """Yields values of the data keys that pairs do not support."""
         if self.prefix_sharing and not data.is_packed:
             yield Problem(
                 "prefix_sharing",
@@ -69,22 +67,22 @@ class PairSettings:
 
 
 class CachedLogProbs(Protocol):
-    """A cache of a reference's log-probabilities."""
+    """Cache of reference log-probabilities."""
 
     def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
-        """Returns what the training loop looks them up by; its ``num_missing`` are not in the cache."""
+        """Returns the lookup for the training loop; its ``num_missing`` counts pairs not in the cache."""
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    """A preference dataset of its component, or of a list of components one after the other.
+    """Instantiates a preference dataset from a component, or from a list, which is concatenated.
 
     Raises:
-        ValueError: its samples are no pairs.
+        ValueError: its samples are not pairs.
     """
     dataset = load_dataset(cfg, tokenizer)
     try:
         keys = sorted(dataset[0])
-    except Exception:  # no dataset, an empty one, or a bad sample, which is named when it is needed
+    except Exception:  # not a dataset, empty, or a bad sample: reported when it is loaded
         return dataset
     if "chosen_input_ids" not in keys:
         raise ValueError(
@@ -96,24 +94,24 @@ def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
 
 
 class PairCollator:
-    """Pairs of a chosen and a rejected answer, as torchtune's preference datasets return them.
+    """Collator of pairs as torchtune's preference datasets return them.
 
     Args:
-        settings: of the data; the plan, and what limits a microbatch. ``batch_size`` counts pairs.
+        settings: data settings; ``batch_size`` counts pairs.
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
-        limits: of the model.
-        pair_settings: of the pairs.
-        cache: of a reference's log-probabilities; None without one.
+        limits: limits of the model.
+        pair_settings: settings of pairs.
+        cache: cache of reference log-probabilities.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: ``microbatching: packed`` cannot be with this model.
+        recipe_utils.settings.problems.ConfigError: the model does not support ``microbatching: packed``.
     """
 
     counts = (
         "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
-    """What a microbatch counts: pairs; of them, those missing in the cache; targets of the chosen answers;
-    targets, and tokens, of both; of these, those that are computed once instead of twice; computed positions."""
+    """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
+    tokens computed once instead of twice; computed positions."""
     fingerprint_keys = (
         "chosen_input_ids",
         "chosen_labels",
@@ -137,7 +135,7 @@ class PairCollator:
         self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
         self.layout = "packed" if self._is_packed else "padded"
-        """Of rows, as far as a log-probability's last digits depend on it."""
+        """Layout of rows; the rounding of log-probabilities depends on it."""
         if self._shares_prefixes:
             self.layout += ", prefixes shared"
         self._pad_id: int = tokenizer.pad_id
@@ -146,7 +144,7 @@ class PairCollator:
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
-        """Bound on a row, padding included, in validation, too [slots]."""
+        """Bound on a row in training and validation, padding included [positions]."""
         if max_tokens is None and max_seq_len is not None:
             max_tokens = 2 * settings.batch_size * max_seq_len
         cost = settings.cost(limits.cost)
@@ -155,13 +153,13 @@ class PairCollator:
             of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
             self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
         else:
-            # A pair is two rows of the longer side's length, and the plan is told of one.
+            # A pair is two rows of the longer side's length; the plan counts it as one.
             max_tokens = max(max_tokens // 2, 1) if max_tokens else None
             cost = cost._replace(overhead_slots=cost.overhead_slots / 2)
         self.plan = settings.make_plan(max_tokens, cost)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For DataLoader workers, which prepare samples and read no cache."""
+        """Omits the cache, which DataLoader workers do not use."""
         return {**self.__dict__, "_cache": None, "_of_validation": None}
 
     def for_validation(self) -> "PairCollator":
@@ -169,7 +167,7 @@ class PairCollator:
         return self._of_validation(cache=self._cache)
 
     def warnings(self) -> Iterator[str]:
-        """Whether pairs may be longer than a microbatch, and whether plans rest on guesses."""
+        """Yields warnings about estimated costs and about pairs longer than a microbatch."""
         yield from self._cost_warnings
         bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
         if bound is not None and (longest is None or bound < 2 * longest):
@@ -179,12 +177,11 @@ class PairCollator:
             )
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """The pair as arrays, with its name and how many tokens both sides share.
+        """Returns the pair as arrays, with its name and number of shared tokens.
 
         Raises:
             SampleError: a key is missing, or see :func:`recipe_utils.data.text.collator.check_sample`.
-            SkippedSampleError: a side without a target, or sides that are equal: its gradient says nothing of
-                which answer is better.
+            SkippedSampleError: a side has no target, or the sides are equal.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
         for side in SIDES:
@@ -197,7 +194,7 @@ class PairCollator:
                 IGNORE_INDEX,
                 self._limits,
             )
-            # The first token has none before it that it could be predicted from.
+            # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
             pair |= dict(zip(keys, (tokens, labels), strict=True))
@@ -208,12 +205,12 @@ class PairCollator:
         return pair
 
     def length(self, sample: Sample) -> int:
-        """Slots that a pair takes in a row; padded, those of its longer side."""
+        """Returns the positions of a pair in a row; if padded, those of its longer side."""
         lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of pairs, at least one; with a cache, with what outputs are looked up by."""
+        """Makes a microbatch of at least one pair, with the lookup of a cache if there is one."""
         microbatch = self._collate(samples)
         if self._cache is None:
             return microbatch
@@ -222,7 +219,7 @@ class PairCollator:
         return replace(microbatch.with_teacher(found), counts=counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """Makes a microbatch of no pair and one token, whose log-probabilities [0] have a graph."""
+        """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
         token = torch.tensor([[sample["chosen_input_ids"][0]], [IGNORE_INDEX], [0]])
         if self._is_packed:
             microbatch = packed_row([token], [1], [], self._pad_id, self._row_multiple)
