@@ -23,69 +23,48 @@ RECIPE = "benchmark_tokens_per_second"
 HAS_HUGGING_FACE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 HAS_TRL = HAS_HUGGING_FACE and all(importlib.util.find_spec(name) for name in ("peft", "trl"))
 
+STOCK, LIMIT, TRL = ({"kind": kind} for kind in ("stock", "limit", "trl"))
+IN_ORDER = {"kind": "update_step", "microbatching": "in_order"}
+PACKED = {"kind": "update_step", "microbatching": "packed"}
 BASELINES = {
-    "stock": {"kind": "stock"},
-    "in_order": {"kind": "update_step", "microbatching": "in_order"},
-    "packed": {"kind": "update_step", "microbatching": "packed"},
-    "hf_batch_rebalance": {
-        "kind": "hf_trainer",
-        "train_sampling_strategy": "batch_rebalance",
-    },
-    "limit": {"kind": "limit"},
+    "stock": STOCK,
+    "in_order": IN_ORDER,
+    "packed": PACKED,
+    "hf_batch_rebalance": {"kind": "hf_trainer", "train_sampling_strategy": "batch_rebalance"},
+    "limit": LIMIT,
     "saving": {"kind": "update_step", "save_every_n_steps": 1},
-    # The recipe refuses this, but only once it runs.
-    "broken": {
-        "kind": "update_step",
-        "microbatching": "in_order",
-        "max_tokens_per_microbatch": 8,
-    },
+    "broken": {**IN_ORDER, "max_tokens_per_microbatch": 8},  # refused once the recipe runs
 }
-
 OF_ADAPTERS = {
-    "stock": {"kind": "stock"},
-    "packed": {"kind": "update_step", "microbatching": "packed"},
-    "trl_padded": {"kind": "trl", "padding_free": False},
-    "trl_padding_free": {"kind": "trl", "padding_free": True},
+    "stock": STOCK,
+    "packed": PACKED,
+    "trl_padded": {**TRL, "padding_free": False},
+    "trl_padding_free": {**TRL, "padding_free": True},
     "hf_trainer": {"kind": "hf_trainer"},
     "full": {"kind": "update_step", "model": tiny.MODEL},
-    "limit": {"kind": "limit"},
+    "limit": LIMIT,
 }
-
 PAIR_BASELINES = {
-    "stock": {"kind": "stock"},
-    "in_order": {"kind": "update_step", "microbatching": "in_order"},
-    "packed": {"kind": "update_step", "microbatching": "packed", "prefix_sharing": False},
-    "shared": {"kind": "update_step", "microbatching": "packed"},
-    "shared_cached": {
-        "kind": "update_step",
-        "microbatching": "packed",
-        "reference": "cached",
-        "precompute_reference": True,
-    },
-    "trl": {"kind": "trl"},
-    "trl_precomputed": {"kind": "trl", "precompute_ref_log_probs": True},
-    "limit": {"kind": "limit"},
+    "stock": STOCK,
+    "in_order": IN_ORDER,
+    "packed": {**PACKED, "prefix_sharing": False},
+    "shared": PACKED,
+    "shared_cached": {**PACKED, "reference": "cached", "precompute_reference": True},
+    "trl": TRL,
+    "trl_precomputed": {**TRL, "precompute_ref_log_probs": True},
+    "limit": LIMIT,
 }
+PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 40, "kind": "alike_beginnings"}
 OF_PAIRS = {
-    "dataset": {
-        "_component_": "tiny.tiny_pair_dataset",
-        "num_pairs": 40,
-        "kind": "alike_beginnings",
-    },
+    "dataset": PAIRS,
     "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
 }
-
-
 OF_A_TEACHER = {
-    "stock": {"kind": "stock"},
-    "in_order": {"kind": "update_step", "microbatching": "in_order"},
-    "packed": {"kind": "update_step", "microbatching": "packed"},
-    "packed_cached": {
-        "kind": "update_step",
-        "microbatching": "packed",
-        "teacher_cache": "hidden",
-    },
-    "trl": {"kind": "trl"},
+    "stock": STOCK,
+    "in_order": IN_ORDER,
+    "packed": PACKED,
+    "packed_cached": {**PACKED, "teacher_cache": "hidden"},
+    "trl": TRL,
 }
 
 

@@ -143,7 +143,7 @@ def run_trainer(
             if state.is_world_process_zero:
                 LossLogger().log_dict(logs, state.global_step)
 
-    class InGivenOrder(trainer_class):  # type: ignore[misc]
+    class InGivenOrder(trainer_class):
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset  # TRL would tokenize it again
 
