@@ -20,18 +20,18 @@ def generate(
 ) -> list[str]:
     """Decodes greedily, all prompts at once. Call it on all ranks.
 
-    The model computes all tokens each time: there is no cache that takes memory from training, and shapes do not
-    change. No random number is drawn, so training continues as without it.
+    Recomputes all tokens for each new one: no KV cache takes memory from training, and shapes do not change. Draws no
+    random numbers, so that training is unaffected.
 
     Args:
         model: a decoder, or a fusion model with one at ``decoder``; sharded or not, without stages.
         tokenizer: a torchtune tokenizer.
         prompts: user messages, at least one.
-        max_new_tokens: longest answer [tokens]; ``max_seq_len`` of the model may end it earlier.
-        device: device of the model's inputs; its parameters may be offloaded to another one.
+        max_new_tokens: longest answer [tokens]; the model's ``max_seq_len`` may end it earlier.
+        device: device of the model's inputs; parameters may be offloaded to another one.
 
     Returns:
-        The answers, the same on all ranks.
+        The answers, equal on all ranks.
     """
     rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
     ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))
@@ -57,7 +57,7 @@ def generate(
                 break
             best = _logits(model(tokens)).argmax(-1)
             if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(best, src=0)  # equal up to a last digit, which may decide
+                dist.broadcast(best, src=0)  # ranks may differ in a last digit
             tokens[index[is_open], lengths[is_open]] = best[is_open]
             lengths += is_open
             is_end = torch.tensor([token in ends for token in best.tolist()], device=device)
@@ -78,7 +78,7 @@ def _tokens_of(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _logits(output: Any) -> Tensor:
-    """[b, v] of a model's output, which may be in chunks, for one position."""
+    """Returns logits [b, v] of a model's output for one position, which may be in chunks."""
     logits = torch.cat(output, dim=1) if isinstance(output, list) else output
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()

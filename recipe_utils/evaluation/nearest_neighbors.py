@@ -15,15 +15,15 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 
 StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
-"""Class states [g, d] of a microbatch's images by its index; empty on ranks without a pipeline's last stage."""
+"""Maps microbatches to class states [g, d] by index; empty on ranks without a pipeline's last stage."""
 
 
 class NearestNeighbors:
-    """Classifies images by the nearest states of labelled images, exact over all ranks.
+    """k-NN classification of images by the states of labeled images, exact over all ranks.
 
     Args:
-        bank: loader of the labelled images that vote.
-        images: loader of the labelled images that are classified.
+        bank: loader of the labeled images that vote.
+        images: loader of the labeled images to classify.
         num_neighbors: number of neighbors that vote.
         ranks: ranks of the job.
 
@@ -45,15 +45,15 @@ class NearestNeighbors:
         self._dp_group = ranks.dp_group
 
     def accuracy(self, states_of: StatesOf) -> Tensor:
-        """Returns the fraction of images whose label is the one their neighbors vote for [], equal on all ranks.
+        """Returns the fraction of correctly classified images [], equal on all ranks.
 
         Raises:
-            SampleError: so many images of the bank cannot be used that fewer than ``num_neighbors`` are left.
+            SampleError: fewer than ``num_neighbors`` images of the bank are usable.
         """
         (bank, bank_labels, num_bank), (states, labels, _) = (
             self._of(loader, states_of) for loader in self._loaders
         )
-        if num_bank < self._num_neighbors:  # known on all ranks, so that none waits for the others
+        if num_bank < self._num_neighbors:  # a total over ranks, so all of them raise
             dataset = self._loaders[0].dataset
             raise SampleError(
                 f"knn_neighbors={self._num_neighbors}: only {num_bank} of {len(dataset)} images of {dataset.name} "
@@ -102,11 +102,11 @@ def num_voted_right(
     Args:
         states: states of the images [n, d].
         labels: labels of the images [n], from 0.
-        bank: states of labelled images [m, d].
+        bank: states of labeled images [m, d].
         bank_labels: their labels [m].
         num_neighbors: number of neighbors, at most m.
         temperature: temperature of the votes.
-        rows_per_chunk: images that are compared with the bank at once.
+        rows_per_chunk: images compared with the bank at once.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))
@@ -122,7 +122,7 @@ def num_voted_right(
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the rows [n, ...] of all ranks of a group, concatenated; n may differ. Waits for the device."""
+    """Concatenates the rows [n, ...] of all ranks of a group; n may differ. Synchronizes with the device."""
     if group is None:
         return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(group.size())]

@@ -1,4 +1,4 @@
-"""LoRA's and DoRA's layers with fewer passes over activations, and DoRA's norms formed once per update step.
+"""LoRA and DoRA layers with fewer passes over activations; DoRA's norms are computed once per update step.
 
 Shapes: x [..., i], W [o, i], A [r, i], B [o, r]; s is alpha / r.
 """
@@ -19,18 +19,17 @@ from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 
 
 def speed_up_adapters(model: nn.Module, optimizer: Optimizer | OptimizerInBackward) -> None:
-    """Replaces the forward of LoRA's and DoRA's layers, in place, by one that computes the same.
+    """Replaces the forwards of LoRA and DoRA layers, in place, without changing what they compute.
 
-    DoRA's norms are detached from the graph (section 4.3 of the paper) and depend on weights alone, so they
-    are formed once and hold until the optimizer steps. A bias is added as it is, as in the paper and in PEFT;
-    torchtune scales it with DoRA's rows.
+    DoRA's norms are detached from the graph (section 4.3 of the paper) and depend on weights alone, so they are computed
+    once per optimizer step. A bias is added unscaled, as in the paper and in PEFT; torchtune scales it with DoRA's rows.
 
     Args:
-        model: on its device; sharded or not, or the stages on this rank.
-        optimizer: of its adapters.
+        model: on its device; whole, sharded, or this rank's stages.
+        optimizer: optimizer of its adapters.
     """
     for layer in model.modules():
-        if isinstance(layer, LoRALinear) and "forward" not in vars(layer):  # else it is QAT's
+        if isinstance(layer, LoRALinear) and "forward" not in vars(layer):  # else QAT replaced it
             layer.forward = MethodType(_forward_lora, layer)
     with_norms: list[Any] = [layer for layer in model.modules() if isinstance(layer, DoRALinear)]
     for layer in with_norms:
@@ -47,17 +46,17 @@ def speed_up_adapters(model: nn.Module, optimizer: Optimizer | OptimizerInBackwa
 
 
 def _forward_lora(layer: Any, x: Tensor) -> Tensor:
-    """X -> x (W + s B A)^T + bias."""
+    """Computes x (W + s B A)^T + bias."""
     return _add_bias(_times_adapted_weight(layer, x, layer.alpha / layer.rank), layer)
 
 
 def _forward_dora(layer: Any, x: Tensor) -> Tensor:
-    """X -> x (W + s B A)^T * magnitude / norm of its rows + bias."""
+    """Computes x (W + s B A)^T * magnitude / norm of its rows + bias."""
     if layer.disabled:
         return _add_bias(_times_weight(layer, x), layer)
     if layer._norm is None:
         with torch.no_grad():
-            # FSDP2 holds the layer's weights gathered here.
+            # FSDP2 keeps the layer's weights gathered here.
             change = layer.scaling * (layer.lora_b.weight @ layer.lora_a.weight)
             layer._norm = torch.linalg.norm(layer.weight.to(x.dtype) + change, dim=1)
     product = _times_adapted_weight(layer, x, layer.scaling)
@@ -71,7 +70,7 @@ def _times_weight(layer: Any, x: Tensor) -> Tensor:
 
 
 def _times_adapted_weight(layer: Any, x: Tensor, scaling: float) -> Tensor:
-    """X (W + s B A)^T, without the adapters where they are disabled."""
+    """Computes x (W + s B A)^T, or x W^T if adapters are disabled."""
     if layer.disabled:
         return _times_weight(layer, x)
     a, b = layer.lora_a.weight, layer.lora_b.weight
@@ -81,8 +80,8 @@ def _times_adapted_weight(layer: Any, x: Tensor, scaling: float) -> Tensor:
         and not layer.weight.requires_grad
         and not isinstance(
             a, DTensor
-        )  # a unit of FSDP2 of its own is gathered by its own call only
-        and not torch.compiler.is_compiling()  # which fuses by itself
+        )  # an adapter sharded as its own FSDP2 unit is gathered only by its own call
+        and not torch.compiler.is_compiling()  # the compiler fuses, too
     )
     if fuses:
         product: Tensor = _AdaptedProduct.apply(x, layer.weight, a, b, scaling)
@@ -97,15 +96,15 @@ def _add_bias(product: Tensor, layer: Any) -> Tensor:
 class _AdaptedProduct(torch.autograd.Function):
     """x W^T + s (x A^T) B^T for a frozen W.
 
-    Sums are accumulated inside of matrix products, and the scale meets only what has r columns: three passes
-    over [n, o] and one over [n, i] less than operation by operation.
+    Sums are accumulated within matrix products and only tensors with r columns are scaled, which saves three passes over
+    [n, o] and one over [n, i].
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        """[..., i] -> [..., o]."""
+        """Computes [..., o] from x [..., i]."""
         reduced = F.linear(x, a)
         product = F.linear(x, weight)
         product.flatten(0, -2).addmm_(reduced.flatten(0, -2), b.t(), alpha=scaling)
@@ -116,7 +115,7 @@ class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Takes [..., o]."""
+        """Computes the gradients of x, A and B from that of the output [..., o]."""
         x, weight, a, b, reduced = ctx.saved_tensors
         grad = grad.flatten(0, -2)
         grad_reduced = (grad @ b).mul_(ctx.scaling)

@@ -1,8 +1,8 @@
-"""Adapters beside a frozen base, as a model's builder gave them: LoRA, DoRA, and both over NF4 weights.
+"""Adapters of a frozen base model: LoRA, DoRA, and both over NF4 weights.
 
-A model with adapters trains its adapters and nothing else. With a base weight W [o, i], A [r, i] and B [o, r]
-an adapted layer multiplies with W + (alpha / r) B A (LoRA, Hu et al. 2021), or with the rows of that brought
-to the length ``magnitude`` [o] (DoRA, Liu et al. 2024).
+Models with adapters train nothing else. With base weight W [o, i], A [r, i] and B [o, r], an adapted layer multiplies
+with W + (alpha / r) B A (LoRA, Hu et al. 2021), or with that, its rows rescaled to the norms ``magnitude`` [o] (DoRA,
+Liu et al. 2024).
 """
 
 import math
@@ -28,32 +28,29 @@ _NUM_SAMPLED = 64
 
 @dataclass(frozen=True)
 class Adapter:
-    """What was added to one weight [o, i]."""
+    """Adapter of one weight [o, i]."""
 
     rank: int
     alpha: float
     has_magnitude: bool
-    """DoRA."""
+    """True for DoRA."""
     dropout: float
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What of a whole model is trained and what is not; without adapters usually everything is."""
+    """Adapters, and trained and frozen parameters, of a whole model."""
 
     modules: Mapping[str, Adapter]
-    """By the name of the adapted module."""
+    """Adapters by the name of the adapted module."""
     trained: frozenset[str]
     """Names of parameters."""
     frozen: Mapping[str, bool]
-    """Names of the other parameters; whether they are kept in NF4."""
+    """Names of the other parameters; True for those in NF4."""
 
 
 def freeze_base(model: nn.Module) -> None:
-    """Leaves only the adapters to be trained, if the model has any.
-
-    Args:
-        model: as its builder made it, before it is cut, wrapped and sharded.
+    """Freezes all parameters but adapters, if the model has any; call it before the model is cut or wrapped.
 
     Raises:
         ValueError: an adapter of rank 0.
@@ -70,9 +67,9 @@ def freeze_base(model: nn.Module) -> None:
 
 
 def find_adapters(model: nn.Module) -> Adapters:
-    """Looks at a whole model's modules, wrapped and sharded or not; names are those of its state dict.
+    """Returns the adapters of a model, wrapped and sharded or not, by the names of its state dict.
 
-    Adapters of any other kind than torchtune's LoRA and DoRA are trained, but are no :class:`Adapter`.
+    Adapters other than torchtune's LoRA and DoRA are trained, but are not an :class:`Adapter`.
     """
     parameters = model.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -105,18 +102,18 @@ def initial_adapters(
     seed: int,
     dtype: torch.dtype,
 ) -> Mapping[str, Tensor]:
-    """The adapters to start from: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
+    """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
     Args:
-        adapters: of the whole model.
+        adapters: adapters of the whole model.
         base: its other weights, full (unsharded), on every rank.
-        given: full, by name; None for :func:`fresh_adapters`.
-        seed: of the run.
-        dtype: that the base is multiplied in.
+        given: full adapters by name; None for :func:`fresh_adapters`.
+        seed: seed of the run.
+        dtype: precision of matrix products with the base.
 
     Raises:
-        ValueError: given ones of another rank or of other modules, or none given where there are
-            adapters of a kind that this module knows no initial values of.
+        ValueError: given adapters are of another rank or of other modules; or none are given for adapters other than
+            LoRA and DoRA.
     """
     fresh = fresh_adapters(adapters, base, seed, dtype)
     unknown = sorted(adapters.trained - fresh.keys() - base.keys()) if adapters.modules else []
@@ -149,24 +146,22 @@ def initial_adapters(
 def fresh_adapters(
     adapters: Adapters, base: Mapping[str, Tensor], seed: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Adapters that leave the model as it is: A drawn as torchtune draws it, B zero, magnitudes those of W.
+    """Returns full adapters that leave outputs unchanged: A as in torchtune, B zero, magnitudes the row norms of W.
 
-    Each A has a generator of its own, so that it is the same on any layout of ranks and stages.
+    Each A has its own generator, so that it does not depend on the layout of ranks and stages. All are in fp32 but the
+    magnitudes [o].
 
     Args:
-        adapters: of the whole model.
+        adapters: adapters of the whole model.
         base: its other weights, full (unsharded), on every rank.
-        seed: of the run.
-        dtype: that the base is multiplied in, which NF4 and DoRA's magnitudes depend on.
-
-    Returns:
-        Full tensors by name, in fp32 but for magnitudes [o].
+        seed: seed of the run.
+        dtype: precision of matrix products with the base, on which NF4 and DoRA's magnitudes depend.
     """
     fresh: dict[str, Tensor] = {}
     for name, adapter in adapters.modules.items():
         weight = base.get(f"{name}.weight")
         if weight is None:
-            continue  # load_weights says so
+            continue  # reported by load_weights
         num_out, num_in = weight.shape
         a = torch.empty(adapter.rank, num_in, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
@@ -183,11 +178,9 @@ def fresh_adapters(
 
 
 def fingerprint_of_frozen(adapters: Adapters, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """What tells one base from another: shape, some elements' CRC-32, and NF4, of each frozen weight.
+    """Returns a fingerprint of each frozen weight: shape, CRC-32 of some elements, and NF4.
 
-    Args:
-        adapters: of the whole model.
-        weights: full (unsharded), as the checkpointer has read them.
+    ``weights`` are full (unsharded), as read by the checkpointer.
     """
     found = {}
     for name, is_nf4 in adapters.frozen.items():

@@ -1,4 +1,4 @@
-"""What is exported of a model with adapters: the base with them merged into it, and they themselves."""
+"""Export of a model with adapters: the merged base, and the adapters."""
 
 import math
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from recipe_utils.model.adapters.adapters import Adapters
 def contents_of_export(
     weights: dict[str, Tensor], adapters: Adapters, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], float]:
-    """What torchtune's checkpointers save: the merged model if all weights are there, and the adapters.
+    """Returns the contents of a torchtune checkpoint: the merged model if all weights are given, and the adapters.
 
     Args:
-        weights: full (unsharded), of the whole model or only its adapters; they are merged in place.
-        adapters: of the model.
-        dtype: of the model's weights; None leaves each its own.
+        weights: full (unsharded), of the whole model or its adapters only; merged in place.
+        adapters: adapters of the model.
+        dtype: dtype of the model's weights; None keeps their own.
 
     Returns:
-        By torchtune's keys; and the part of the adapters' change that is lost by rounding.
+        Contents by torchtune's keys; and the fraction of the adapters' change that is lost by rounding.
     """
     contents: dict[str, Any] = {}
     lost = 0.0
@@ -41,7 +41,7 @@ def contents_of_export(
 
 
 def _adapter_config(adapters: Adapters) -> dict[str, Any]:
-    """PEFT's ``adapter_config.json``, with torchtune's module names."""
+    """Returns PEFT's ``adapter_config.json``, with torchtune's module names."""
     described = list(adapters.modules.values())
     first = described[0]
     return {
@@ -62,17 +62,13 @@ def merge(
     adapters: Adapters,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """Puts adapters into the weights that they adapt, in place. Computed in at least fp32, rounded once.
+    """Merges adapters into their base weights, in place; computed in at least fp32 and rounded once.
 
-    Args:
-        weights: of the base, full (unsharded).
-        trained: the adapters, likewise.
-        adapters: what they are.
-        dtype: of the merged weights; None leaves each its own.
+    All tensors are full (unsharded); ``dtype`` is that of the merged weights, None keeps their own.
 
     Returns:
-        The part of the change that is lost by rounding: |merged - exact| / |exact - base|, over all of
-        them (Frobenius norms).
+        Fraction of the change that is lost by rounding: |merged - exact| / |exact - base|, over all weights (Frobenius
+        norms).
     """
     lost, changed = 0.0, 0.0
     for name, adapter in adapters.modules.items():

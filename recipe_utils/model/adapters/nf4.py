@@ -1,4 +1,4 @@
-"""Frozen weights in NF4 (QLoRA, Dettmers et al. 2023): built plain, quantised when loaded, widened one at a time."""
+"""Frozen NF4 weights (QLoRA, Dettmers et al. 2023): built plain, quantized when loaded, upcast one at a time."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,20 +18,20 @@ _WIDENING_HOOKS = (
     _low_ram_reparametrize_as_dtype_state_dict_post_hook,
 )
 NF4_ELEMENTS = 64 * 256
-"""Whole blocks of NF4: 64 elements share a factor, 256 factors another."""
+"""Elements of a whole NF4 block: 64 elements share a factor, 256 factors share another."""
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module's ``weight`` is, or will be, kept in NF4."""
+    """Returns True if a module's ``weight`` is, or will be, in NF4."""
     return isinstance(module, FrozenNF4Linear) or bool(getattr(module, "_quantize_base", False))
 
 
 @contextmanager
 def without_quantising() -> Iterator[None]:
-    """Inside, builders leave plain the weights that they would make NF4.
+    """Makes builders keep weights plain that they would quantize to NF4.
 
-    There is nothing to quantise on the meta device, and NF4 tensors are not implemented there in full.
-    :func:`recipe_utils.model.build.weights.load_weights` quantises what it loads.
+    NF4 tensors are not fully implemented on the meta device. :func:`recipe_utils.model.build.weights.load_weights`
+    quantizes the loaded weights.
     """
 
     def plain(weight: Tensor, **block_sizes: int) -> Tensor:
@@ -52,23 +52,22 @@ def without_quantising() -> Iterator[None]:
 
 
 def drop_widening_hooks(model: nn.Module) -> None:
-    """Takes away what a QLoRA builder added to widen all NF4 weights at once whenever their names are asked for."""
+    """Removes the hooks with which a QLoRA builder upcasts all NF4 weights at each ``state_dict()``."""
     for key, hook in list(model._state_dict_hooks.items()):
         if getattr(hook, "func", None) in _WIDENING_HOOKS:
             del model._state_dict_hooks[key]
 
 
 def check_nf4(model: nn.Module, frozen: Mapping[str, bool], num_shards: int | None) -> None:
-    """Refuses to make NF4 what does not fall into its blocks, or what FSDP2 could not put together again.
+    """Checks that NF4 weights divide into whole blocks, and that FSDP2 can gather them.
 
     Args:
-        model: not sharded yet.
-        frozen: names of weights; whether they are to be NF4.
-        num_shards: ranks that FSDP2 cuts each weight's rows over; None where it is not used.
+        model: model, not sharded yet.
+        frozen: True for the names of weights in NF4.
+        num_shards: ranks over which FSDP2 splits each weight's rows; None without FSDP2.
 
     Raises:
-        ValueError: parts that are not whole blocks, or a single one, which FSDP2 hands on as if it were
-            plain.
+        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.
     """
     if num_shards == 1 and any(frozen.values()):
         raise ValueError(

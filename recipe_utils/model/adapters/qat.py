@@ -1,4 +1,4 @@
-"""LoRA for a base that will be quantised: the forward computes with weights and inputs as coarse as they will be."""
+"""LoRA for a base that will be quantized: the forward fake-quantizes base weights and their inputs."""
 
 from collections.abc import Mapping
 from types import MethodType
@@ -18,17 +18,17 @@ from recipe_utils.settings.problems import ConfigError
 
 
 def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
-    """Makes LoRA's base weights, and what they multiply, as coarse as a quantised model's will be, in place.
+    """Fake-quantizes LoRA's base weights and their inputs, in place.
 
-    As torchtune's ``QATLoRALinear``, which torchao 0.15 no longer runs.
+    Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.15.
 
     Args:
-        model: with LoRA, on the meta device.
-        quantizer: component of one of torchtune's quantizers for training (QAT).
+        model: model with LoRA, on the meta device.
+        quantizer: component of one of torchtune's QAT quantizers.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: a model without LoRA, or with a base that is quantised
-            already; a quantizer that cannot be trained with or whose groups do not divide a weight.
+        recipe_utils.settings.problems.ConfigError: the model has no LoRA or a quantized base; or the quantizer is not
+            for training, or its group size does not divide a weight.
     """
     path = quantizer["_component_"]
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
@@ -68,7 +68,7 @@ def _fake_quantizer(fake_quantize_config: Any) -> nn.Module:
 
 
 def _forward_made_coarse(layer: Any, x: Tensor) -> Tensor:
-    """[..., i] -> [..., o]."""
+    """Computes [..., o] from x [..., i]."""
     weight = layer.weight_fake_quantizer(layer.weight)
     base = F.linear(layer.activation_fake_quantizer(x), weight, layer.bias)
     if layer.disabled:

@@ -1,6 +1,6 @@
-"""Flex attention's block mask from the lengths of documents, without a mask of all pairs of slots.
+"""Flex attention's block mask from the lengths of documents, without a mask of all pairs of positions.
 
-Shapes: b rows, s slots per row, n blocks of :data:`BLOCK` slots in s.
+Shapes: b rows, s positions per row, n blocks of :data:`BLOCK` positions in s.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from recipe_utils.data.text.documents import Documents
 
 BLOCK = 128
-"""Slots of a block, of queries and of keys: flex attention's default."""
+"""Positions per block, of queries and of keys: flex attention's default."""
 
 
 def sees(documents: Documents) -> Callable[..., Tensor]:
-    """What flex attention calls ``mask_mod``: whether a query sees a key.
+    """Returns flex attention's ``mask_mod``.
 
-    It does if the key is not after it, in its own document, and shared or of its own end.
+    A query attends to keys up to its own position, in its own document, that are shared or of its own end.
     """
     document_of, end_of = documents.of_positions()
     if end_of is None:
@@ -37,7 +37,7 @@ def sees(documents: Documents) -> Callable[..., Tensor]:
 
 
 def dense_mask(documents: Documents) -> Tensor:
-    """Whether a query sees a key, for all of them: [b, s, s], on the documents' device."""
+    """Returns the mask of all pairs of positions [b, s, s], on the documents' device."""
     num_rows, row_length = documents.shape
     device = documents.boundaries.device
     slots = torch.arange(row_length, device=device)
@@ -46,11 +46,11 @@ def dense_mask(documents: Documents) -> Tensor:
 
 
 def block_mask(documents: Documents) -> BlockMask:
-    """The mask of a microbatch, on the documents' device: equal to ``create_block_mask`` of :func:`sees`.
+    """Returns a microbatch's mask on the documents' device, equal to ``create_block_mask`` of :func:`sees`.
 
-    That one goes over all [s, s] pairs of slots, at 65536 slots several times 4.3 GB. Here a block is known by
-    the document and the end of its first slot and of its last, since both only rise along a row: O(n^2)
-    numbers, and nobody waits for the device.
+    ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions. Documents increase
+    along a row and ends within a document, so first and last position determine a block: O(n^2) numbers, without a
+    device synchronization.
     """
     _, row_length = documents.shape
     document_of, end_of = documents.of_positions()
@@ -58,23 +58,23 @@ def block_mask(documents: Documents) -> BlockMask:
     num_blocks = first.size(1)
     index = torch.arange(num_blocks, device=first.device)
     is_before = index < index[:, None]  # [query block, key block]
-    is_whole = (index < row_length // BLOCK)[:, None]  # a block that the row ends in is not
+    is_whole = (index < row_length // BLOCK)[:, None]  # False for a partial last block
 
-    # [b, query block, key block]. A query's document began in a block before if it is that one's last.
+    # [b, query block, key block]. An earlier block contains a query's document iff that is its last document.
     is_seen = is_before & (first[:, :, None] == last[:, None, :])
     is_seen_by_all = is_before & is_whole & (last[:, :, None] == first[:, None, :])
     if end_of is not None:
         first_end, last_end = _at_blocks(end_of)
-        # Where the last document of a block begins in it, its first slot there is a shared one.
+        # If a block's last document begins in it, its first position of that document is a shared one.
         first_of_last = torch.where(first == last, first_end, 0)[:, None, :]
         of_keys = last_end[:, None, :]
         of_query = first_end[:, :, None]
         is_seen &= (first_of_last == 0) | (of_keys == of_query)
-        # Segments of the keys are shared, or the one segment of all queries with none of the other among them.
+        # Keys are all shared, or all of the one end of all queries, with none of the other end between them.
         is_plain = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
         is_own = (of_query == last_end[:, :, None]) & (of_query == of_keys) & is_plain
         is_seen_by_all &= (of_keys == 0) | is_own
-    # On the diagonal each slot sees itself and not the ones behind it.
+    # On the diagonal each position attends to itself and not to later ones.
     is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])
     return BlockMask.from_kv_blocks(
         *_in_order(is_partial[:, None]),
@@ -86,7 +86,7 @@ def block_mask(documents: Documents) -> BlockMask:
 
 
 def _at_blocks(of_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [b, s], what it is at the first and at the last slot of each block, [b, n] each."""
+    """Returns values [b, s] at the first and last position of each block, [b, n] each."""
     last = of_slots[:, BLOCK - 1 :: BLOCK]
     if of_slots.size(1) % BLOCK:
         last = torch.cat([last, of_slots[:, -1:]], dim=1)
@@ -94,7 +94,7 @@ def _at_blocks(of_slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(is_block: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [b, 1, n, n], how many blocks of each row of blocks there are, and their indices before the others'."""
+    """Returns the number of True blocks [b, 1, n] per row of blocks, and block indices with those first."""
     numbers = is_block.to(torch.int32)
     indices = torch.argsort(numbers, dim=-1, descending=True, stable=True)
     return numbers.sum(-1, dtype=torch.int32), indices.to(torch.int32)

@@ -1,9 +1,8 @@
-"""Attention within documents: a token of a packed row sees what precedes it in its own document.
+"""Attention within documents: a token of a packed row attends to preceding tokens of its own document.
 
-A document may be a prefix-shared pair: the tokens of both answers see the shared prefix, and neither answer sees
-the other.
+In a document that is a prefix-shared pair, both answers attend to the shared prefix, and not to each other.
 
-Shapes: b rows, s slots per row, h heads, d head width.
+Shapes: b rows, s positions per row, h heads, d head width.
 """
 
 import inspect
@@ -35,9 +34,9 @@ _log = get_logger("INFO")
 
 
 class DocumentMask:
-    """Stands in for a mask [b, s, s] where attention goes document by document.
+    """Document lengths in place of a mask [b, s, s], for attention document by document.
 
-    No tuple or dataclass: torch.compile would look into it and compile again for other lengths.
+    Not a tuple or dataclass, for which torch.compile would guard on lengths and recompile.
     """
 
     def __init__(self, lengths: DocumentLengths) -> None:
@@ -45,34 +44,33 @@ class DocumentMask:
 
 
 class VarlenMask:
-    """Stands in for a mask where FlashAttention takes all documents of a microbatch at once.
+    """Document boundaries in place of a mask, for FlashAttention over all documents of a microbatch.
 
-    No tuple or dataclass, as above.
+    Not a tuple or dataclass, as above.
     """
 
     def __init__(self, documents: Documents) -> None:
         self.boundaries = documents.boundaries
         self.longest = (
             documents.longest
-        )  # a number of the host: a tensor would have to be waited for
+        )  # an int on the host: a tensor would need a device synchronization
 
 
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
-    """Makes ``model(..., document_lengths=documents)`` attend within documents only.
+    """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    In the way of :func:`recipe_utils.model.attention.packed_attention.choose`, of which the log is told with the first
-    packed row, but on a CPU, which has only one. Nobody waits for the device. Models with another attention
-    than torchtune's own get a dense mask [b, s, s].
+    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.choose`; on an accelerator it is logged at
+    the first packed row. Models with another attention than torchtune's get a dense mask [b, s, s].
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
-        device: of the microbatches.
-        max_row_length: longest row to come [tokens]. A decoder refuses rows above its ``max_seq_len``;
-            positions restart with each document, so only documents must keep to that.
+        device: device of the microbatches.
+        max_row_length: longest row [tokens]. A decoder rejects rows above its ``max_seq_len``, which is raised to
+            this; positions restart with each document, so only documents must stay below the original.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: in the forward: rows are packed, and this machine or this model
-            lacks what that takes.
+        recipe_utils.settings.problems.ConfigError: in the forward, if rows are packed and this machine or model does
+            not support it.
     """
     attention = choose(model, device)
     if attention.way != "dense":
@@ -84,7 +82,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
-    decoder.longest_document = decoder.max_seq_len  # where its positions end
+    decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
     def lengths_to_mask(
@@ -98,13 +96,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
 
 
 def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: torch.device) -> Any:
-    """What attention gets as its mask.
-
-    Args:
-        lengths: as they came with the microbatch, on the device; or plain numbers.
-        attention: how to attend.
-        device: that plain numbers are brought to.
-    """
+    """Returns the ``mask`` argument of attention; lengths on the host are copied to ``device``."""
     if attention.way == "by_document":
         _say_once(attention.way, attention.why, device)
         return DocumentMask(getattr(lengths, "lengths", lengths))
@@ -128,7 +120,7 @@ def _say_once(way: Way, why: str, device: torch.device) -> None:
 
 
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``attention_call`` for anything but a :class:`DocumentMask` or a block mask."""
+    """Wraps ``attention_call``, which computes all but a :class:`DocumentMask` or a block mask."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool
@@ -150,16 +142,15 @@ def _forward_of_documents(
     mask: Any = None,
     input_pos: Tensor | None = None,
 ) -> Tensor:
-    """The forward of torchtune's self-attention; with a :class:`VarlenMask` without copies of keys and values.
+    """Computes torchtune's self-attention of x [b, s, embed_dim]; with a :class:`VarlenMask`, by FlashAttention.
 
-    torchtune copies each key and value to all query heads that share it, FlashAttention reads it from where it
-    is. Takes x [b, s, embed_dim].
+    torchtune copies each key and value to all query heads that share it; FlashAttention reads it in place.
     """
     if not isinstance(mask, VarlenMask):
         output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
         return output
     b, s, _ = x.shape
-    # Heads by -1: tensor parallel ranks have their part of them.
+    # -1 heads, since tensor parallel ranks have a part of them.
     q, k, v = (
         projection(x).view(b, s, -1, self.head_dim)
         for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -178,8 +169,8 @@ def _forward_of_documents(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
-    """Takes q [b * s, h, d], k and v [b * s, h or fewer, d] -> [b * s, h, d]."""
-    # Here, because it takes 0.3 seconds and a CPU has no use for it.
+    """Computes [b * s, h, d] from q [b * s, h, d] and k, v [b * s, h or fewer, d]."""
+    # A local import, because it takes 0.3 seconds and is not needed on a CPU.
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn
@@ -189,7 +180,7 @@ def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
             options = {"enable_gqa": True}
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-    # Each position sees those before it, of its own document.
+    # Causal within each document.
     attended: Tensor = attend(
         q,
         k,
@@ -206,29 +197,29 @@ def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
 
 @cache
 def _takes_shared_keys(varlen_attn: Callable[..., Any]) -> bool:
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Takes q, k, v [b, h, s, d] -> [b, h, s, d]. Compiled in any case: uncompiled it makes all scores."""
+    """Applies flex attention to q, k, v [b, h, s, d]. Always compiled: uncompiled it stores all scores."""
     attended: Tensor = compile_flex_attention()(q, k, v, block_mask=mask)
     return attended
 
 
 @cache
 def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
-    """Flex attention, compiled for each shape, and for training and validation, that it meets."""
+    """Returns compiled flex attention; it recompiles for each shape, and for training and validation."""
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False, backend=backend)
     return compiled
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: float) -> Tensor:
-    """Takes q, k, v [b, h, s, d] -> [b, h, s, d]."""
+    """Applies attention to q, k, v [b, h, s, d], document by document."""
     rows = []
     for lengths, *row in zip(mask.lengths, q.split(1), k.split(1), v.split(1), strict=True):
-        # split and cat: the backward of a slice would fill the gradient of the whole row each time.
+        # split and cat, because the backward of a slice fills a gradient of the whole row.
         parts = zip(*(tensor.split(segment_lengths(lengths), dim=2) for tensor in row), strict=True)
         attended = []
         for document in lengths:
@@ -239,7 +230,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: floa
             else:
                 q, k, v = next(parts)
                 attended.append(_attend_causally(q, k, v, dropout_p))
-        # In the layout [b, s, h, d], which the caller wants next.
+        # Concatenated as [b, s, h, d], the layout that the caller needs next.
         rows.append(torch.cat([part.transpose(1, 2) for part in attended], dim=1))
     return torch.cat(rows).transpose(1, 2)
 
@@ -251,7 +242,7 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tenso
 def _attend_from_shared_prefix(
     shared: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dropout_p: float
 ) -> list[Tensor]:
-    """Takes q, k and v of each part. What is shared is computed with the first end, in one causal call."""
+    """Applies attention to q, k, v of each part; one causal call computes the prefix and the first answer."""
     q, k, v = (torch.cat(parts, dim=2) for parts in zip(shared, first, strict=True))
     of_shared_and_first = _attend_causally(q, k, v, dropout_p)
     q = second[0]

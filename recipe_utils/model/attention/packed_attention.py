@@ -1,11 +1,11 @@
-"""Which attention packed rows are computed with, and what it needs of the machine.
+"""Attention kernels for packed rows, and their requirements.
 
 | way | computes | needs |
 | --- | --- | --- |
 | ``by_document`` | scaled_dot_product_attention, document by document | nothing; one kernel per document and layer |
-| ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a head width that it takes |
-| ``flex`` | flex attention with a block mask | CUDA, Triton, few lengths of rows |
-| ``dense`` | the model's own attention with a mask [b, s, s] | another attention than torchtune's own |
+| ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width |
+| ``flex`` | flex attention with a block mask | CUDA, Triton, few different row lengths |
+| ``dense`` | the model's own attention with a mask [b, s, s] | an attention other than torchtune's |
 """
 
 import importlib
@@ -24,22 +24,22 @@ Way = Literal["varlen", "flex", "by_document", "dense"]
 
 _DTYPES_OF_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64
-"""Variants of one compiled function: lengths of rows, times training and validation, times models."""
+"""Variants per compiled function: row lengths, times training and validation, times models."""
 
 
 class PackedAttention(NamedTuple):
-    """How a model attends within the documents of packed rows."""
+    """Attention of a model within the documents of packed rows."""
 
     way: Way
     why: str
-    """In words that follow ``way``."""
+    """Reason, worded to follow ``way``."""
     problem: str | None = None
-    """Why it cannot, and what to set instead; None if it can."""
+    """Reason that it is not supported, and keys to set instead; None if it is."""
     problem_with_shared_prefixes: str | None = None
-    """The same of prefix-shared pairs, where they take another way."""
+    """The same for prefix-shared pairs, if they take another way."""
 
     def with_shared_prefixes(self) -> "PackedAttention":
-        """Returns how it attends where a microbatch has prefix-shared pairs."""
+        """Returns the attention for a microbatch with prefix-shared pairs."""
         if self.way != "varlen":
             return self
         why = "pairs share prefixes, and FlashAttention has no mask that hides one answer from the other"
@@ -47,15 +47,15 @@ class PackedAttention(NamedTuple):
 
 
 def self_attentions(model: nn.Module) -> list[Any]:
-    """The self-attention of each layer."""
+    """Returns the self-attention of each layer."""
     layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
     return [layer.attn for layer in layers]
 
 
 def other_attention(model: nn.Module) -> str | None:
-    """The kind of self-attention that is not torchtune's own, which alone keeps documents apart by itself.
+    """Returns the type of a self-attention that is not torchtune's; None if there is none.
 
-    None if ``model`` has no other.
+    Only torchtune's own can attend within documents without a dense mask.
     """
     attentions = self_attentions(model)
     others = [
@@ -67,19 +67,19 @@ def other_attention(model: nn.Module) -> str | None:
 
 
 def ask_for(model: nn.Module, way: str | None) -> None:
-    """Notes on a model what ``packed_attention`` asks for, where :func:`choose` looks for it."""
+    """Sets the ``packed_attention`` that :func:`choose` reads from a model."""
     model.asked_packed_attention = way  # type: ignore[assignment]
 
 
 def choose(model: nn.Module, device: torch.device) -> PackedAttention:
-    """How ``model`` attends within documents on ``device``.
+    """Chooses the attention of ``model`` within documents on ``device``.
 
-    As it was asked for; else on CUDA ``varlen`` where FlashAttention computes the same function without a wish
-    for more exactness, ``flex`` where it does not.
+    The configured one; by default on CUDA ``varlen``, or ``flex`` where FlashAttention does not support the model or is
+    not deterministic enough.
 
     Args:
-        model: whole or a stage, in any place, in the precision that it computes in.
-        device: of the microbatches.
+        model: whole or a stage, on any device, in the precision that it computes in.
+        device: device of the microbatches.
     """
     other = other_attention(model)
     if other is not None:
@@ -117,7 +117,7 @@ def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None)
     if against_varlen is not None:
         return "flex", against_varlen
     if torch.are_deterministic_algorithms_enabled():
-        # FlashAttention has a backward of its own for "error", not for "warn" (attention_backward.cu).
+        # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
         return (
             "flex",
             "cudnn_deterministic_mode asks for the same bits, and FlashAttention's backward adds in any order",
@@ -130,7 +130,7 @@ def _dropout(model: nn.Module) -> float:
 
 
 def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What FlashAttention does not take, as PyTorch checks it (flash_attn/flash_api.cpp at 03b7c19)."""
+    """Returns the reason that FlashAttention rejects a model (flash_attn/flash_api.cpp at 03b7c19), if any."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention does not compute in {_name(dtype)}"
     if _dropout(model) > 0:
@@ -144,7 +144,7 @@ def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) 
 
 
 def _problem_of_flex(model: nn.Module, dtype: torch.dtype, subject: str) -> str | None:
-    """What flex attention lacks here, in a sentence about ``subject``."""
+    """Returns the reason that flex attention is unavailable, in a sentence about ``subject``, if any."""
     instead = "set packed_attention=by_document"
     if _dropout(model) > 0:
         return f"{subject} has no attn_dropout={_dropout(model)}; {instead}"
@@ -161,10 +161,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def missing_for_triton() -> str | None:
-    """What Triton needs on this machine to launch a kernel and does not find; None if nothing.
+    """Returns the first missing requirement of Triton on this machine; None if there is none.
 
-    Triton compiles a launcher in C for each kernel: triton/runtime/build.py looks for ``CC``, gcc and clang, and
-    for the headers of this Python.
+    Triton compiles a C launcher for each kernel: triton/runtime/build.py needs ``CC``, gcc or clang, and the headers of
+    this Python.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
@@ -178,10 +178,10 @@ def missing_for_triton() -> str | None:
 
 
 def raise_recompile_limit() -> None:
-    """Lets a compiled function have more variants than PyTorch's 8.
+    """Raises PyTorch's limit of 8 variants per compiled function.
 
-    Beyond the limit PyTorch runs a function uncompiled, with one warning. Flex attention would make all scores
-    [b, h, s, s] then, several times per layer.
+    Beyond it PyTorch runs the function uncompiled, with one warning; flex attention then stores all scores [b, h, s, s],
+    several times per layer.
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"

@@ -1,4 +1,4 @@
-"""From a model's builder to its modules on the meta device: cut into stages, wrapped and sharded."""
+"""Builds a model's modules on the meta device, and cuts, wraps and shards them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -46,65 +46,66 @@ _log = get_logger("INFO")
 
 @dataclass(frozen=True, config=STRICT)
 class ModelSettings:
-    """What a model computes in, and how its memory is saved."""
+    """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """What forward and backward compute in; null is fp32. No fp16: gradients would underflow."""
+    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients would underflow."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Of trained weights, their summed gradients and optimizer state; null is ``dtype``. With ``dtype: bf16``
-    fp32 keeps the small updates that bf16 weights round away; 8 bytes per parameter more, in AdamW 16 in all."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``. With ``dtype: bf16``,
+    fp32 keeps small updates that bf16 weights round away, for 8 more bytes per parameter (16 in all with AdamW)."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Literal["varlen", "flex", "by_document"] | None = None
-    """Within samples of packed rows. null is ``by_document`` on a CPU, one after the other; on CUDA ``varlen``,
-    FlashAttention; ``flex``, which is compiled, in fp32 or with ``cudnn_deterministic_mode``."""
+    """Attention within the samples of packed rows: ``by_document`` (one after the other), ``varlen`` (FlashAttention) or
+    ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA ``varlen``, and ``flex`` in fp32 or with
+    ``cudnn_deterministic_mode``."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
     """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
     ac_mode: Literal["full", "selective"] | None = None
-    """Recomputes all layers, or every ``ac_option``-th, instead of the key above."""
+    """Recomputes all layers (``full``) or some (``selective``); replaces ``enable_activation_checkpointing``."""
     ac_option: Count | Literal["op"] | None = None
-    """With ``ac_mode: selective``: every this-many-th layer, or ``op``."""
+    """Interval of recomputed layers with ``ac_mode: selective``, or ``op``."""
     custom_sharded_layers: list[str] | None = None
-    """Names of modules that FSDP2 shards as units of their own, besides each layer."""
+    """Names of modules that FSDP2 shards as separate units, besides each layer."""
     fsdp_cpu_offload: bool = False
-    """Keeps parameters, gradients and optimizer state on the CPU, where the device is another."""
+    """Keeps parameters, gradients and optimizer state on the CPU; no effect with ``device: cpu``."""
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
-    """``cpu_offload``: as ``fsdp_cpu_offload``, where torchtune's LoRA configs have it."""
+    """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
-    """Frees gathered parameters after each forward; null is True, but with pipeline stages False."""
+    """Frees gathered parameters after each forward; null is True, and False with pipeline stages."""
     quantizer: Component | None = None
-    """Trains LoRA for a base that will be quantised: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    """Quantization-aware LoRA training: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     low_cpu_ram: bool = False
-    """Of torchtune's QLoRA configs; changes nothing, exports widen one NF4 weight at a time."""
+    """No effect; accepted for torchtune's QLoRA configs. Exports upcast one NF4 weight at a time."""
     tensor_parallel_plan: Component | None = None
-    """How ``tensor_parallel_dim`` ranks split the layers: torchtune.models.llama3.base_llama_tp_plan."""
+    """Plan that splits layers over ``tensor_parallel_dim`` ranks: torchtune.models.llama3.base_llama_tp_plan."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The precision of forward and backward, and of frozen weights."""
+        """Precision of forward and backward, and of frozen weights."""
         found: torch.dtype = PRECISION_STR_TO_DTYPE[self.dtype or "fp32"]
         return found
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:
-        """The precision of trained weights, their summed gradients and optimizer state."""
+        """Precision of trained weights, their summed gradients and optimizer state."""
         found: torch.dtype = PRECISION_STR_TO_DTYPE[self.weights_dtype or self.dtype or "fp32"]
         return found
 
     @property
     def sums_dtype(self) -> torch.dtype:
-        """Precision of summed losses: fp64 if the model computes in it, otherwise fp32."""
+        """Precision of summed losses: fp64 for fp64 models, else fp32."""
         return torch.promote_types(self.torch_dtype, torch.float32)
 
     def offloads_to_cpu(self, device: torch.device) -> bool:
-        """Whether FSDP2 keeps its shards on the CPU while computing on ``device``."""
+        """Returns True if FSDP2 keeps its shards on the CPU while computing on ``device``."""
         asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
         return asked and device.type != "cpu"
 
     def without_gradients(self, **changes: Any) -> "ModelSettings":
-        """The same for a model of which no gradient is kept, so that nothing need be recomputed."""
+        """Returns the settings of a model without gradients: no recomputation, no separate weight precision."""
         return replace(
             self,
             enable_activation_checkpointing=False,
@@ -119,18 +120,18 @@ class ModelSettings:
         return torch.zeros(num_sums, dtype=self.sums_dtype, device=device)
 
     def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Context of the forward, in which activations are offloaded if configured."""
+        """Returns the forward's context, which offloads activations if configured."""
         context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(
             model, self.enable_activation_offloading
         )
         return context
 
     def make_tensor_parallel_plan(self) -> dict[str, Any]:
-        """Module name pattern -> style."""
+        """Returns parallel styles by module name pattern."""
         return dict(config.instantiate(OmegaConf.create(self.tensor_parallel_plan)))
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys."""
+        """Yields conflicts between keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             yield Problem(
                 "enable_activation_offloading",
@@ -163,7 +164,7 @@ class ModelSettings:
             )
 
     def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """What is wrong on this device, and with tensor parallelism."""
+        """Yields problems with this device and with tensor parallelism."""
         try:
             device = resolve_device(ranks.device)
         except ValueError:
@@ -225,10 +226,10 @@ class ModelSettings:
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
-    """Calls ``make_model`` without allocating or initialising a weight; adapters leave the rest frozen.
+    """Calls ``make_model`` without allocating or initializing weights; freezes all but the adapters, if any.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: a model that the ``quantizer`` is not for.
+        recipe_utils.settings.problems.ConfigError: the ``quantizer`` does not fit the model.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantising():
@@ -248,18 +249,17 @@ def build_model(
     ranks: Ranks,
     pipeline: PipelineSettings | None = None,
 ) -> nn.Module:
-    """This rank's modules, without weights: the whole model, or its pipeline stages.
+    """Builds this rank's modules without weights: the whole model, or its pipeline stages.
 
     Args:
         make_model: the model's builder.
-        prepare: changes a model or a stage before it is wrapped: called with it, and whether it has
-            the output layer.
-        settings: how to wrap it.
-        ranks: of the job.
-        pipeline: how to cut it, with more than one ``pp`` rank.
+        prepare: changes a model or stage before it is wrapped; its second argument is True if the output layer is in it.
+        settings: settings that the model is wrapped with.
+        ranks: ranks of the job.
+        pipeline: settings of the stages; required with more than one ``pp`` rank.
 
     Raises:
-        ValueError: a model that cannot be cut, split or sharded as asked for.
+        ValueError: the model cannot be cut, split or sharded as configured.
     """
     make = partial(build_on_meta, make_model, settings)
     whole = make()
@@ -323,19 +323,13 @@ def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSe
 
 
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
-    """Applies compile, tensor parallelism, activation checkpointing and FSDP2, in that order.
+    """Applies compile, tensor parallelism, activation checkpointing and FSDP2 to a meta model, in that order.
 
-    Weights that are kept in another precision than the model computes in are cast by FSDP2, on a single rank, too.
-
-    Args:
-        model: on the meta device.
-        settings: what to apply.
-        ranks: of the job.
+    FSDP2 also casts weights whose precision differs from the compute precision, even on a single rank.
 
     Raises:
-        ValueError: token embeddings that the output layer shares would be sharded on their own, or
-            split over ``tp`` ranks, which do not split adapters either; NF4 weights that do not fall into
-            whole blocks on each rank.
+        ValueError: token embeddings tied to the output layer would be sharded separately or split over ``tp`` ranks;
+            ``tp`` ranks would split adapters; NF4 weights do not divide into whole blocks on each rank.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
@@ -378,7 +372,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
     if is_sharded or is_cast:
-        # On a single rank frozen weights need no FSDP2, which would copy them at each gathering.
+        # On a single rank FSDP2 would copy frozen weights at each all-gather, so they stay outside of it.
         frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]
         reshards = settings.fsdp_reshard_after_forward
         shard_model(
@@ -386,7 +380,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             ranks.mesh,
             custom_sharded_layers=settings.custom_sharded_layers,
             cpu_offload=settings.offloads_to_cpu(ranks.device),
-            # A stage soon meets the next microbatch.
+            # A stage soon needs its weights for the next microbatch.
             reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
             compute_dtype=settings.torch_dtype if is_cast else None,
             left_alone=frozen,
@@ -395,7 +389,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
 
 
 def _widen_trained(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Gives the trained parameters another precision, in place; whether there are any."""
+    """Casts trained parameters to ``dtype``, in place; returns True if there are any."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.to(dtype)

@@ -1,9 +1,9 @@
-"""Norms and rotary positions of torchtune's layers with fewer passes over activations.
+"""torchtune's norms and rotary positions with fewer passes over activations.
 
-On a CPU what they give, forward and backward, is torchtune's bitwise. Memory is what an eager model waits for, so
-each pass that goes is time; a compiled layer is left as it is, since the compiler fuses better.
+On a CPU, outputs and gradients are bitwise equal to torchtune's. Eager layers are memory-bound, so each saved pass saves
+time; compiled layers stay as they are, since the compiler fuses better.
 
-Shapes: b rows, s slots per row, h heads, d width of a head or of the model.
+Shapes: b rows, s positions per row, h heads, d width of a head or of the model.
 """
 
 from types import MethodType
@@ -20,11 +20,8 @@ from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 def fuse_norms_and_rope(model: nn.Module) -> None:
     """Replaces the forwards of a model's norms and rotary positions, in place.
 
-    Only of torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's scaled ones; others,
-    and what is split over ranks (tensor parallel), go their own way.
-
-    Args:
-        model: anything; weights and their names stay.
+    Applies to torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's scaled ones; other
+    modules and DTensors (tensor parallel) keep their own forward. Weights and their names stay.
     """
     for module in model.modules():
         if type(module) is RMSNorm:
@@ -34,31 +31,31 @@ def fuse_norms_and_rope(model: nn.Module) -> None:
 
 
 def _normalise(norm: Any, x: Tensor) -> Tensor:
-    """Divides by the root mean square and scales over the last dimension, as torchtune's RMSNorm (Zhang and Sennrich, arXiv:1910.07467)."""
+    """Applies RMSNorm over the last dimension as torchtune does (Zhang and Sennrich, arXiv:1910.07467)."""
     if isinstance(x, DTensor) or isinstance(norm.scale, DTensor):
         return type(norm).forward(norm, x)
     if x.device.type != "cpu":
-        # One kernel, in fp32 inside, where both are of one dtype; torchtune's would widen x and take six.
+        # One kernel, internally in fp32, for equal dtypes; torchtune's would upcast x and run six.
         return F.rms_norm(x, norm.normalized_shape, norm.scale.to(x.dtype), norm.eps)
     wide = x.float()
     if (
         wide.dtype.itemsize < norm.scale.dtype.itemsize
-    ):  # an fp64 model, whose activations torchtune narrows
+    ):  # an fp64 model, whose activations torchtune downcasts
         return type(norm).forward(norm, x)
     normed: Tensor = _RMSNorm.apply(wide, norm.scale, norm.eps)
     return normed.to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """On a CPU, where PyTorch has no kernel of its own for it.
+    """RMSNorm on a CPU, for which PyTorch has no fused kernel.
 
-    The same operations in the same order as autograd's of torchtune's norm, but for those that it makes whole
-    activations of a number per row with, and without keeping what can be had again.
+    The operations and their order are those of autograd for torchtune's norm, except that numbers per row are not
+    expanded to whole activations, and intermediate results that can be recomputed are not saved.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """Takes x [..., d] and scale [d]."""
+        """Normalizes x [..., d] and multiplies with scale [d]."""
         inverse = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, inverse)
         return x * inverse * scale
@@ -66,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With r = 1 / rms(x) and g = grad * scale: g * r - x * r^3 * sum(g * x) / d."""
+        """Computes g * r - x * r^3 * sum(g * x) / d, with r = 1 / rms(x) and g = grad * scale."""
         x, scale, inverse = ctx.saved_tensors
         grad_x = grad_scale = None
         if ctx.needs_input_grad[1]:
@@ -74,14 +71,14 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_normed = (grad * scale).to(x.dtype)
             of_inverse = (of_normed * x).sum(-1, keepdim=True)
-            # Halves and doubles round nothing.
+            # Multiplying by -0.5 and 2 is exact.
             of_x = of_inverse.mul_(-0.5).mul_(inverse.pow(3)).div_(x.size(-1)).mul_(2)
             grad_x = of_normed.mul_(inverse).add_(x * of_x)
         return grad_x, grad_scale, None
 
 
 def _rotate(rope: Any, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-    """Turns each pair of neighbours of x [b, s, h, d] by its position's angle (RoFormer, arXiv:2104.09864)."""
+    """Rotates neighboring channels of x [b, s, h, d] by their position's angle (RoFormer, arXiv:2104.09864)."""
     cache = rope.cache[: x.size(1)] if input_pos is None else rope.cache[input_pos]
     if isinstance(x, DTensor) or isinstance(cache, DTensor):
         return type(rope).forward(rope, x, input_pos=input_pos)
@@ -91,7 +88,7 @@ def _rotate(rope: Any, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
 
 
 class _Turned(torch.autograd.Function):
-    """Pairs as complex numbers, times numbers of length 1; backward turns back."""
+    """Pairs of channels as complex numbers, multiplied with numbers of modulus 1; backward uses their conjugates."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What data must know of a model."""
+"""Properties of a model that data depends on."""
 
 import os
 from typing import Any
@@ -16,22 +16,22 @@ from recipe_utils.parallel.ranks import Ranks
 _log = get_logger("INFO")
 
 _NUM_ROW_LENGTHS = 4
-"""Of packed rows where code is compiled: flex attention for each of them, layers for the first and then for any.
-More would be more compilations, fewer more padding."""
+"""Lengths of packed rows where code is compiled: flex attention compiles for each, layers for the first and then with
+dynamic shapes. More lengths cost compilations, fewer cost padding."""
 _NUM_ROW_LENGTHS_ON_CPU = 1
-"""Where PyTorch's compiler takes minutes for the second length of DoRA's layers."""
+"""Lengths of packed rows on a CPU, where compiling DoRA's layers for a second length takes minutes."""
 _ROW_MULTIPLE = 128
-"""What rows on CUDA are padded to a multiple of [slots]: tiles of its matrix products, and blocks of flex
-attention. Not measured."""
+"""Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex attention. Not
+measured."""
 
 
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
-    """What samples, rows and their costs depend on.
+    """Returns the limits of samples and rows, and the cost of a microbatch.
 
     Args:
-        model: whole, in the precision that it computes in; may be on the meta device.
-        device: that it will compute on.
-        compiles: whether its layers will be compiled.
+        model: whole model in the precision that it computes in; may be on the meta device.
+        device: device that it will compute on.
+        compiles: True if its layers will be compiled.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
@@ -59,15 +59,15 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
 
 
 def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
-    """What samples are checked against: number of token embeddings, longest sequence [tokens]."""
+    """Returns the limits of samples: number of token embeddings, longest sequence [tokens]."""
     decoder: Any = getattr(model, "decoder", model)
-    # Llama 3.2 Vision embeds its special tokens with a second table.
+    # Llama 3.2 Vision has a second table for its special tokens.
     tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
     return sum(table.num_embeddings for table in tables), decoder.max_seq_len
 
 
 def num_outputs(model: nn.Module) -> int:
-    """Tokens that a model gives a probability: rows of its output layer."""
+    """Returns the number of rows of the output layer."""
     decoder: Any = getattr(model, "decoder", model)
     output = decoder.output
     holder = output.tied_module if isinstance(output, TiedLinear) else output
@@ -76,12 +76,9 @@ def num_outputs(model: nn.Module) -> int:
 
 
 def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
-    """Warns where weights, gradients and Adam's state of one model and weights of another are too much.
+    """Warns if weights, gradients and Adam's state of one model and the weights of another exceed memory.
 
-    Args:
-        trained: whole, in the precision that it is trained in; on any device.
-        frozen: whole.
-        ranks: that both are divided over.
+    Both models are whole, on any device, and will be sharded over ``ranks``; ``trained`` is in its training precision.
     """
     sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
     sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
@@ -99,7 +96,7 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
 
 
 def equal_attention_length(model: nn.Module) -> float:
-    """Of :class:`recipe_utils.data.loader.plan.MicrobatchCost` [tokens], if attention were no slower: N / (L * d)."""
+    """Returns ``MicrobatchCost.equal_attention_length`` [tokens] for attention at full speed: N / (L * d)."""
     decoder: Any = getattr(model, "decoder", model)
     num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
     embed_dim = decoder.num_heads * decoder.head_dim

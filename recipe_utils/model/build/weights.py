@@ -1,4 +1,4 @@
-"""A model's weights: from a checkpoint to its shards, and from all ranks together again."""
+"""Loads a checkpoint's weights into a model's shards, and gathers them from all ranks."""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -32,15 +32,10 @@ def load_model(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    Args:
-        model: after :func:`recipe_utils.model.build.build.build_model`.
-        checkpointer: a torchtune checkpointer.
-        settings: settings of the recipe, with ``checkpointer`` and ``modules``.
-        ranks: ranks of the job.
-        seed: seed of fresh adapters.
+    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``; ``seed`` initializes fresh adapters.
 
     Returns:
-        What the checkpointer has loaded besides weights, and fingerprints of weights that are not trained.
+        The checkpoint without its weights, and fingerprints of the frozen weights.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the model.
@@ -58,26 +53,26 @@ def load_weights(
     device: torch.device,
     seed: int = 0,
 ) -> dict[str, str]:
-    """Materialises a meta model on ``device`` with a checkpoint's weights, and adapters if it has some.
+    """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
-    Each rank cuts its own shards out of the full weights; nothing is communicated.
+    Each rank slices its own shards from the full weights, without communication.
 
     Args:
-        model: after :func:`recipe_utils.model.build.build.build_model`.
-        checkpoint: full (unsharded) weights and, if they are not to be fresh, adapters, on every rank; by
-            torchtune's keys. Both are taken out.
-        settings: of what the model computes in. Parameters are converted to the precision that they were
-            built in, and stay on the CPU for FSDP2's offload.
-        device: of the model.
-        seed: of fresh adapters.
+        model: result of :func:`recipe_utils.model.build.build.build_model`.
+        checkpoint: full (unsharded) weights and, optionally, adapters, on every rank, by torchtune's keys. Both are
+            removed from it.
+        settings: model settings. Parameters are converted to the precision that they were built in, and stay on the
+            CPU for FSDP2's offload.
+        device: device of the model.
+        seed: seed of fresh adapters.
 
     Returns:
-        What the weights that are not trained are known by, so that no other ones take their place later.
+        Fingerprints of the frozen weights, so that a resumed training is refused other ones.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
-            divide over the ranks that shard it twice (tensor parallel and FSDP2).
-        RuntimeError: the model has buffers that no checkpoint holds and ``rope_init`` does not make.
+        ValueError: weights are missing, unexpected or of another shape, or a parameter does not divide over the ranks
+            that shard it twice (tensor parallel and FSDP2).
+        RuntimeError: the model has buffers that neither the checkpoint nor ``rope_init`` provides.
     """
     base = checkpoint.pop(training.MODEL_KEY)
     given = checkpoint.pop(training.ADAPTER_KEY, None)
@@ -101,7 +96,7 @@ def _load(
     frozen = find_adapters(model).frozen
     with training.set_default_dtype(settings.torch_dtype), device:
         for module in model.modules():
-            if hasattr(module, "rope_init"):  # its cache is no part of the state dict
+            if hasattr(module, "rope_init"):  # its cache is not in the state dict
                 module.rope_init()  # type: ignore[operator]
 
     check_weights(model, state_dict, names_of_other_stages)
@@ -115,7 +110,7 @@ def _load(
             for name, parameter in expected.items()
         },
         strict=True,
-        assign=True,  # a meta tensor cannot be copied to
+        assign=True,  # meta tensors cannot be copied to
     )
     training.validate_no_params_on_meta_device(model)
 
@@ -123,12 +118,9 @@ def _load(
 def check_weights(
     model: nn.Module, state_dict: Mapping[str, Tensor], names_of_other_stages: Collection[str] = ()
 ) -> None:
-    """Checks that full weights are those of a model, or of a stage.
+    """Checks that full weights, by torchtune's keys, match a model or a stage, sharded and on meta or not.
 
-    Args:
-        model: may be on the meta device, and sharded.
-        state_dict: by torchtune's keys.
-        names_of_other_stages: weights that it need not have.
+    ``names_of_other_stages`` may be in ``state_dict`` in addition.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape.
@@ -154,11 +146,9 @@ def check_weights(
 
 
 def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) -> str:
-    """What tells full weights, on every rank the same, from others: of every byte. All ranks together.
+    """Returns a checksum of every byte of full CPU weights, the same on every rank. All ranks together.
 
-    Args:
-        weights: by name, on the CPU.
-        group: a CPU (gloo) group of all ranks, each of which reads its share.
+    ``group`` is a CPU (gloo) group of all ranks; each reads its share of the weights.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     share = {}
@@ -178,16 +168,16 @@ def gather_weights(
     group: dist.ProcessGroup,
     only: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """All weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on the others.
+    """Returns all weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on other ranks.
 
     All ranks together.
 
     Args:
-        model: after :func:`load_weights`.
-        device: where sharded weights are put together.
-        keeps: True on at least one rank of each pipeline stage and on rank 0: those that send.
+        model: result of :func:`load_weights`.
+        device: device on which shards are gathered.
+        keeps: True for the ranks that send: at least one per pipeline stage, and rank 0.
         group: a CPU (gloo) group of all ranks.
-        only: names of the weights that are wanted; None wants all.
+        only: names of the weights to gather; None gathers all.
     """
     weights: dict[str, Tensor] = {}
     for part in model.values() if isinstance(model, Stages) else [model]:
@@ -196,7 +186,7 @@ def gather_weights(
                 continue
             weight = _plain(weight, device)
             if keeps:
-                # FSDP2 puts shards together with padding, which torch.save would write, too.
+                # FSDP2 gathers shards with padding, which torch.save would write, too.
                 padded = weight.untyped_storage().nbytes() > weight.nbytes
                 weights[name] = (weight.clone() if padded else weight).cpu()
     descriptions = gather_objects({n: (w.shape, w.dtype) for n, w in weights.items()}, group)
@@ -217,12 +207,12 @@ def gather_weights(
 def _shard_like(
     like: Tensor, name: str, full: Tensor, device: torch.device, is_quantised: bool
 ) -> Tensor:
-    """This rank's part of ``full`` [same shape as ``like``], sharded as ``like`` is, of its precision."""
+    """Returns this rank's part of ``full`` [shape of ``like``], with the sharding and precision of ``like``."""
     dtype = like.dtype
     if not isinstance(like, DTensor):
         whole = full.to(device, dtype, copy=True)
         return to_nf4(whole) if is_quantised else whole
-    # Not distribute_tensor: it cannot place what tensor parallelism and FSDP2 shard together.
+    # distribute_tensor does not support tensors sharded by both tensor parallelism and FSDP2.
     shape, offset = compute_local_shape_and_global_offset(
         full.shape, like.device_mesh, like.placements
     )
@@ -232,7 +222,7 @@ def _shard_like(
             f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
         )
     if is_quantised:
-        # All of it, since its blocks share a mean; cut at blocks' borders, see check_blocks.
+        # Quantized whole, since blocks share a mean; then cut at block borders, see check_nf4.
         parts = to_nf4(full.to(device, dtype)).split(shape[0])
         part = parts[offset[0] // shape[0]]
         own = part.new_zeros(part.shape)
@@ -241,7 +231,7 @@ def _shard_like(
         slices = tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
         own = full[slices].to(device, dtype, copy=True)
     if own.device.type != like.device_mesh.device_type:
-        # fsdp_cpu_offload. DTensor.from_local would move it to the mesh's device, where FSDP2 refuses it.
+        # fsdp_cpu_offload: DTensor.from_local would move it to the mesh's device, where FSDP2 rejects it.
         assert like._spec.tensor_meta is not None
         meta = like._spec.tensor_meta._replace(dtype=own.dtype)
         return DTensor(own, replace(like._spec, tensor_meta=meta), requires_grad=False)
@@ -256,7 +246,7 @@ def _shard_like(
 
 
 def _plain(weight: Tensor, device: torch.device) -> Tensor:
-    """A weight without shards and NF4, both undone."""
+    """Returns a weight unsharded and dequantized."""
     own = local(weight)
     if isinstance(own, NF4Tensor):
         own = own.get_original_weight()

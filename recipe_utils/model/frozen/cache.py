@@ -1,8 +1,7 @@
 """Disk cache of a frozen model's outputs, hundreds of GB of them.
 
-Outputs depend on a sample's tokens and labels and on the model, but not on the learning rate, the loss, the order
-of samples or the number of ranks; so each sample's key is a hash of what its outputs depend on. Only the index is
-in memory; rows are read from files mapped into memory.
+A sample's key is a hash of what its outputs depend on: its tokens and labels, and the model; not the learning rate, the
+loss, the order of samples or the number of ranks. The index is in memory; rows are read from memory-mapped files.
 
 Shapes: n rows of a sample (one of a pair; one of each target token).
 """
@@ -27,10 +26,10 @@ from recipe_utils.parallel.process_group import gather_objects
 _log = get_logger("INFO")
 
 Values = dict[str, Tensor]
-"""Outputs by name, the rows of samples one after the other, [sum of n, ...]."""
+"""Outputs by name, with the rows of samples concatenated, [sum of n, ...]."""
 
 _NUM_BYTES_OF_KEY = 16
-# NumPy takes zeros at the end for padding. Between keys of one length that confuses no two of them.
+# NumPy drops trailing zero bytes. Keys of equal length stay distinct.
 _KEY = np.dtype("S16")
 _VALUES = "values."
 
@@ -39,19 +38,18 @@ _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class OutputCache:
-    """Outputs of one frozen model, the same on all ranks; in a folder that many trainings may share.
+    """Outputs of one frozen model, the same on all ranks, in a folder that several trainings may share.
 
-    They are kept in parts: files that hold many samples, written once and never changed. The unfinished file of a
-    killed writer stays beside them with a name that ends with ``.unfinished``: another training may still
-    write to it, so only the user can delete it.
+    Stored in parts: files of many samples that are written once and never changed. A killed writer leaves a file whose
+    name ends with ``.unfinished``. It is never deleted, because another training may still be writing to it.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         key: config key of the folder, for errors.
-        context: what outputs depend on besides the sample, as plain values: weights, precision, layout.
-        group: a CPU (gloo) group of all ranks, which all see the folder.
-        gathers: rank 0 writes what all ranks have added; for small outputs. Else each rank writes its own parts.
-        max_part_bytes: a rank writes a part as soon as more than this waits in memory [bytes].
+        context: plain values that outputs depend on besides the sample: weights, precision, layout.
+        group: a CPU (gloo) group of all ranks, all of which must see the folder.
+        gathers: rank 0 writes the outputs of all ranks; for small outputs. Else each rank writes its own parts.
+        max_part_bytes: size of unwritten outputs above which a rank writes a part [bytes].
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class OutputCache:
         self._skipped: set[str] = set()
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
-        # One value, so that the prefetch thread never reads an index that is half changed.
+        # One reference, so that the prefetch thread never reads a half-changed index.
         self._index = _Index.of([])
         self.reload()
 
@@ -88,7 +86,7 @@ class OutputCache:
         return len(self._index.keys)
 
     def key_of(self, numbers_by_name: Mapping[str, Any]) -> bytes:
-        """Returns a sample's key, 16 bytes: a hash of the context and of its whole numbers."""
+        """Returns a sample's key, 16 bytes: a hash of the context and of the sample's integers."""
         digest = hashlib.blake2b(self._context, digest_size=_NUM_BYTES_OF_KEY)
         for name, values in numbers_by_name.items():
             numbers = np.asarray(values, dtype=np.int64)
@@ -97,14 +95,14 @@ class OutputCache:
         return digest.digest()
 
     def contains(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Returns which samples are in the cache, bool."""
+        """Returns a bool for each sample: True if it is in the cache."""
         return self._index.places_of(keys) >= 0
 
     def find(self, keys: Sequence[bytes]) -> Values:
-        """Reads the outputs of samples. Without keys, outputs of no rows; of an empty cache, no outputs.
+        """Reads the outputs of samples. Without keys, tensors have no rows; an empty cache returns no tensors.
 
         Raises:
-            CheckpointError: a sample is not in the cache, or its outputs are damaged.
+            CheckpointError: a sample is not in the cache, or its outputs are corrupt.
         """
         index = self._index
         places = index.places_of(keys)
@@ -132,12 +130,12 @@ class OutputCache:
         return values
 
     def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
-        """Copies the outputs of samples, unless they were added before; writes a part if enough waits for it.
+        """Copies the outputs of new samples; writes a part above ``max_part_bytes``.
 
         Args:
-            keys: of the samples.
-            num_rows: of each sample.
-            values: of any device; of the dtypes and shapes of all other samples.
+            keys: keys of the samples.
+            num_rows: rows of each sample.
+            values: on any device; of the dtypes and shapes of all other samples.
 
         Raises:
             ValueError: other dtypes or shapes.
@@ -160,12 +158,12 @@ class OutputCache:
             self.write()
 
     def write(self) -> None:
-        """Writes what waits as one part, whole or not at all; found after :meth:`reload`.
+        """Writes unwritten outputs as one part, atomically; :meth:`reload` makes them readable.
 
         All ranks together if it ``gathers``.
 
         Raises:
-            OSError: the part could not be written; names the file. Nothing is left of it, and all still waits.
+            OSError: the part could not be written; names the file. It is removed and the outputs remain unwritten.
         """
         if self._gathers:
             of_ranks = gather_objects(_join(self._waiting), self._group)
@@ -183,9 +181,9 @@ class OutputCache:
         self._num_waiting_bytes = 0
 
     def reload(self) -> None:
-        """Finds what any rank and any other training has written. All ranks together."""
-        # One rank lists the folder, and each reports what it has written: on a network's file system listings
-        # of two ranks may differ, and all ranks must have the same index.
+        """Indexes the parts of all ranks and other trainings. All ranks together."""
+        # One rank lists the folder and each reports its own parts: listings of network file systems may differ
+        # between ranks, and the index must be equal on all of them.
         names = list(self._written_names)
         if self._is_zero:
             names += [path.name for path in self._folder.glob(f"{self._prefix}-*.safetensors")]
@@ -213,10 +211,10 @@ class OutputCache:
 
 
 class _Part:
-    """An open file of the cache.
+    """Open file of the cache.
 
     Raises:
-        CheckpointError: it is damaged, or no part; names the file.
+        CheckpointError: it is corrupt, or not a part; names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -268,15 +266,15 @@ class _Part:
 
 
 class _Index(NamedTuple):
-    """Where each sample's rows are; arrays are in the order of the keys."""
+    """Location of each sample's rows; arrays are in the order of the keys."""
 
     parts: Sequence[_Part]
     layout: _Layout
     keys: np.ndarray
-    """Sorted, each once."""
+    """Sorted and unique."""
     part_numbers: np.ndarray
     first_rows: np.ndarray
-    """Of a sample, in its part."""
+    """First row of a sample in its part."""
     num_rows: np.ndarray
     checksums: np.ndarray
 
@@ -297,7 +295,7 @@ class _Index(NamedTuple):
         )
 
     def places_of(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Returns where samples are in the arrays; -1 for those that are not in the cache."""
+        """Returns positions of samples in the arrays; -1 for those that are not in the cache."""
         wanted = np.frombuffer(b"".join(keys), dtype=_KEY)
         if not len(self.keys):
             return np.full(len(wanted), -1)
@@ -327,7 +325,7 @@ def _write(path: Path, samples: Mapping[bytes, Values]) -> None:
 
 
 def _join(samples: Mapping[bytes, Values]) -> tuple[list[bytes], list[int], Values]:
-    """Returns keys, numbers of rows, and the rows of all samples one after the other."""
+    """Returns keys, numbers of rows, and the concatenated rows of all samples."""
     of_samples = list(samples.values())
     names = sorted(of_samples[0]) if of_samples else []
     num_rows = [len(each[names[0]]) for each in of_samples]
@@ -337,7 +335,7 @@ def _join(samples: Mapping[bytes, Values]) -> tuple[list[bytes], list[int], Valu
 def _split(
     keys: Sequence[bytes], num_rows: Sequence[int], values: Values
 ) -> Iterator[tuple[bytes, Values]]:
-    """The inverse of :func:`_join`."""
+    """Inverts :func:`_join`."""
     parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
     for index, key in enumerate(keys):
         yield key, {name: of_samples[index] for name, of_samples in parts.items()}
@@ -348,7 +346,7 @@ def _layout_of(values: Values) -> _Layout:
 
 
 def _checksum(values: Values) -> int:
-    """The checksum of one sample's outputs."""
+    """Returns the CRC-32 of one sample's outputs."""
     checksum = 0
     for name in sorted(values):
         content: Any = values[name].reshape(-1).view(torch.uint8).numpy()
@@ -359,7 +357,7 @@ def _checksum(values: Values) -> int:
 def _checksum_of_index(
     keys: np.ndarray, num_rows: np.ndarray, checksums: np.ndarray, layout: _Layout
 ) -> int:
-    """The checksum of the index and of the layout: rows of another dtype would pass their own."""
+    """Returns the CRC-32 of index and layout; rows' own checksums do not cover their dtype."""
     checksum = zlib.crc32(str(sorted(layout.items())).encode())
     for array in (keys, num_rows, checksums):
         checksum = zlib.crc32(array.tobytes(), checksum)

@@ -1,6 +1,6 @@
-"""A frozen model: forward passes without gradients, in any layout.
+"""Forward passes of a frozen model, without gradients, in any layout.
 
-Shapes: n target tokens of a microbatch, d the model's width, v its vocabulary.
+Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from recipe_utils.settings.problems import naming
 
 
 class FrozenModel:
-    """Runs a model forward without gradients and returns what its loss module returns. All ranks together.
+    """Model that runs without gradients and returns its loss module's outputs. All ranks together.
 
     Args:
-        model: whole, sharded or the stages of this rank; its loss module may return anything.
-        pipeline: runs the stages; None for a model in one piece.
-        device: where to compute.
+        model: whole, sharded, or this rank's stages; its loss module may return anything.
+        pipeline: pipeline of the stages; None without stages.
+        device: device of the forwards.
         during_forward: context of every forward.
     """
 
@@ -51,10 +51,9 @@ class FrozenModel:
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
-        """Returns the loss module's outputs by the microbatch's index; empty on ranks without the last stage.
+        """Returns the loss module's outputs by microbatch index; empty on ranks without the last stage.
 
-        Args:
-            microbatches: on the CPU; equally many on all ranks. Outputs attached to them are ignored.
+        Microbatches are on the CPU, equally many on all ranks; outputs attached to them are ignored.
         """
         plain = [microbatch.with_teacher(None) for microbatch in microbatches]
         with self._during_forward():
@@ -67,19 +66,16 @@ class FrozenModel:
 
     @contextmanager
     def output_layer(self) -> Iterator[Any]:
-        """Yields the output layer, with weights gathered until the end of the block.
-
-        None on ranks without the last stage.
-        """
+        """Yields the output layer, gathered until the end of the block; None on ranks without the last stage."""
         if self._with_output is None:
             yield None
             return
         output = getattr(self._with_output, "decoder", self._with_output).output
-        # PyTorch's schedules reshard stages at their end, a forward the root.
+        # PyTorch's schedules reshard stages at their end, a forward reshards the root.
         holders = [each for each in (self._with_output, output) if isinstance(each, FSDPModule)]
         for holder in holders:
             holder.unshard()
-            # As a unit of its own the output layer would free its weight after every chunk.
+            # Sharded as a separate unit, the output layer would free its weight after every chunk.
             holder.set_reshard_after_forward(False, recurse=False)
         try:
             yield output
@@ -99,26 +95,25 @@ def build_frozen_model(
     is_offloaded: bool = False,
     keys: tuple[str, str],
 ) -> FrozenModel:
-    """Builds a model with its weights, to be run forward only.
+    """Builds a model with its weights for forward passes only.
 
-    With ``pp`` ranks it has one stage on each, balanced by its own costs, and microbatches go through them in one
+    With ``pp`` ranks it has one stage per rank, balanced by its own costs, and microbatches run through them in one
     schedule; outputs are on the rank of the last stage.
 
     Args:
         make_model: the model's builder.
         prepare: see :func:`recipe_utils.model.build.build.build_model`.
         checkpoint: full weights, by torchtune's keys.
-        modules: how the model is wrapped.
-        ranks: of the job.
+        modules: settings that the model is wrapped with.
+        ranks: ranks of the job.
         split_points: first layer of each stage but the first.
-        is_offloaded: the weights are on the device during forwards only, else on the CPU.
+        is_offloaded: weights are on the device only during forwards, else on the CPU.
         keys: config keys of the model and of its checkpointer, for errors.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or the weights
-            do not fit.
+        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or weights do not fit.
     """
-    # No backward, so nothing to interleave.
+    # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(
         pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
     )
@@ -165,13 +160,9 @@ def policy_without_adapters(
 def output_layer_alone(
     whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Returns the output layer of a model without the rest of it, unsharded, [..., d] -> [..., v].
+    """Returns a meta model's output layer [..., d] -> [..., v] with its weights, without the rest of the model.
 
-    Args:
-        whole: the model, on the meta device.
-        weights: full, by torchtune's keys.
-        dtype: of the layer.
-        device: of the layer.
+    ``weights`` are full, by torchtune's keys.
     """
     output = getattr(whole, "decoder", whole).output
     holder = output.tied_module if isinstance(output, TiedLinear) else output

@@ -1,7 +1,6 @@
-"""Outputs of a frozen model for the microbatches of update steps: computed at each, or once and kept on the disk.
+"""Outputs of a frozen model for the microbatches of update steps, computed at each step or cached on disk.
 
-A reference and a teacher differ in what of a model's outputs is kept and how it is attached; see
-:class:`OutputKind`.
+References and teachers differ in the stored part of the outputs and in how it is attached; see :class:`OutputKind`.
 """
 
 import time
@@ -27,38 +26,33 @@ from recipe_utils.settings.problems import naming
 _log = get_logger("INFO")
 
 _SECONDS_TO_LOSE = 60.0
-"""Computed outputs that a killed training may lose."""
+"""Seconds of computed outputs that a killed training may lose."""
 
 
 class OutputKind(NamedTuple):
-    """What of a frozen model's outputs is used, and how."""
+    """Conversions between a frozen model's outputs, cached values and the loss module's targets."""
 
     name: str
-    """Of the model, for messages."""
+    """Name of the model, for messages."""
     cache_key: str
     """Config key of the cache's folder."""
     numbers_of: Callable[[Sample], Mapping[str, Any]]
-    """Returns the whole numbers of a sample that outputs depend on, by name."""
+    """Returns the integers of a sample that outputs depend on, by name."""
     to_values: Callable[[Any, Any, Microbatch], Values]
-    """Outputs of a microbatch, and the output layer, to values."""
+    """Converts a microbatch's outputs, with the output layer, to values."""
     attach: Callable[[Values, Any], Any]
-    """Values, and the output layer, to what the loss module finds in ``targets.teacher``."""
+    """Converts values, with the output layer, to ``targets.teacher`` of the loss module."""
     needs_output_layer: bool
-    """Values are projected by the loss module. The output layer's weights are gathered until the step is done."""
+    """The loss module projects values, so the output layer's weights stay gathered until the end of the step."""
     is_small: bool
-    """A value is a few bytes, and a missing one is computed during training, too."""
+    """Values are a few bytes; missing ones are computed during training, too."""
 
 
 class FrozenOutputs:
     """Attaches a frozen model's outputs to microbatches. All ranks together.
 
-    Without a cache they are computed at every update step. With one, the prefetch thread looks them up, and
-    what is missing is computed once.
-
-    Args:
-        kind: of the outputs.
-        folder: of the cache; None computes at every update step.
-        ranks: of the job.
+    Without a cache outputs are computed at every update step. With one the prefetch thread looks them up, and missing
+    ones are computed once. ``folder`` is the cache's; None for no cache.
     """
 
     def __init__(self, kind: OutputKind, folder: Path | None, ranks: Ranks) -> None:
@@ -68,7 +62,7 @@ class FrozenOutputs:
         self._build: Callable[[], FrozenModel] | None = None
         self.model: FrozenModel | None = None
         """None until it is needed."""
-        self._output: Any = None  # the output layer alone, where the model is not there
+        self._output: Any = None  # the output layer alone, where the model is not built
         self._cache: OutputCache | None = None
         self._is_precomputing = False
         self._has_new = False  # on any rank
@@ -82,8 +76,8 @@ class FrozenOutputs:
 
         Args:
             build: builds the model; called at most once, when outputs must be computed.
-            context: what outputs depend on besides the sample, as plain values.
-            output: the output layer alone, if a cache needs it.
+            context: plain values that outputs depend on besides the sample.
+            output: the output layer alone, if values from a cache need it.
         """
         self._build, self._output = build, output
         if self._folder is None:
@@ -98,23 +92,19 @@ class FrozenOutputs:
     # ---- Called by the prefetch thread -------------------------------------------------------------
 
     def find(self, samples: Sequence[Sample], num_rows: Sequence[int]) -> Values | CacheKeys:
-        """Looks up the outputs of a microbatch's samples.
-
-        Args:
-            samples: of a microbatch.
-            num_rows: outputs of each.
+        """Looks up the outputs of a microbatch's samples, with ``num_rows`` rows each.
 
         Returns:
-            Values on the CPU, none on ranks without the last stage. Where a sample's may be missing, their keys.
+            Values on the CPU, none on ranks without the last stage; or keys, where a sample's outputs may be missing.
 
         Raises:
-            recipe_utils.files.CheckpointError: a file is damaged, or a sample is not the one that it was.
+            recipe_utils.files.CheckpointError: a file is corrupt, or the dataset returned a different sample.
         """
         if self._cache is None:
             return CacheKeys((), (), num_missing=len(samples))
         keys = [self._cache.key_of(self._kind.numbers_of(sample)) for sample in samples]
         if self._is_precomputing or self._kind.is_small:
-            # The training loop reads them, so that all ranks of a pipeline agree on what is missing.
+            # The training loop reads them, so that all ranks of a pipeline have the same missing samples.
             num_missing = int((~self._cache.contains(keys)).sum())
             return CacheKeys(tuple(keys), tuple(num_rows), num_missing)
         return self._cache.find(keys) if self._ranks.has_last_stage else {}
@@ -125,7 +115,7 @@ class FrozenOutputs:
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
         """Yields the microbatches of an update step with outputs, computed before any gradient exists.
 
-        On ranks without the last stage, which have no loss, and before :meth:`set_up` microbatches are as they were.
+        Microbatches are unchanged on ranks without the last stage, which have no loss, and before :meth:`set_up`.
 
         Raises:
             ValueError: outputs are NaN or infinite.
@@ -150,7 +140,7 @@ class FrozenOutputs:
         yield self._attach(step, computed, self._output)
 
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """Computes the outputs of all samples that so many epochs consume, but for those in the cache.
+        """Computes the missing outputs of all samples of ``num_epochs`` epochs.
 
         Raises:
             recipe_utils.settings.problems.ConfigError: outputs cannot be written; names the file.
@@ -172,10 +162,10 @@ class FrozenOutputs:
             self.model = None
 
     def flush(self) -> None:
-        """Writes what was computed, and makes it known on all ranks. All ranks together.
+        """Writes computed outputs and makes them readable on all ranks. All ranks together.
 
-        Before each checkpoint, too: a training that resumes there finds the same last digits, which depend on the
-        other samples of a microbatch.
+        Required before each checkpoint: a training that resumes there reads outputs that are equal to the last digit,
+        which depends on the other samples of a microbatch.
         """
         if self._has_new and self._cache is not None:
             self._write()
@@ -187,13 +177,13 @@ class FrozenOutputs:
         return self._stopwatch.read_and_restart()
 
     def _compute_missing(self, step: UpdateStep) -> dict[int, Values]:
-        """Computes and caches what is missing of an update step.
+        """Computes and caches the missing outputs of an update step.
 
         Returns:
             Values of its microbatches with a missing sample, on the CPU, by index.
         """
         assert self._cache is not None
-        if step.totals.get("missing_pairs") == 0:  # all ranks know without asking
+        if step.totals.get("missing_pairs") == 0:  # a total over ranks, so no communication
             return {}
         missing = {
             index: microbatch.targets.teacher
@@ -201,7 +191,7 @@ class FrozenOutputs:
             if isinstance(microbatch.targets.teacher, CacheKeys)
             and not self._cache.contains(microbatch.targets.teacher.keys).all()
         }
-        # Every rank must run the same number of forwards; the outputs of a rank's surplus ones are dropped.
+        # Every rank must run the same number of forwards; outputs of surplus ones are dropped.
         most = 0
         if self._is_precomputing or self._kind.is_small:
             most = max(gather_objects(len(missing), self._ranks.cpu_group))
@@ -223,14 +213,14 @@ class FrozenOutputs:
         self._has_new = True
         if self._written_seconds is None:
             self._written_seconds = step.clock_seconds
-        # By rank 0's clock, so that all ranks write together.
+        # Measured by rank 0's clock, so that all ranks write together.
         if step.clock_seconds - self._written_seconds >= _SECONDS_TO_LOSE:
             self._write()
             self._written_seconds = step.clock_seconds
         return computed
 
     def _with_known_rows(self, wanted: CacheKeys, values: Values) -> Values:
-        """Replaces rows that the cache contains: another microbatch may have given other last digits."""
+        """Replaces rows that the cache contains, since another microbatch may have computed other last digits."""
         assert self._cache is not None
         values = {name: rows.cpu() for name, rows in values.items()}
         is_known = self._cache.contains(wanted.keys)
@@ -250,7 +240,7 @@ class FrozenOutputs:
             found = values.get(index, microbatch.targets.teacher)
             if found is None or isinstance(found, CacheKeys):
                 assert self._cache is not None
-                found = self._cache.find(found.keys if found else ())  # none of a dummy microbatch
+                found = self._cache.find(found.keys if found else ())  # no keys: a dummy microbatch
             attached.append(microbatch.with_teacher(self._kind.attach(found, layer)))
         return attached
 
@@ -268,12 +258,12 @@ class FrozenOutputs:
             )
 
     def _naming_cache(self) -> AbstractContextManager[None]:
-        """Ends the pass before training with a problem of the folder's key; training goes on without the file."""
+        """Converts errors to problems of the folder's key, except for small outputs, which are computed again."""
         return naming(self._kind.cache_key) if not self._kind.is_small else nullcontext()
 
 
 class _Stopwatch:
-    """Seconds of blocks, without waiting for the device."""
+    """Timer of code blocks, without device synchronizations."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -291,7 +281,7 @@ class _Stopwatch:
         self._spans.append((self._start, self._now()))
 
     def read_and_restart(self) -> float | None:
-        """Returns mean seconds of the blocks that the device has finished since the last call; None without any."""
+        """Returns mean seconds of blocks finished on the device since the last call; None without any."""
         done = [(a, b) for a, b in self._spans if not self._is_cuda or b.query()]
         self._spans = self._spans[len(done) :]
         seconds = [a.elapsed_time(b) / 1000 if self._is_cuda else b - a for a, b in done]

@@ -1,4 +1,4 @@
-"""The reference of a preference loss: a frozen model, or the policy without its adapters.
+"""Reference of a preference loss: a frozen model, or the policy without its adapters.
 
 Shapes: p pairs of a microbatch.
 """
@@ -40,15 +40,15 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: computed by a model that stays on the device; ``offload``: by one that is there between update steps
-    only; ``cached``: computed once for each pair, and kept on the disk."""
+    """``live``: computed by a model that stays on the device; ``offload``: by a model that is on the device only during
+    its forwards; ``cached``: computed once per pair and stored on disk."""
     reference_cache_dir: FilePath | None = None
-    """Folder of ``cached``, for any training with this reference; null is ``output_dir``/reference."""
+    """Folder of ``cached``, shared by all trainings with this reference; null is ``output_dir``/reference."""
     precompute_reference: bool = False
-    """With ``cached``: in one pass over the data before training, not at the update steps."""
+    """Fills the cache in one pass over the data before training, instead of at update steps."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys, and whether the folder can be written to."""
+        """Yields conflicts between keys, and problems with the folder."""
         if self.reference != "cached":
             for key in ("reference_cache_dir", "precompute_reference"):
                 if getattr(self, key):
@@ -65,10 +65,7 @@ class ReferenceSettings:
 class Reference:
     """Attaches the reference's log-probabilities [2, p] to the pairs of update steps. All ranks together.
 
-    Args:
-        settings: of the recipe.
-        loss_fn: its loss. With ``loss_fn.needs_reference`` False nothing is built or attached.
-        ranks: of the job.
+    ``settings`` are the recipe's. With ``loss_fn.needs_reference`` False nothing is built or attached.
     """
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
@@ -97,19 +94,19 @@ class Reference:
 
     @property
     def cached(self) -> FrozenOutputs | None:
-        """What a collator looks log-probabilities up in; None without a cache."""
+        """Outputs in which a collator looks up log-probabilities; None without a cache."""
         return self.outputs if self._is_cached and self._is_used else None
 
     def check(self, component: Any, whole: nn.Module, resumes_from_stock: bool) -> None:
-        """Builds the reference's checkpointer, if it has one of its own.
+        """Builds the reference's own checkpointer, if configured.
 
         Args:
             component: ``ref_checkpointer``.
             whole: the policy, on any device.
-            resumes_from_stock: the policy's checkpointer holds weights that were trained already.
+            resumes_from_stock: the policy's checkpointer reads weights that a stock recipe has trained.
 
         Raises:
-            ValueError: it has one, but is the policy without adapters; or has none, and should.
+            ValueError: a checkpointer for the policy without adapters, or none although weights are already trained.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
@@ -132,20 +129,20 @@ class Reference:
         policy_checkpointer: Any,
         context: Mapping[str, Any],
     ) -> dict[str, str]:
-        """Builds the reference, unless a cache may contain everything.
+        """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
 
         Args:
-            policy: the trained model, with its weights. With adapters it is the reference, too.
-            pipeline: of the policy's stages.
+            policy: the trained model, with its weights; with adapters, also the reference.
+            pipeline: pipeline of the policy's stages.
             build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's builder.
-            policy_checkpointer: reads the reference's full weights where it has no checkpointer of its own.
-            context: what log-probabilities depend on besides weights and precision, as plain values.
+            policy_checkpointer: reads the reference's full weights if the reference has no checkpointer.
+            context: plain values that log-probabilities depend on besides weights and precision.
 
         Returns:
             The checksum of a reference's own weights, so that a resumed training has the same one.
 
         Raises:
-            recipe_utils.settings.problems.ConfigError: its weights do not fit the model.
+            recipe_utils.settings.problems.ConfigError: the weights do not fit the model.
         """
         if not self._is_used:
             return {}
@@ -167,11 +164,11 @@ class Reference:
 
         def own_model() -> FrozenModel:
             nonlocal checkpoint
-            given, checkpoint = checkpoint or load(), {}  # or the weights would stay here, too
+            given, checkpoint = checkpoint or load(), {}  # a reference here would keep the weights
             return build(
                 checkpoint=given,
                 modules=modules,
-                # FSDP2's own offload keeps weights on the CPU and takes no others.
+                # FSDP2's own offload requires the weights on the CPU.
                 is_offloaded=self._settings.reference != "live"
                 and not modules.offloads_to_cpu(self._ranks.device),
                 keys=("ref_checkpointer", "ref_checkpointer"),
@@ -190,16 +187,16 @@ class Reference:
         return {} if adapters.modules else {"ref_checkpointer": crc32}
 
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """See :meth:`recipe_utils.model.frozen.outputs.FrozenOutputs.precompute`; with ``precompute_reference``."""
+        """Calls :meth:`recipe_utils.model.frozen.outputs.FrozenOutputs.precompute` if ``precompute_reference``."""
         if self._settings.precompute_reference:
             self.outputs.precompute(num_epochs, *loaders)
 
     def _to_values(self, log_probs: Tensor, _: Any, microbatch: Microbatch) -> Values:
-        """Keeps log-probabilities [2, p] as a row of two for each pair.
+        """Transposes log-probabilities [2, p] to one row per pair.
 
         Raises:
-            ValueError: they are NaN or infinite; names the pair. Checked where the host need not wait for them; else
-                the gradient is not finite.
+            ValueError: NaN or infinite values; names the pair. Checked on a CPU and for a cache, where this costs no
+                extra device synchronization; otherwise the gradient is not finite.
         """
         if self._is_cached or self._ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs
@@ -213,6 +210,6 @@ class Reference:
 
 
 def _attach(values: Values, _: Any) -> Tensor:
-    if not values:  # of a dummy microbatch, where the cache is empty
+    if not values:  # a dummy microbatch and an empty cache
         return torch.zeros(2, 0, dtype=torch.float64)
     return values["log_probs"].T

@@ -2,7 +2,7 @@
 
 Computes hidden states at target positions; the loss projects them in chunks, so full logits are never stored.
 
-Shapes: n target tokens of a microbatch, d_t the teacher's width, k likeliest tokens.
+Shapes: n target tokens of a microbatch, d_t the teacher's width, k most probable tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ from recipe_utils.settings.problems import Build, Problem, naming, problems_with
 _log = get_logger("INFO")
 
 _TOKENS_PER_CHUNK = 256
-"""Targets whose logits exist at a time, while the likeliest tokens are found."""
+"""Targets per chunk of logits in which the most probable tokens are found."""
 _TEXT = ("tokens", "labels", "seq_lens", "input_pos")
 
 
@@ -54,29 +54,29 @@ class TeacherSettings:
     """Weight of the divergence, and the teacher's model and cache."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence in the loss; the rest is cross-entropy's. 0 loads no teacher, 1 computes no
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1 computes no
     cross-entropy."""
     teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of the teacher's weights and hidden states; null is ``dtype``."""
     teacher_custom_sharded_layers: list[str] | None = None
-    """As ``custom_sharded_layers``, of the teacher."""
+    """``custom_sharded_layers`` of the teacher."""
     teacher_fsdp_cpu_offload: bool = False
-    """As ``fsdp_cpu_offload``, of the teacher."""
+    """``fsdp_cpu_offload`` of the teacher."""
     teacher_pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
-    """First layer of each of the teacher's stages but the first, one stage on each rank; null balances
-    them by their parameters."""
+    """First layer of each of the teacher's stages but the first, one stage per rank; null balances them by their
+    parameters."""
     teacher_cache: Literal["hidden", "top_k"] | None = None
-    """``hidden``: hidden states at all targets, computed in one pass before training and kept on the disk:
-    exact; ``top_k``: the likeliest tokens, and all others as one: lossy; null computes at every update step."""
+    """``hidden``: hidden states at all targets, computed once before training and stored on disk (exact). ``top_k``: the
+    most probable tokens, and the sum of all others (lossy). null: computed at every update step."""
     teacher_cache_dir: FilePath | None = None
-    """Folder of the cache, for any training with this teacher; null is ``output_dir``/teacher."""
+    """Folder of the cache, shared by all trainings with this teacher; null is ``output_dir``/teacher."""
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
-    """Tokens that ``teacher_cache: top_k`` keeps of each target."""
+    """Tokens per target that ``teacher_cache: top_k`` stores."""
     teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
-    """Allows ``top_k`` above a temperature of 1, where it keeps a small part of the distribution."""
+    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the distribution."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between the keys, and whether the folder can be written to."""
+        """Yields conflicts between keys, and problems with the folder."""
         if self.teacher_cache_dir is None:
             return
         if self.teacher_cache is None:
@@ -90,7 +90,7 @@ class TeacherSettings:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
 
     def problems_with(self, settings: Any) -> Iterator[Problem]:
-        """Problems with components of the teacher and other keys of the recipe's settings."""
+        """Yields problems with the teacher's components and other keys of the recipe's settings."""
         if settings.ranks.tensor_parallel_dim > 1:
             dim = settings.ranks.tensor_parallel_dim
             yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
@@ -106,24 +106,21 @@ class TeacherSettings:
 
 
 class _TopK(NamedTuple):
-    """What of a distribution is kept, instead of the hidden states that give all of it."""
+    """Part of a distribution that is stored instead of hidden states."""
 
     k: int
     num_tokens: int
-    """Tokens that both models have rows for, over which it is normalised."""
+    """Tokens in both models' output layers; the distribution is normalized over them."""
     temperature: float
 
 
 class Teacher:
     """Attaches a frozen model's outputs to the targets of update steps. All ranks together.
 
-    With pipeline stages the model is cut by its own costs, and all microbatches of an update step go forward
-    through its stages before the student's schedule; outputs are on the rank of the last stage, where the student's
-    loss is.
+    With pipeline stages the model is cut by its own costs, and all microbatches of an update step run through its stages
+    before the student's schedule. Outputs are on the rank of the last stage, where the student's loss is computed.
 
-    Args:
-        settings: of the recipe. With ``kd_ratio=0`` nothing is built or read.
-        ranks: of the job.
+    ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
     """
 
     def __init__(self, settings: Any, ranks: Ranks) -> None:
@@ -152,7 +149,7 @@ class Teacher:
 
     @property
     def cached(self) -> FrozenOutputs | None:
-        """What a collator looks outputs up in; None without a cache."""
+        """Outputs in which a collator looks up samples; None without a cache."""
         is_cached = self.is_used and self._settings.teacher_cache is not None
         return self.outputs if is_cached else None
 
@@ -161,10 +158,7 @@ class Teacher:
     def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
         """Builds the model on the meta device and the checkpointer, and compares the tokenizers.
 
-        Args:
-            build: collects problems by key.
-            cfg: the whole config.
-            tokenizer: the student's.
+        ``build`` collects problems by key, ``cfg`` is the whole config, ``tokenizer`` the student's.
         """
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
@@ -174,7 +168,7 @@ class Teacher:
     def _take_model(self, component: Any) -> None:
         settings, modules = self._settings, self._student_modules
         self._make_model = partial(config.instantiate, component)
-        # What saves memory of gradients does not apply.
+        # Memory savings for gradients do not apply.
         self._modules = modules.without_gradients(
             dtype=settings.teacher_dtype or modules.dtype,
             custom_sharded_layers=settings.teacher_custom_sharded_layers,
@@ -201,14 +195,14 @@ class Teacher:
             _log.warning(warning)
 
     def intersect(self, limits: ModelLimits) -> ModelLimits:
-        """Returns the limits of samples and rows that both models take."""
+        """Returns the limits of samples and rows within both models' limits."""
         if not self.is_used:
             return limits
         own = limits_of(self._whole, self._ranks.device, self._modules.compile)
         both = limits._replace(
             vocab_size=min(limits.vocab_size, own.vocab_size),
             other_attention=limits.other_attention or own.other_attention,
-            # In another precision it may take another kernel.
+            # Its attention kernel may differ, because its precision may.
             num_row_lengths=min(
                 filter(None, (limits.num_row_lengths, own.num_row_lengths)), default=None
             ),
@@ -227,19 +221,20 @@ class Teacher:
         longest_row: int,
         context: Any,
     ) -> dict[str, str]:
-        """Builds the model with its weights; with a cache its output layer alone.
+        """Builds the model with its weights; with a cache, only if outputs are missing, and the output layer if needed.
 
         Args:
-            student: whole, on any device.
-            loss_fn: of the distillation.
-            longest_row: of :class:`recipe_utils.data.text.collator.TextCollator`.
-            context: what outputs depend on besides weights, precision and samples, as plain values.
+            student: whole student, on any device.
+            loss_fn: distillation loss.
+            longest_row: see :class:`recipe_utils.data.text.collator.TextCollator`.
+            context: plain values that outputs depend on besides weights, precision and samples.
 
         Returns:
             The checksum of its weights, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.problems.ConfigError: its weights do not fit, or it cannot be built or kept so.
+            recipe_utils.settings.problems.ConfigError: weights do not fit, or the model cannot be built or cached as
+                configured.
         """
         if not self.is_used:
             return {}
@@ -257,7 +252,7 @@ class Teacher:
                 output = output_layer_alone(
                     self._whole, weights, modules.torch_dtype, self._ranks.device
                 )
-            del weights  # or they would be there twice while the model is built
+            del weights  # a reference would keep them in memory while the model is built
         if settings.teacher_cache is not None:
             checkpoint = {}
         elif self._ranks.is_zero:
@@ -289,7 +284,7 @@ class Teacher:
         return {TEACHER: crc32}
 
     def _check_inputs(self, student: nn.Module) -> None:
-        """Raises ValueError: one of student and teacher takes images, the other text alone."""
+        """Raises ValueError if one of student and teacher takes images and the other text only."""
         if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
             kinds = [type(model).__name__ for model in (self._whole, student)]
             raise ValueError(
@@ -297,10 +292,10 @@ class Teacher:
             )
 
     def _resolve_top_k(self, num_of_student: int, temperature: float) -> _TopK | None:
-        """Returns what of a distribution is kept, if hidden states are not.
+        """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``.
 
         Raises:
-            ValueError: more tokens than there are, or at a temperature that it does not go with.
+            ValueError: k above the number of common tokens, or a temperature above 1.
         """
         settings, num_of_teacher = self._settings, num_outputs(self._whole)
         num_tokens = min(num_of_teacher, num_of_student)
@@ -328,10 +323,10 @@ class Teacher:
 
     @torch.no_grad()
     def _to_values(self, hidden: Tensor, output: Any, _: Microbatch) -> Values:
-        """Keeps hidden states [n, d_t], or the likeliest tokens.
+        """Returns hidden states [n, d_t], or the most probable tokens.
 
         Raises:
-            ValueError: they are NaN or infinite; checked on a CPU only, where the host need not wait.
+            ValueError: NaN or infinite hidden states; checked only on a CPU, to avoid a device synchronization.
         """
         if self._ranks.device.type == "cpu" and not hidden.isfinite().all():
             raise ValueError(
@@ -356,7 +351,7 @@ class Teacher:
 
 
 def _numbers_of(sample: Sample) -> dict[str, Any]:
-    """Returns what of a sample hidden states depend on.
+    """Returns the parts of a sample that hidden states depend on.
 
     Raises:
         ValueError: the sample contains something other than text.

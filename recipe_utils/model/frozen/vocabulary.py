@@ -1,4 +1,4 @@
-"""Whether two tokenizers have the same tokens, which a student and the teacher that it learns from must."""
+"""Comparison of tokenizers; a student and its teacher must have the same tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,17 @@ from torchtune.modules.transforms.tokenizers import (
 )
 
 Vocabulary = dict[int, str]
-"""Id -> token, as a ``tokenizer.json`` writes it."""
+"""Token by id, as in a ``tokenizer.json``."""
 
 _INNER = ("tt_model", "_spm_model", "tokenizer_model", "tokenizer")
-"""Where torchtune's tokenizers, and its transforms of images, keep what has the tokens."""
+"""Attributes in which torchtune's tokenizers and image transforms keep the inner tokenizer."""
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
-    """All tokens of a tokenizer, special ones included; None for kinds that it cannot read.
+    """Returns all tokens of a tokenizer, special ones included; None for an unsupported tokenizer.
 
-    Those of byte-level BPE are in the characters that stand for bytes, a space in front as ``Ġ``.
-
-    Args:
-        tokenizer: one of torchtune's, or of the tokenizers library, or something with a ``get_vocab``.
+    Supports torchtune's, those of the tokenizers library and any with a ``get_vocab``. Byte-level BPE tokens are in the
+    characters that represent bytes: a leading space is ``Ġ``.
     """
     vocabulary = _without_special_tokens(tokenizer)
     if vocabulary is not None:
@@ -33,7 +31,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
 
 
 def _without_special_tokens(tokenizer: Any) -> Vocabulary | None:
-    """The same, but for special tokens that the tokenizer itself adds to what it is made of."""
+    """Returns all tokens but special ones that a wrapper adds to its inner tokenizer."""
     if callable(getattr(tokenizer, "get_vocab", None)):
         return {index: token for token, index in tokenizer.get_vocab().items()}
     if isinstance(tokenizer, TikTokenBaseTokenizer):
@@ -57,19 +55,19 @@ def _of_tiktoken(encoding: Any) -> Vocabulary:
     for index in range(encoding.n_vocab):
         try:
             token = encoding.decode_single_token_bytes(index)
-        except KeyError:  # between special tokens there are ids of none
+        except KeyError:  # ids between special tokens may be unused
             continue
         vocabulary[index] = "".join(printable[byte] for byte in token)
-    # They are written as they are, whatever their bytes.
+    # Special tokens are text, not bytes.
     return vocabulary | {
         encoding.encode_single_token(token): token for token in encoding.special_tokens_set
     }
 
 
 def _printable_of_byte() -> list[str]:
-    """The characters that byte-level BPE writes the 256 bytes as.
+    """Returns the characters that represent the 256 bytes in byte-level BPE.
 
-    Those of Latin-1 that can be seen stand for themselves, the others in turn for what follows Latin-1.
+    Visible Latin-1 characters represent themselves, other bytes the characters after Latin-1 in order.
     """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 256)]
     seen.remove(0xAD)  # the soft hyphen
@@ -80,18 +78,14 @@ def _printable_of_byte() -> list[str]:
 def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | None) -> str | None:
     """Compares a student's tokenizer with its teacher's, id by id.
 
-    No difference are ids above all of the other side's, and those that one side only reserves.
-
-    Args:
-        student: tokenizer of the student.
-        teacher: that of the teacher; None to compare with the ``tokenizer.json`` in its folder.
-        teacher_folder: of the teacher's checkpoint; None if it has none.
+    Ids above the other side's last one, and tokens that one side only reserves, are ignored. Without a ``teacher``
+    tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used.
 
     Returns:
-        A warning if they cannot be compared, which says why not; None if they are the same.
+        A warning with the reason if they cannot be compared; None if they are the same.
 
     Raises:
-        ValueError: they differ; names the first id that does.
+        ValueError: they differ; names the first such id.
     """
     not_checked = "so it was not checked that student and teacher share one tokenizer"
     name = "teacher_tokenizer"
@@ -132,7 +126,7 @@ def _differ(own: str | None, other: str | None) -> bool:
 
 
 def _is_reserved(token: str | None) -> bool:
-    """Whether it is a special token that stands for nothing yet: the word itself is a token, too."""
+    """Returns True for a special token without a meaning yet, but not for the word "reserved" itself."""
     return token is not None and token[:1] in ("<", "[") and "reserved" in token.lower()
 
 

@@ -1,9 +1,7 @@
-"""Runs all microbatches of an update step through one schedule of pipeline stages.
+"""Runs all microbatches of an update step through one torch.distributed.pipelining schedule.
 
-The bubble, the time in which ranks wait for the first microbatch to reach them and for the last to come
-back, is paid once per schedule: a fraction (p - 1) / (m + p - 1) of the time with p ranks and m
-microbatches. Here m are all microbatches of the update step. Schedules are those of
-torch.distributed.pipelining.
+Ranks are idle (the pipeline bubble) once per schedule, a fraction (p - 1) / (m + p - 1) of the time with p ranks and m
+microbatches; m is all microbatches of the update step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,29 +29,29 @@ from recipe_utils.parallel.ranks import Ranks
 
 
 class PipelineError(RuntimeError):
-    """A stage failed; names the stage and the microbatch."""
+    """Failure of a stage; names the stage and the microbatch."""
 
 
 class Pipeline:
-    """This rank's stages, and the schedules that run microbatches through all of them.
+    """This rank's stages, and the schedules that run microbatches through all stages.
 
-    Microbatches may differ in shape. A stage copies to the device what it needs of a microbatch, one ahead of
-    the one that it forwards, and lets it go when its backward is done. Gradients accumulate unsharded until
-    the last microbatch's backward, then FSDP2 reduces them; they are never scaled.
+    Microbatches may differ in shape. A stage copies its inputs of a microbatch to the device one microbatch ahead and
+    frees them after its backward. Gradients accumulate unsharded until the last backward, then FSDP2 reduces them; they
+    are never scaled.
 
     Args:
-        stages: the stages on this rank by their index: decoders after
-            :func:`recipe_utils.model.pipeline.stages.cut_to_stage`, wrapped and materialised. The last one
-            returns sums over its microbatch, [k] or, if it is one, []; for :meth:`outputs` anything.
-        num_stages: of the whole pipeline.
+        stages: stages on this rank by index: decoders after :func:`recipe_utils.model.pipeline.stages.cut_to_stage`,
+            wrapped and materialized. The last one returns sums over its microbatch, [k] or, for k = 1, []; anything
+            for :meth:`outputs`.
+        num_stages: stages of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
         embed_dim: width of the hidden states.
-        dtype: of the hidden states.
-        device: of the stages.
-        group: the ranks of this pipeline, in the order of their stages.
-        output_is_tied: the first stage's embeddings and the last one's output share their weight. Each has
-            a copy, whose gradients are summed.
-        num_sums: k. Ranks without the last stage cannot see it. :meth:`outputs` does not look at it.
+        dtype: dtype of the hidden states.
+        device: device of the stages.
+        group: ranks of this pipeline, in the order of their stages.
+        output_is_tied: the first stage's embeddings and the last stage's output share their weight. Each has a copy,
+            whose gradients are summed.
+        num_sums: k, required on ranks without the last stage; unused by :meth:`outputs`.
     """
 
     def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
@@ -73,8 +71,8 @@ class Pipeline:
             _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
             for index, stage in stages.items()
         ]
-        # NCCL makes a group's communicator at its first call, where all ranks must meet. In 1F1B that would be a
-        # batch of sends and receives which some ranks reach only after they were sent something.
+        # NCCL creates a communicator at a group's first call, which blocks for all ranks. In 1F1B that would be a
+        # batched send and receive that some ranks reach only after they have received, a deadlock.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._schedule_class = SCHEDULES[schedule]
         self._takes_one_stage = not has_several_stages_per_rank(schedule)
@@ -98,7 +96,7 @@ class Pipeline:
                 for stage in self._stages
                 if stage.is_first or stage.is_last
             ]
-        # Whose norm the rank of the first stage adds.
+        # The rank of the first stage adds their norm.
         self.tied_copies = frozenset(
             id(stage.submod.tok_embeddings.weight)
             for stage in self._stages
@@ -108,27 +106,26 @@ class Pipeline:
     def forward_backward(
         self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Forwards and backwards of a whole update step; gradients accumulate in the stages' parameters.
+        """Runs forwards and backwards of an update step; gradients accumulate in the stages' parameters.
 
         Args:
-            microbatches: on the CPU, pinned where the device copies from there; as many on all ranks, at
-                least :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`; on every rank of the
-                pipeline the same.
-            objective: makes of a microbatch's sums [k] what its backward starts from, []. Called once
-                for each microbatch, on the rank of the last stage.
+            microbatches: on the CPU, pinned for a CUDA device; the same on every rank of the pipeline, equally many
+                on all ranks, at least :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`.
+            objective: maps a microbatch's sums [k] to the scalar to backpropagate, []. Called once per microbatch,
+                on the rank of the last stage.
 
         Returns:
-            The sums over all microbatches, [k] in fp64, as the last stage gave them: not scaled, without a graph.
-            As a mean over the ranks of the pipeline, because only the rank of the last stage has them.
+            Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of ranks on the last
+            stage and 0 elsewhere, so that their mean over the pipeline is the sums.
 
         Raises:
-            PipelineError: a stage or the objective failed on this rank, or there are other than
-                ``num_sums`` sums; the other ranks' receives fail or time out.
+            PipelineError: a stage or the objective failed on this rank, or there are not ``num_sums`` sums; the other
+                ranks' receives fail or time out.
         """
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 
         def begin_backward(_: int, output: Tensor) -> Tensor:
-            # A clone, because zero-bubble schedules detach it in place, which a view forbids.
+            # A clone, because zero-bubble schedules detach it in place, which is an error for a view.
             return objective(self._add_sums(totals, output)).clone()
 
         self._run(microbatches, begin_backward, has_backward=True)
@@ -141,7 +138,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """The sums over microbatches [k], as :meth:`forward_backward` gives them, and no gradients."""
+        """Returns the sums over microbatches [k] as :meth:`forward_backward` does, without gradients."""
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
@@ -150,18 +147,14 @@ class Pipeline:
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
-        """What the last stage returns for each microbatch, without gradients.
+        """Returns the last stage's output for each microbatch by index, on the device, without gradients.
 
-        No barrier follows: the ranks of the first stages may go on while the last ones still compute.
-        FSDP stages come back sharded, so whoever reads a weight afterwards unshards it.
+        Empty on ranks without the last stage. No barrier follows: ranks of the first stages may continue while the
+        last ones still compute. FSDP stages are resharded at the end, so reading a weight afterwards needs an unshard.
 
         Args:
-            microbatches: as :meth:`forward_backward` takes them, but at least one. The first one is repeated
-                where the schedule needs more.
-
-        Returns:
-            By the microbatch's index, on the device and of any shape, such as hidden states at target
-            positions [n, d]. Empty on ranks without the last stage.
+            microbatches: see :meth:`forward_backward`, but at least one; the first one is repeated where the schedule
+                needs more.
 
         Raises:
             PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
@@ -174,7 +167,7 @@ class Pipeline:
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
-        if len(sums) != self._num_sums:  # or one sum would be added to all totals
+        if len(sums) != self._num_sums:  # a single sum would broadcast to all totals
             raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={self._num_sums}")
         totals += sums.detach()
         return sums
@@ -187,11 +180,8 @@ class Pipeline:
     ) -> None:
         """Runs microbatches through all stages.
 
-        Args:
-            microbatches: on the CPU.
-            take: called on the rank of the last stage with a microbatch's index and what the stage
-                returned; returns what the backward starts from, [], if there is one.
-            has_backward: whether there is one.
+        ``take`` is called on the rank of the last stage with a microbatch's index and the stage's output; with
+        ``has_backward`` it returns the scalar to backpropagate, [].
         """
         for stage in self._stages:
             stage.expect(microbatches, has_backward)
@@ -223,29 +213,26 @@ class Pipeline:
 
 
 def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
-    """Runs a schedule once; the stages know their microbatches.
+    """Runs a schedule once, on the microbatches that its stages expect.
 
-    Args:
-        schedule: one of torch.distributed.pipelining.
-        takes: for each microbatch, what the schedule's loss function gets as its target.
-        has_backward: the same whenever this schedule runs, or it would make its ranks agree again.
+    ``takes`` are passed to the schedule's loss function as targets, one per microbatch. ``has_backward`` must be equal
+    for all runs of one schedule, or its ranks would synchronize their setup again.
     """
     if TorchVersion(torch.__version__) >= "2.14":
         run = schedule.step if has_backward else schedule.eval
         run(target_mbs=takes, return_outputs=False)
     else:
-        # Its step() would cut one big batch into microbatches of one shape.
+        # step() would split one large batch into microbatches of one shape.
         schedule._has_backward = has_backward
         schedule._step_microbatches(target_mbs=takes, return_outputs=False)
 
 
 class _Stage(PipelineStage):
-    """Passes on one tensor of hidden states per microbatch, each of its microbatch's own shape.
+    """Stage that sends one tensor of hidden states per microbatch, in the microbatch's own shape.
 
-    PyTorch's own stages have one shape for all microbatches, and 2.13's have room for all of them at
-    once. Here a tensor lives from its receive to its use. Shapes need not be told: every rank of a
-    pipeline has the tokens. And schedules want all microbatches on the device, so that a stage brings its
-    own instead of taking theirs.
+    PyTorch's stages need one shape for all microbatches, and in 2.13 allocate receive buffers for all of them at once.
+    Here a buffer lives from its receive to its use. Shapes are not communicated, because every rank of a pipeline has
+    the tokens. Schedules need all microbatches on the device, so a stage copies its own inputs instead.
     """
 
     submod: Any
@@ -268,7 +255,7 @@ class _Stage(PipelineStage):
             index,
             num_stages,
             device,
-            # With examples at hand PyTorch does not run a microbatch to find out what a stage takes and gives.
+            # With examples PyTorch does not run a microbatch to infer the shapes of inputs and outputs.
             input_args=tokens if index == 0 else hidden,
             output_args=loss if index == num_stages - 1 else hidden,
             group=group,
@@ -281,17 +268,17 @@ class _Stage(PipelineStage):
         self._gradients: dict[int, Tensor] = {}
 
     def expect(self, microbatches: Sequence[Microbatch], has_backward: bool) -> None:
-        """Gets ready for microbatches, which stay on the CPU until shortly before their forward."""
+        """Prepares for microbatches, which stay on the CPU until shortly before their forward."""
         self.clear_runtime_states()
         self.has_backward = has_backward
         self.chunks = len(microbatches)
         self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
-        # In the order of their forwards, which is that of the microbatches in all schedules.
+        # In the order of their forwards: all schedules forward microbatches in order.
         needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
         self._coming = to_device_ahead(needed, self.device)
 
     def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What this stage's forward takes of a microbatch."""
+        """Returns the inputs of this stage's forward."""
         needed = dict(microbatch.inputs)
         if not self.is_first:
             del needed["tokens"]
@@ -344,7 +331,7 @@ class _Stage(PipelineStage):
                 fwd_chunk_id, args, inputs, save_forward_output=False
             )
         if not self.has_backward:
-            super().clear_runtime_states()  # else this microbatch would be kept for its backward
+            super().clear_runtime_states()  # frees what is kept for a backward
         if not self.is_last:
             self._to_send[fwd_chunk_id] = output.detach()
         return output
@@ -359,7 +346,7 @@ class _Stage(PipelineStage):
 
     @contextmanager
     def naming(self, what: str, chunk_id: int) -> Iterator[None]:
-        """Raises what fails in here as a :class:`PipelineError`, with the stage and the microbatch."""
+        """Converts exceptions to a :class:`PipelineError` with the stage and the microbatch."""
         try:
             yield
         except Exception as error:
@@ -379,9 +366,9 @@ class _Stage(PipelineStage):
 
 
 def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A group of the first and the last rank of each pipeline; the one of this rank's pipeline.
+    """Returns the group of the first and last rank of this rank's pipeline.
 
-    All ranks of the job must call it, since all take part in making every group.
+    All ranks of the job must call it, since creating a group is collective.
     """
     pipelines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
@@ -397,17 +384,17 @@ def build_pipeline(
     ranks: Ranks,
     num_sums: int = 1,
 ) -> Pipeline | None:
-    """What runs update steps through the stages of :func:`recipe_utils.model.build.build.build_model`.
+    """Builds the pipeline of the stages of :func:`recipe_utils.model.build.build.build_model`.
 
     Args:
-        model: materialised.
-        settings: of the schedule.
-        dtype: of the hidden states.
-        ranks: of the job.
-        num_sums: that the loss module returns.
+        model: model, materialized.
+        settings: settings of the schedule.
+        dtype: dtype of the hidden states.
+        ranks: ranks of the job.
+        num_sums: number of sums that the loss module returns.
 
     Returns:
-        None where the model is not cut.
+        The pipeline; None for a model without stages.
     """
     if not isinstance(model, Stages):
         return None

@@ -1,4 +1,4 @@
-"""Which pipeline schedule, over how many stages, with how many microbatches."""
+"""Pipeline schedules: settings, number of stages and of microbatches."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -33,25 +33,25 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True, config=STRICT)
 class PipelineSettings:
-    """How the ranks of a pipeline divide the layers and take turns."""
+    """Pipeline schedule, and the layers of each stage."""
 
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"
     ] = "1F1B"
-    """PyTorch's schedule of that name; one for all microbatches of an update step."""
+    """PyTorch's schedule of that name, one run per update step over all its microbatches."""
     pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
-    """The first layer of each stage but the first; null balances the stages by their parameters."""
+    """First layer of each stage but the first; null balances the stages by their parameters."""
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs the backward for inputs and the one for weights apart."""
+        """True if the schedule computes gradients of inputs and of weights separately."""
         return "ZeroBubble" in self.pipeline_parallel_schedule
 
     def num_stages(self, num_ranks: int) -> int:
-        """Stages over all ranks of a pipeline: one on each, or two with interleaved schedules.
+        """Returns the number of stages over all ranks: without split points one per rank, interleaved two.
 
         Raises:
-            ConfigError: split points that make no such number of stages.
+            ConfigError: the split points do not fit the ranks and the schedule.
         """
         schedule, split_points = (
             self.pipeline_parallel_schedule,
@@ -77,7 +77,7 @@ class PipelineSettings:
         return num_stages
 
     def num_microbatches_to_run(self, num_microbatches: int, num_ranks: int) -> int:
-        """See the function of that name."""
+        """Returns :func:`num_microbatches_to_run` of this schedule."""
         return num_microbatches_to_run(
             num_microbatches,
             schedule=self.pipeline_parallel_schedule,
@@ -86,11 +86,11 @@ class PipelineSettings:
         )
 
     def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
-        """Of the microbatches that data make, how many the schedule must run; None without a pipeline."""
+        """Returns a function from microbatches of the data to those that the schedule runs; None without a pipeline."""
         num_ranks = ranks.dims.pp
         if num_ranks == 1:
             return None
-        # Of training's first update step, which is a full one: validations and an epoch's end may be short.
+        # Checked at the first update step only, which is full; validation and an epoch's end may be short.
         is_asked = not ranks.is_zero
 
         def to_run(num_microbatches: int) -> int:
@@ -106,7 +106,7 @@ class PipelineSettings:
         return to_run
 
     def problems_with_split_backward(self) -> Iterator[Problem]:
-        """Yields what a loss excludes whose backward cannot run in two parts."""
+        """Yields the problem of a loss whose backward cannot be split into inputs and weights."""
         if self.splits_backward:
             yield Problem(
                 "pipeline_parallel_schedule",
@@ -115,12 +115,12 @@ class PipelineSettings:
             )
 
     def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[Problem]:
-        """What a pipeline of so many ranks lacks or excludes."""
+        """Yields problems of the pipeline with ranks and data."""
         num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
         if num_ranks == 1:
             return
         name = f"pipeline_parallel_dim={num_ranks}"
-        # Stages of older ones want one shape for all microbatches.
+        # Stages of older versions need one shape for all microbatches.
         if TorchVersion(torch.__version__) < "2.13":
             yield Problem(
                 "pipeline_parallel_dim",
@@ -164,22 +164,21 @@ class PipelineSettings:
 
 
 def has_several_stages_per_rank(schedule: str) -> bool:
-    """Whether a schedule of :data:`SCHEDULES` wants more than one stage on each rank."""
+    """Returns True for a schedule of :data:`SCHEDULES` with more than one stage per rank."""
     return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
 
 
 def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
-    """The stages on a rank: every ``num_ranks``-th."""
+    """Returns the stages of a rank: every ``num_ranks``-th."""
     return range(pp_rank, num_stages, num_ranks)
 
 
 def num_microbatches_to_run(
     num_microbatches: int, *, schedule: str, num_ranks: int, num_stages: int
 ) -> int:
-    """The smallest number of microbatches, from ``num_microbatches`` on, that a schedule accepts.
+    """Returns the smallest number of microbatches, at least ``num_microbatches``, that a schedule accepts.
 
-    1F1B wants as many as stages. The interleaved ones go in rounds of at least as many microbatches as
-    ranks, all rounds alike.
+    1F1B needs at least one per stage; interleaved schedules need equal rounds of at least ``num_ranks`` microbatches.
     """
     if schedule == "1F1B":
         return max(num_microbatches, num_stages)

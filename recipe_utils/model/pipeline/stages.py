@@ -1,4 +1,4 @@
-"""Cuts a decoder into pipeline stages: which layers each has, and what is left of the model there."""
+"""Pipeline stages of a decoder: their layers, and the modules that remain on each."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,7 +12,7 @@ from recipe_utils.model.adapters.adapters import Adapters, find_adapters
 
 
 class WholeModel(NamedTuple):
-    """What a rank's stages must know of the model that they are parts of."""
+    """Properties of the whole model that its stages need."""
 
     names_of_weights: list[str]
     """In the order of its state dict."""
@@ -22,40 +22,40 @@ class WholeModel(NamedTuple):
     output_is_tied: bool
     """The first stage's embeddings and the last one's output share their weight."""
     adapters: Adapters
-    """What of it is trained."""
+    """Its trained and frozen parameters."""
 
 
 class Stages(nn.ModuleDict):
-    """The pipeline stages on this rank by their index, as ``stage_0``, ``stage_2``, ..."""
+    """Pipeline stages on this rank, named ``stage_0``, ``stage_2``, ... by index."""
 
     def __init__(self, whole: WholeModel) -> None:
         super().__init__()
         self.whole = whole
 
     def by_index(self) -> dict[int, nn.Module]:
-        """The stages, by their place in the pipeline."""
+        """Returns the stages by index."""
         return {int(name.removeprefix("stage_")): stage for name, stage in self.items()}
 
 
 def adapters_of(model: nn.Module) -> Adapters:
-    """What of a model is trained; of the whole one, where these are stages of it."""
+    """Returns the adapters of a model; for stages, those of the whole model."""
     return model.whole.adapters if isinstance(model, Stages) else find_adapters(model)
 
 
 def layers_of_stages(
     model: nn.Module, num_stages: int, split_points: Sequence[int] | None = None
 ) -> list[range]:
-    """Which layers each stage has.
+    """Returns the layers of each stage.
 
     Args:
         model: a torchtune decoder; may be on the meta device.
         num_stages: at least 2.
-        split_points: the first layer of each stage but the first, ascending. None balances the stages by
-            their number of parameters, which a token's matrix products follow; the output layer counts,
-            the embedding, a lookup, does not.
+        split_points: first layer of each stage but the first, ascending. None balances the stages by their number of
+            parameters, to which a token's FLOPs are proportional; the output layer counts, the embedding, a lookup,
+            does not.
 
     Raises:
-        ValueError: a model that cannot be cut, fewer layers than stages, or split points that are none.
+        ValueError: a model that cannot be cut, fewer layers than stages, or invalid split points.
     """
     if not isinstance(model, TransformerDecoder) or model.output_hidden_states:
         raise ValueError(
@@ -81,19 +81,13 @@ def layers_of_stages(
 
 
 def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: int) -> list[range]:
-    """Cuts layers into stages so that the costliest stage costs least.
+    """Partitions layers into stages of at least one layer so that the maximum cost is minimal.
 
-    Args:
-        layer_costs: of each layer, in any unit.
-        output_cost: of the output layer, which is on the last stage.
-        num_stages: at most as many as layers; each stage gets at least one.
-
-    Returns:
-        The layers of each stage. Found by going over all cuts, O(stages * layers^2).
+    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last stage.
     """
     num_layers = len(layer_costs)
     totals = [0.0, *accumulate(layer_costs)]
-    # least[n]: (cost of the costliest stage, start of the last stage), the first n layers in so many stages
+    # least[n]: (maximum cost, start of the last stage) of the first n layers in ``stage + 1`` stages
     least = [(totals[n], 0) for n in range(num_layers + 1)]
     starts: list[list[int]] = [[0] * (num_layers + 1)]
     for stage in range(1, num_stages):
@@ -116,13 +110,10 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
 
 
 class NotOnThisStage(nn.Module):
-    """Stands for a part of the model that another stage has: what goes in comes out.
+    """Identity in place of a module that is on another stage.
 
-    Layers keep their index and so their parameters the names that they have in the whole model.
-
-    Args:
-        weight: of token embeddings that this stage does not look up, but whose weight its output
-            layer shares.
+    Layers keep their index, so parameters keep their names in the whole model. ``weight`` is that of token embeddings
+    that this stage does not look up but shares with its output layer.
     """
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
@@ -130,23 +121,23 @@ class NotOnThisStage(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor, **_: Any) -> Tensor:
-        """Returns ``hidden``, whatever its shape."""
+        """Returns ``hidden``."""
         return hidden
 
     def caches_are_enabled(self) -> bool:
-        """What the decoder asks its first layer."""
+        """Returns False; the decoder calls it on its first layer."""
         return False
 
 
 def cut_to_stage(model: Any, layers: range) -> None:
-    """Leaves a decoder the layers of one stage, in place.
+    """Removes all layers but those of one stage from a decoder, in place.
 
-    The first stage takes tokens [b, s], all others the hidden states [b, s, d] of the one before. The
-    last gives what the whole model does, all others hidden states.
+    The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the whole model's output,
+    all others hidden states.
 
     Args:
-        model: a torchtune decoder on the meta device, before it is wrapped in any way.
-        layers: of the stage.
+        model: a torchtune decoder on the meta device, before it is wrapped.
+        layers: layers of the stage.
     """
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)
@@ -163,12 +154,12 @@ def cut_to_stage(model: Any, layers: range) -> None:
 
 
 def ties_output(model: Any) -> bool:
-    """Whether the output layer shares its weight with the token embeddings."""
+    """Returns True if the output layer shares its weight with the token embeddings."""
     return isinstance(model.output, TiedLinear)
 
 
 def _output_cost(model: Any) -> float:
-    """Parameters of the output layer, or of what else takes its place: heads that few tokens reach, or nothing."""
+    """Returns the parameters of the output layer; heads count by the fraction of tokens that reach them."""
     output = model.output.tied_module if ties_output(model) else model.output
     weight = getattr(output, "weight", None)
     if isinstance(weight, Tensor):

@@ -1,6 +1,6 @@
-"""The teacher of a self-distillation: a moving average of its student, and what it says of update steps.
+"""EMA teacher of self-distillation, and its outputs for update steps.
 
-Shapes: g images of a microbatch, m masked patches, b width of a bottleneck, k prototypes.
+Shapes: g images of a microbatch, m masked patches, b bottleneck width, k prototypes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,16 +35,16 @@ from recipe_utils.parallel.ranks import Ranks
 
 
 class AverageTeacher:
-    """Says of update steps what the moving average of a student's weights makes of them. All ranks together.
+    """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
-    It is wrapped, cut and sharded as the student is, so that each rank averages what it has.
+    Wrapped, cut into stages and sharded like the student, so that each rank averages its own shards.
 
     Args:
-        build: makes a model whose head is what it is called with.
-        objective: what is asked.
-        modules: how models are wrapped.
-        pipeline: how they are cut.
-        ranks: of the job.
+        build: builds a model; its argument becomes the loss module.
+        objective: settings of the objective.
+        modules: settings that models are wrapped with.
+        pipeline: settings that models are cut into stages with.
+        ranks: ranks of the job.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class AverageTeacher:
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
         self.gram_model = build(PatchStates()) if objective.gram_loss_weight else None
-        """An earlier average, for Gram; None if nothing is asked of it."""
+        """An earlier average for the Gram loss; None without that loss."""
 
     def set_up(
         self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]
     ) -> None:
-        """Gives it the student's first weights.
+        """Initializes the average with the student's first weights.
 
         Args:
-            student: with its weights.
-            pipeline: of its stages, if it has some.
-            weights: the same in full, by name.
+            student: student, with its weights.
+            pipeline: pipeline of its stages, if any.
+            weights: its full weights by name.
         """
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
@@ -94,7 +94,7 @@ class AverageTeacher:
             self._gram_copy = MovingAverage(self.gram_model, self.model)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:
-        """All that a checkpoint holds, by name."""
+        """Returns all modules of a checkpoint by name."""
         models = {"student": student, "teacher": self.model, "gram_teacher": self.gram_model}
         return nn.ModuleDict({name: model for name, model in models.items() if model is not None})
 
@@ -102,25 +102,26 @@ class AverageTeacher:
     def teaching(
         self, step: UpdateStep, temperature: float, max_images: int | None
     ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
-        """The microbatches with what is said of all images of an update step, before any gradient exists.
+        """Attaches teacher outputs to the microbatches of an update step, before any gradient exists.
 
-        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Each microbatch has its own logits, which
-        are made of bottlenecks when they are needed; dual [k] is of all microbatches on all ranks.
+        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Logits are computed from bottlenecks per
+        microbatch when needed; dual [k] is computed over all microbatches of all ranks.
 
         Args:
             step: the update step.
-            temperature: of the targets.
-            max_images: on the fullest rank, where KoLeo's two passes are asked for; else None.
+            temperature: temperature of the targets.
+            max_images: images on the fullest rank, for two-pass KoLeo; else None.
 
         Yields:
-            They; on a pipeline's earlier stages, which have no loss, as they are. And how many prototypes are the
-            likeliest of some global crop; as a mean over the ranks of a pipeline, of which the last knows it.
+            The microbatches, unchanged on stages before the last one, which have no loss; and the number of prototypes
+            that are the most probable one of some global crop. The ranks of a pipeline average it: it is 0 on all but
+            the last stage.
         """
         seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
         said = self._forward.outputs(seen)
         anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
         spread = self._spread_of(seen, max_images) if max_images is not None else {}
-        with self._forward.output_layer() as heads:  # its prototypes are gathered until the end
+        with self._forward.output_layer() as heads:  # prototypes stay gathered until the end
             if heads is None:
                 yield step.microbatches, torch.zeros((), device=self._ranks.device)
                 return
@@ -141,7 +142,7 @@ class AverageTeacher:
     def _biases(
         self, prototypes: Tensor, rows: Sequence[Tensor], temperature: float
     ) -> list[Tensor]:
-        """Dual for each microbatch's rows: that of the update step for all, or each its own."""
+        """Returns the dual variable of each microbatch's rows: shared by the update step, or per microbatch."""
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
             return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
@@ -151,9 +152,9 @@ class AverageTeacher:
     def _spread_of(
         self, seen: Sequence[Microbatch], max_images: int
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """KoLeo's gradient and mean for each microbatch, all images of the update step being one group.
+        """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group.
 
-        The first of two passes: it takes one more forward of the student's global crops.
+        The first of two passes; costs one more forward of the student's global crops.
         """
         found = self._student.outputs(seen)
         if not found:  # the last stage is on another rank
@@ -164,12 +165,12 @@ class AverageTeacher:
         return {i: (part, mean) for i, part in enumerate(parts)}
 
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
-        """Moves the average towards the student, after each update step; not where that was left out as not finite.
+        """Moves the average towards the student after an update step; skipped update steps leave it unchanged.
 
         Args:
-            momentum: how much of itself it keeps.
+            momentum: weight of the average itself.
             grad_norm: see :meth:`MovingAverage.update`.
-            num_steps: update steps that are done, by which the Gram teacher is due.
+            num_steps: finished update steps, which decide if the Gram teacher is updated.
         """
         self._average.update(momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
@@ -177,19 +178,15 @@ class AverageTeacher:
             self._gram_copy.update(0.0)
 
     def states_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Class states [g, d] of whole images by the microbatch's index; empty on ranks without the last stage."""
+        """Returns class states [g, d] of whole images by microbatch index; empty on ranks without the last stage."""
         return self._forward.outputs(microbatches)
 
 
 class MovingAverage:
-    """The moving average of a model's weights over update steps, in place, each rank of its own shards.
+    """Moving average of a model's weights over update steps, in place.
 
-    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) What is split over ranks is
-    split alike in both, so nothing is communicated.
-
-    Args:
-        average: of the same builder, wrapped, cut and sharded alike, with weights.
-        model: that it follows.
+    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Both models are wrapped, cut and
+    sharded alike, so each rank averages its own shards without communication.
     """
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
@@ -198,12 +195,12 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
-        """Average = momentum * average + (1 - momentum) * model. Does not wait for the device.
+        """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
         Args:
             momentum: from 0, a copy, to 1.
-            grad_norm: of the update step, []; where it is not finite a fused optimizer has left the
-                step out on the device, and so does this. None where it was taken.
+            grad_norm: gradient norm of the update step, []. If it is not finite, a fused optimizer has skipped the
+                step on the device and the average skips it, too. None if the step was taken.
         """
         averages, followed = (_local_weights(each) for each in (self._average, self._model))
         if not averages:
@@ -221,6 +218,6 @@ class MovingAverage:
 
 
 def _local_weights(model: nn.Module) -> list[Tensor]:
-    """This rank's shards of the parameters, in the order of their names."""
+    """Returns this rank's shards of the parameters, in the order of their names."""
     reshard(model)
     return [local(parameter) for _, parameter in sorted(model.named_parameters())]

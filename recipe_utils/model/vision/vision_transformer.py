@@ -1,9 +1,9 @@
-"""DINOv3's vision transformer (arXiv:2508.10104) out of torchtune's parts, for crops of several sizes in one row.
+"""DINOv3's vision transformer (arXiv:2508.10104) built from torchtune's modules.
 
-A microbatch is one row of tokens, crop after crop, so that sharding, compile, activation checkpointing and
-pipeline stages work as for text. What they are made of is :class:`VisionTransformer`'s to say.
+A microbatch is one row of tokens that concatenates crops of several sizes, so that sharding, compile, activation
+checkpointing and pipeline stages work as for text.
 
-Shapes: b rows, s tokens per row, h heads, w width of a head, d of the model, L layers, c channels, p patch size.
+Shapes: b rows, s tokens per row, h heads, w head width, d model width, L layers, c channels, p patch size.
 """
 
 import hashlib
@@ -29,20 +29,16 @@ from recipe_utils.loss.self_distillation import PrototypeHead, SelfDistillationH
 from recipe_utils.settings.problems import ConfigError
 
 CropGroups = Sequence[tuple[int, int]]
-"""(number of crops, tokens per crop) of each run of equally long crops, in the order of the row."""
+"""(number of crops, tokens per crop) of each run of crops of equal length, in row order."""
 
 _ANY_LENGTH = 2**31 - 1
-"""For torchtune's parts, which use it to size caches for generating text."""
+"""``max_seq_len`` of torchtune's modules, which only size KV caches by it."""
 
 
 class PatchEmbedding(nn.Module):
-    """Embeds patches, and puts learned vectors where a token is none or is masked.
+    """Patch embedding, with learned vectors for class, register and masked tokens.
 
-    Args:
-        patch_size: side of a patch [pixels].
-        num_channels: of an image.
-        embed_dim: d.
-        num_registers: learned tokens of each crop besides the class token (arXiv:2309.16588).
+    Registers are learned tokens of each crop besides the class token (arXiv:2309.16588).
     """
 
     def __init__(
@@ -54,17 +50,17 @@ class PatchEmbedding(nn.Module):
         self.embedding_dim = embed_dim
         self.num_registers = num_registers
         self.sees_masked_patches = False
-        """True on a teacher, which a mask hides nothing from."""
+        """True on a teacher: masked patches are embedded as if unmasked."""
         self.patches = nn.Linear(num_channels * patch_size**2, embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(embed_dim))
         self.cls_token = nn.Parameter(torch.zeros(embed_dim))
-        # No empty one, which FSDP2 could not shard.
+        # None instead of an empty parameter, which FSDP2 cannot shard.
         self.register_tokens = (
             nn.Parameter(torch.zeros(num_registers, embed_dim)) if num_registers else None
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Takes tokens [b, s, 1 + c * p * p] -> [b, s, d], in the precision of the weights.
+        """Embeds tokens [b, s, 1 + c * p * p] as [b, s, d], in the dtype of the weights.
 
         Raises:
             ValueError: patches of another size.
@@ -81,29 +77,24 @@ class PatchEmbedding(nn.Module):
         learned = [self.mask_token[None], self.cls_token[None]]
         if self.register_tokens is not None:
             learned.append(self.register_tokens)
-        # All of them for every token, so that each weight has a gradient even if no token is of its kind.
+        # One lookup in all learned vectors, so that each has a gradient even if no token uses it.
         others = F.embedding((kinds - MASKED_PATCH).clamp(min=0), torch.cat(learned))
         embedded = self.patches(tokens[..., 1:].to(self.patches.weight.dtype))
         return torch.where((kinds == PATCH)[..., None], embedded, others)
 
 
 class AxialRotaryPositions(nn.Module):
-    """Turns pairs (i, i + w / 2) of a head by angles of a patch's row and column (DINOv3, section 3.2)."""
+    """Axial RoPE: rotates channels (i, i + w / 2) by a patch's row and column (DINOv3, section 3.2)."""
 
     def forward(self, x: Tensor, *, input_pos: tuple[Tensor, Tensor]) -> Tensor:
-        """Takes x [b, s, h, w] and what :func:`rotation_of` gives -> [b, s, h, w]."""
+        """Rotates x [b, s, h, w] by the result of :func:`rotation_of`."""
         cos, sin = input_pos
         swapped = x.roll(x.size(-1) // 2, -1)
         return torch.addcmul(x * cos, swapped, sin)
 
 
 class LayerScale(nn.Module):
-    """Scales each channel of a residual branch (arXiv:2103.17239).
-
-    Args:
-        embed_dim: d.
-        initial: the value that all channels start from.
-    """
+    """Per-channel scale of a residual branch (arXiv:2103.17239)."""
 
     def __init__(self, embed_dim: int, initial: float) -> None:
         super().__init__()
@@ -111,12 +102,12 @@ class LayerScale(nn.Module):
         self.scale = nn.Parameter(torch.full((embed_dim,), initial))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes and gives [..., d]."""
+        """Scales x [..., d]."""
         return x * self.scale
 
 
 class VisionLayer(TransformerSelfAttentionLayer):
-    """torchtune's layer, whose residual branches a crop may go without."""
+    """torchtune's layer with stochastic depth per crop."""
 
     def forward(
         self,
@@ -127,13 +118,13 @@ class VisionLayer(TransformerSelfAttentionLayer):
         branches: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Takes and gives [b, s, d].
+        """Computes hidden states [b, s, d] from x [b, s, d].
 
         Args:
             x: hidden states.
-            mask: the crops, which attention stays within; None if each row is one.
-            input_pos: of :func:`rotation_of`.
-            branches: [b, s, 2], what attention and MLP are multiplied with; None is 1.
+            mask: crops that attention stays within; None if each row is one crop.
+            input_pos: result of :func:`rotation_of`.
+            branches: factors [b, s, 2] of attention and MLP; None is 1.
         """
         normed = self.sa_norm(x)
         attended = self.sa_scale(self.attn(normed, normed, mask=mask, input_pos=input_pos))
@@ -147,11 +138,11 @@ class VisionLayer(TransformerSelfAttentionLayer):
 
 
 class VisionTransformer(TransformerDecoder):
-    """torchtune's decoder over crops: what is alike for all layers is computed once per forward, on every stage.
+    """torchtune's decoder over crops; rotations and dropped branches are computed once per forward on each stage.
 
     Args:
-        arguments: of :func:`dinov3_vit`, all of them.
-        **parts: of :class:`torchtune.modules.TransformerDecoder`.
+        arguments: all arguments of :func:`dinov3_vit`.
+        **parts: arguments of :class:`torchtune.modules.TransformerDecoder`.
     """
 
     def __init__(self, arguments: dict[str, Any], **parts: Any) -> None:
@@ -162,7 +153,7 @@ class VisionTransformer(TransformerDecoder):
 
     @property
     def num_draws(self) -> int:
-        """Columns of ``input_pos`` after the first two that a student needs: one for each residual branch."""
+        """Number of draws that a student's ``input_pos`` contains: one per residual branch."""
         return 2 * len(self.layers) if self.drop_path > 0 else 0
 
     def forward(
@@ -172,21 +163,20 @@ class VisionTransformer(TransformerDecoder):
         input_pos: Tensor,
         crop_groups: CropGroups | None = None,
     ) -> Any:
-        """Hidden states after the final norm [b, s, d], or what ``output`` or a head makes of them.
+        """Returns hidden states after the final norm [b, s, d], or the output of ``output`` or of a loss module.
 
         Args:
-            tokens: [b, s, 1 + c * p * p]: the kind of the token (0 patch, 1 masked patch, 2 class token, 3 + r
-                register r), then the normalised pixels of its patch in the order [c, p, p]. On stages other
-                than the first hidden states [b, s, d].
-            input_pos: [b, s, 2 + draws]: (row, column) of the patch's centre in (-1, 1), (0, 0) for other tokens.
-                Then draws in [0, 1), alike for all tokens of a crop, one for each residual branch: attention
-                of layer 0, MLP of layer 0, attention of layer 1, ... Below ``drop_path`` a training model drops
-                the branch, others it scales by 1 / (1 - drop_path) (arXiv:1603.09382). Without them none is dropped.
-            crop_groups: ((number of crops, tokens per crop), ...), together s; b is 1. Attention is within crops.
-                None if each row is one crop.
+            tokens: [b, s, 1 + c * p * p]: kind of the token (0 patch, 1 masked patch, 2 class token, 3 + r
+                register r), then its patch's normalized pixels in the order [c, p, p]. On all stages but the
+                first, hidden states [b, s, d].
+            input_pos: [b, s, 2 + draws]: (row, column) of the patch center in (-1, 1), (0, 0) for other tokens;
+                then draws in [0, 1), equal for all tokens of a crop, one per residual branch: attention of
+                layer 0, MLP of layer 0, attention of layer 1, ... In training a draw below ``drop_path`` drops
+                its branch, others scale it by 1 / (1 - drop_path) (arXiv:1603.09382). No draws drop nothing.
+            crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one crop.
 
         Raises:
-            ValueError: crops that do not fill the row, or draws for another number of layers.
+            ValueError: crops do not fill the row, or the number of draws does not fit the number of layers.
         """
         if crop_groups is not None:
             check_crop_groups(tokens, crop_groups)
@@ -199,11 +189,11 @@ class VisionTransformer(TransformerDecoder):
         return self.unembed(h)
 
     def unembed(self, h: Tensor) -> Any:
-        """Takes [b, s, d]; unlike torchtune's it keeps the precision."""
+        """Applies norm and output to h [b, s, d]; unlike torchtune's, keeps the dtype."""
         return self.output(self.norm(h))
 
     def _branches(self, draws: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What residual branches are multiplied with, [b, s, 2 L]."""
+        """Returns the factors of all residual branches [b, s, 2 L]."""
         if not self.training or self.drop_path == 0 or draws.size(-1) == 0:
             return None
         if draws.size(-1) != self.num_draws:
@@ -217,18 +207,18 @@ class VisionTransformer(TransformerDecoder):
 def rotation_of(
     centres: Tensor, head_dim: int, base: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the sign that they get in the turn, [b, s, 1, w] each.
+    """Returns cosines and signed sines of the rotation, [b, s, 1, w] each.
 
-    Angles are 2 pi * centre * base^(-4 i / w), i below w / 4: rows for one quarter of the pairs' halves, columns
-    for the other, as transformers' DINOv3ViTModel has them.
+    Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns for the second half
+    of the channel pairs, as in transformers' DINOv3ViTModel.
 
     Args:
-        centres: (row, column) [b, s, 2] in (-1, 1).
+        centres: (row, column) of each patch [b, s, 2] in (-1, 1).
         head_dim: w.
-        base: of the wavelengths.
-        dtype: of the hidden states.
+        base: base of the wavelengths.
+        dtype: dtype of the hidden states.
     """
-    # Angles need fp32 where hidden states are bf16, and all digits where they are fp64.
+    # Angles need fp32 for bf16 hidden states, and fp64 for fp64 ones.
     wide = torch.promote_types(torch.promote_types(dtype, centres.dtype), torch.float32)
     exponents = torch.arange(0, 1, 4 / head_dim, dtype=wide, device=centres.device)
     frequencies = 1 / base**exponents
@@ -238,7 +228,7 @@ def rotation_of(
 
 
 def check_crop_groups(tokens: Tensor, crop_groups: CropGroups) -> None:
-    """Checks that crops fill a row, on the host.
+    """Checks on the host that crops fill the row.
 
     Raises:
         ValueError: they do not.
@@ -254,15 +244,10 @@ def check_crop_groups(tokens: Tensor, crop_groups: CropGroups) -> None:
 def attend_within_crops(
     q: Tensor, k: Tensor, v: Tensor, mask: CropGroups | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Attention of each token to all of its crop, one call per group of equally long crops.
+    """Computes full attention within each crop, one call per group of equally long crops.
 
-    Args:
-        q: [b, h, s, w]; so are k, v and what is returned.
-        k: keys.
-        v: values.
-        mask: the crops; None if each row is one.
-        dropout_p: of attention's weights.
-        is_causal: never.
+    Takes q, k, v [b, h, s, w] and returns [b, h, s, w]; ``mask`` None makes each row one crop. ``is_causal`` is
+    torchtune's and ignored.
     """
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
@@ -270,7 +255,7 @@ def attend_within_crops(
     groups = [(num_crops, length) for num_crops, length in mask if num_crops > 0]
     sizes = [num_crops * length for num_crops, length in groups]
     attended = []
-    # split and cat: the backward of a slice would fill the gradient of the whole row each time.
+    # split and cat, because the backward of a slice fills a gradient of the whole row.
     parts = zip(*(each.transpose(1, 2).split(sizes, dim=1) for each in (q, k, v)), strict=True)
     for (num_crops, length), of_group in zip(groups, parts, strict=True):
         q, k, v = (
@@ -279,7 +264,7 @@ def attend_within_crops(
         )
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         attended.append(out.transpose(1, 2).reshape(1, num_crops * length, num_heads, head_dim))
-    # In the layout [b, s, h, w], which the caller wants next.
+    # Concatenated as [b, s, h, w], the layout that the caller needs next.
     return torch.cat(attended, dim=1).transpose(1, 2)
 
 
@@ -298,27 +283,27 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     rope_base: float = 100.0,
     norm_eps: float = 1e-5,
 ) -> VisionTransformer:
-    """DINOv3's vision transformer, without a head: its ``output`` gives back what it gets.
+    """Builds DINOv3's vision transformer without a head: its ``output`` is the identity.
 
-    The same function as transformers' ``DINOv3ViTModel``, see :mod:`recipe_utils.checkpoint.dinov3_vit`.
+    Computes the same function as transformers' ``DINOv3ViTModel``; see :mod:`recipe_utils.checkpoint.dinov3_vit`.
 
     Args:
         patch_size: side of a patch [pixels].
         embed_dim: width d of the hidden states.
         num_layers: L.
-        num_heads: of each attention.
+        num_heads: attention heads.
         num_registers: learned tokens of each crop besides the class token.
-        num_channels: of an image.
-        intermediate_dim: of the MLP; None is four times ``embed_dim``.
+        num_channels: channels of an image.
+        intermediate_dim: width of the MLP; None is four times ``embed_dim``.
         use_gated_mlp: SwiGLU instead of GELU, as in S+, H+ and larger.
-        layer_scale_init: what residual branches are scaled with at first.
-        drop_path: share of the crops that go without a residual branch, in all layers alike, as DINOv2 and DINOv3 do;
-            other ViTs have it grow with depth.
-        rope_base: of the rotary positions' wavelengths.
-        norm_eps: of the layer norms.
+        layer_scale_init: initial scale of residual branches.
+        drop_path: fraction of crops whose residual branch is dropped, equal in all layers as in DINOv2 and DINOv3
+            (in other ViTs it grows with depth).
+        rope_base: base of the rotary wavelengths.
+        norm_eps: epsilon of the layer norms.
 
     Raises:
-        ValueError: sizes below 1 or that do not fit, or a share outside [0, 1).
+        ValueError: sizes below 1 or incompatible, or ``drop_path`` outside [0, 1).
     """
     counts = {"patch_size": patch_size, "num_layers": num_layers, "num_heads": num_heads}
     for name, count in {**counts, "num_channels": num_channels}.items():
@@ -358,7 +343,7 @@ def dinov3_vit(  # a model's sizes, each of which configs name
         return VisionLayer(
             attention,
             mlp,
-            # Not torchtune's Fp32LayerNorm, which would narrow fp64. PyTorch's computes bf16 in fp32 inside.
+            # Not torchtune's Fp32LayerNorm, which downcasts fp64; PyTorch's computes bf16 in fp32 internally.
             sa_norm=nn.LayerNorm(embed_dim, norm_eps),
             mlp_norm=nn.LayerNorm(embed_dim, norm_eps),
             sa_scale=LayerScale(embed_dim, layer_scale_init),
@@ -393,15 +378,11 @@ def dinov3_vit(  # a model's sizes, each of which configs name
 def with_heads(
     make_backbone: Callable[[], nn.Module], dino: Mapping[str, int], ibot: Mapping[str, int]
 ) -> Callable[[], nn.Module]:
-    """A builder of a backbone with heads in place of its output layer.
+    """Returns a builder of the backbone with prototype heads as its output layer.
 
-    Args:
-        make_backbone: a :func:`dinov3_vit`.
-        dino: arguments of :class:`recipe_utils.loss.self_distillation.PrototypeHead` for crops, but for the width.
-        ibot: likewise for patches.
-
-    The builder raises a ValueError for another model, see
-    :func:`check_vision_transformer`, and a :class:`recipe_utils.settings.problems.ConfigError` for an argument of a head.
+    ``dino`` and ``ibot`` are arguments of :class:`recipe_utils.loss.self_distillation.PrototypeHead`, without the width,
+    for crops and for patches. The builder raises the ValueError of :func:`check_vision_transformer`, and a
+    :class:`recipe_utils.settings.problems.ConfigError` for invalid arguments of a head.
     """
 
     def make() -> nn.Module:
@@ -421,10 +402,10 @@ def with_heads(
 
 
 def check_vision_transformer(model: nn.Module) -> None:
-    """Whether images of a microbatch go through a model each by itself, as crops in rows.
+    """Checks that a model is a vision transformer whose outputs for an image do not depend on other images.
 
     Raises:
-        ValueError: it is no :class:`VisionTransformer`, or a norm over the batch is in it.
+        ValueError: not a :class:`VisionTransformer`, or it contains a batch norm.
     """
     if not isinstance(model, VisionTransformer):
         raise ValueError(
@@ -445,22 +426,22 @@ _L16 = {"patch_size": 16, "embed_dim": 1024, "num_layers": 24, "num_heads": 16}
 
 
 def dinov3_vit_s16(**changed: Any) -> VisionTransformer:
-    """ViT-S/16: 21.6 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    """Builds ViT-S/16 (21.6 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
     return dinov3_vit(**{**_S16, **changed})
 
 
 def dinov3_vit_b16(**changed: Any) -> VisionTransformer:
-    """ViT-B/16: 85.7 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    """Builds ViT-B/16 (85.7 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
     return dinov3_vit(**{**_B16, **changed})
 
 
 def dinov3_vit_l16(**changed: Any) -> VisionTransformer:
-    """ViT-L/16: 303 million parameters. Takes the arguments of :func:`dinov3_vit`, by name."""
+    """Builds ViT-L/16 (303 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
     return dinov3_vit(**{**_L16, **changed})
 
 
 def _sign(build: Any, sizes: dict[str, int]) -> None:
-    """Gives a builder the signature of :func:`dinov3_vit`, against which configs are checked."""
+    """Sets a builder's signature to that of :func:`dinov3_vit`, against which configs are checked."""
     signature = inspect.signature(dinov3_vit)
     build.__signature__ = signature.replace(
         parameters=[
@@ -477,23 +458,20 @@ _sign(dinov3_vit_l16, _L16)
 
 
 def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Initial weights: matrices normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833.
+    """Returns full initial weights by name, in fp32 on the CPU.
 
-    So small models, too, tell images apart from the start; published ones have 384 inputs and more and 0.02
-    (arXiv:2104.14294). Prototypes have a length of about 1, as DINO's normalised ones. Learned tokens have a
-    deviation of 0.02. Each weight has a generator of its own, of the seed and its name, so that it is the same on
-    any layout.
+    Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that small models
+    distinguish images from the start; published models have 384 inputs or more and 0.02 (arXiv:2104.14294).
+    Prototypes have a norm of about 1, as DINO's normalized ones; learned tokens a deviation of 0.02; the mask token and
+    biases are 0, norms 1. Each weight has its own generator, seeded by seed and name, so that weights do not depend on
+    the layout.
 
     Args:
-        whole_on_meta: with its heads; not wrapped yet.
-        seed: of the run.
-
-    Returns:
-        Full tensors by name, in fp32 on the CPU: the mask token and biases zero, norms one, LayerScale as the
-        model says.
+        whole_on_meta: model with its heads, before it is wrapped.
+        seed: seed of the run.
 
     Raises:
-        ValueError: a weight of an unknown kind, or a buffer.
+        ValueError: a parameter of an unknown kind, or a buffer.
     """
     weights = {}
     for prefix, module in whole_on_meta.named_modules():
@@ -510,7 +488,7 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
                 generator = torch.Generator("cpu").manual_seed(seed_of_name)
                 std = 0.02
                 if isinstance(module, nn.Linear):
-                    # Prototypes have a length of 1, or their logits were all alike, and so all targets.
+                    # With short prototypes all logits, and so all targets, would be nearly equal.
                     gain = 1.0 if ".prototypes." in name else 3**-0.5
                     std = gain * module.in_features**-0.5
                 nn.init.trunc_normal_(value, std=std, generator=generator)
@@ -529,17 +507,13 @@ _DEPTH = re.compile(r"(?:stage_\d+\.)?(?:tok_embeddings|layers\.(?P<layer>\d+)|n
 
 
 def layer_of(name: str, num_layers: int) -> int:
-    """Depth of a weight for a learning rate that decays towards the input.
+    """Returns a weight's depth, for a learning rate that decays towards the input.
 
-    Args:
-        name: in the whole model or a stage, without wrappers.
-        num_layers: of the whole model.
-
-    Returns:
-        0 for the patch embedding, i + 1 for layer i, num_layers + 1 for the last norm and the heads.
+    ``name`` is that in the whole model or a stage, without wrappers. Depths are 0 for the patch embedding, i + 1 for
+    layer i, num_layers + 1 for the last norm and the heads.
 
     Raises:
-        ValueError: the name of no weight of a vision transformer.
+        ValueError: the name is not a weight of a vision transformer.
     """
     found = _DEPTH.match(name)
     if found is None:
