@@ -70,14 +70,9 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> dict[str, Tensor]:
-    """Converts a backbone's weights to DINOv3ViTModel's names and shapes, as in published checkpoints.
+    """Converts full (unsharded) weights without heads to DINOv3ViTModel's names and shapes.
 
-    Args:
-        weights: full (unsharded), without heads.
-        num_channels: c.
-
-    Raises:
-        ValueError: a name is not one of a backbone's.
+    Raises ValueError if a name is not one of a backbone's.
     """
     is_gated = any(name.endswith(".w3.weight") for name in weights)
     in_layer = _HF_NAMES_IN_LAYER | {
@@ -103,11 +98,7 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
 def dinov3_hf_to_tune(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts the weights of a DINOv3ViTModel to the names and shapes of ``dinov3_vit``.
 
-    Accepts the names of any version of transformers. See
-    :func:`recipe_utils.model.vision.vision_transformer.dinov3_vit`.
-
-    Raises:
-        ValueError: a name is not one of a DINOv3ViTModel's.
+    Accepts the names of any version of transformers. Raises ValueError for all other names.
     """
     is_gated = any(name.endswith(".mlp.gate_proj.weight") for name in weights)
     in_layer = {theirs: ours for ours, theirs in _HF_NAMES_IN_LAYER.items()} | {
@@ -254,10 +245,8 @@ class DINOv3Checkpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns ``{"model": weights}``: full, on the CPU, in the files' precision, with heads if there are any.
 
-        Without a ``checkpoint_dir`` the weights are empty.
-
-        Raises:
-            ValueError: a file cannot be read, or its weights are of another model.
+        Without a ``checkpoint_dir`` the weights are empty. Raises ValueError if a file cannot be read, or its
+        weights are of another model.
         """
         if self._checkpoint_dir is None:
             return {training.MODEL_KEY: {}}
@@ -277,16 +266,10 @@ class DINOv3Checkpointer:
         intermediate_checkpoint: bool = False,
         adapter_only: bool = False,
     ) -> None:
-        """Writes a model as the folder ``epoch_N`` of ``output_dir``.
+        """Writes full weights ``{"model": weights}`` to the folder ``epoch_N`` of ``output_dir``.
 
-        Args:
-            state_dict: ``{"model": weights}``, full; names of heads start with ``output.``.
-            epoch: N.
-            intermediate_checkpoint: must be False; no recipe state is saved.
-            adapter_only: must be False.
-
-        Raises:
-            ValueError: an argument that must be False is True, or the weights are of another model.
+        Names of heads start with ``output.``. Raises ValueError if one of the last two arguments is True, or if
+        the weights are of another model.
         """
         if intermediate_checkpoint or adapter_only:
             raise ValueError("a vision transformer's checkpointer saves whole models only")

@@ -29,13 +29,9 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces an existing
     folder of that name. Files get the mode that the umask allows.
 
-    Args:
-        checkpointer: torchtune checkpointer that has loaded the initial weights.
-        contents: full (unsharded) tensors by torchtune's names, under torchtune's keys.
-        name: name of the folder.
-
-    Raises:
-        ExportError: the export failed. Nothing of it is left, and an existing folder stays.
+    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are full (unsharded)
+    tensors by torchtune's names, under torchtune's keys. If the export fails, it raises ExportError, removes its
+    files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT

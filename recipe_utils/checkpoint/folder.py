@@ -52,13 +52,8 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def publish(temporary: Path, final: Path, marker: Mapping[str, Any]) -> None:
     """Writes the marker and renames the folder, which makes it a checkpoint.
 
-    Args:
-        temporary: folder whose files are all written and synced.
-        final: name of the checkpoint; an existing one is replaced.
-        marker: see :func:`read_marker`.
-
-    Raises:
-        OSError: nothing has changed outside of ``temporary``.
+    All files of ``temporary`` must be written and synced. An existing ``final`` is replaced. If it raises
+    OSError, nothing has changed outside of ``temporary``. For ``marker`` see :func:`read_marker`.
     """
     write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
     replace_folder(temporary, final)
@@ -69,8 +64,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
     After a kill at any moment :func:`remove_leftovers` leaves one of the two.
 
-    Raises:
-        OSError: nothing has changed.
+    If it raises OSError, nothing has changed.
     """
     replaced = None
     if final.exists():
@@ -111,17 +105,8 @@ def remove_leftovers(folder: Path) -> list[Path]:
 def move_to_backup(folder: Path, run_id: str) -> Path | None:
     """Moves the checkpoints of earlier runs, complete or not, to a subfolder named after the new run.
 
-    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs.
-
-    Args:
-        folder: folder of the new run's checkpoints; may be missing.
-        run_id: id of the new run.
-
-    Returns:
-        The subfolder; None if there were no checkpoints.
-
-    Raises:
-        OSError: they could not be moved.
+    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs. Returns
+    the subfolder; None if there were no checkpoints or ``folder`` is missing. Raises OSError if a move fails.
     """
     paths = [path for _, path in _steps(folder)]
     if not paths:
@@ -138,9 +123,7 @@ def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     """Removes complete checkpoints of ``recipe`` from before ``step``, except the newest ``keep - 1``.
 
     ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other recipes stay.
-
-    Raises:
-        OSError: a checkpoint could not be removed.
+    Raises OSError if a checkpoint cannot be removed.
     """
     older = [
         path
@@ -176,12 +159,8 @@ def find_newest_whole(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Finds the complete checkpoint of a recipe with the most update steps.
 
-    Checks names and sizes of files only; :func:`check_checksums` reads every byte.
-
-    Args:
-        folder: folder of checkpoints; may be missing.
-        recipe: name of the recipe.
-        older_than: a checkpoint in ``folder``; only those of fewer update steps are considered.
+    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may be missing.
+    With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps are considered.
 
     Returns:
         Its path, or None; and the newer checkpoints that were skipped, each with a reason.
@@ -251,8 +230,7 @@ def read_marker(path: Path) -> dict[str, Any]:
 def check_checksums(path: Path, names: list[str]) -> str | None:
     """Compares the CRC-32 of files with the marker's. Returns the first problem, None if there is none.
 
-    Raises:
-        CheckpointError: the marker cannot be read; see :func:`read_marker`.
+    Raises CheckpointError if the marker cannot be read; see :func:`read_marker`.
     """
     files = read_marker(path)["files"]
     for name in names:
@@ -269,11 +247,7 @@ def check_checksums(path: Path, names: list[str]) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or contains something else; names the file.
-    """
+    """Reads a JSON object from a file. Raises CheckpointError, naming the file, if that fails."""
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):  # reading a pipe or a device might never end

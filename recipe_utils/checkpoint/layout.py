@@ -54,13 +54,8 @@ def plan_save(
     Takes a good part of a second for a thousand tensors, and more on many ranks. The result stays valid while
     :func:`layout_of` is unchanged on all ranks.
 
-    Args:
-        tensors: tensors by name; sharded, or the same on all ranks.
-        rank: rank of this process.
-        group: a CPU (gloo) group of all ranks.
-
-    Raises:
-        ValueError: a tensor cannot be saved; raised on all ranks.
+    ``tensors`` are sharded, or the same on all ranks; ``group`` is a CPU (gloo) group of all ranks. Raises
+    ValueError on all ranks if a tensor cannot be saved.
     """
     planned = _Planned(rank)
     try:
@@ -155,10 +150,8 @@ class _Planned(StorageWriter):
 def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
     """Builds the metadata of torch.distributed.checkpoint from the content of ``tensors.json``.
 
-    ``files`` are the names of the checkpoint's files; no other file is ever opened.
-
-    Raises:
-        CheckpointError: the content is not one that :func:`plan_save` could have made.
+    ``files`` are the names of the checkpoint's files; no other file is ever opened. Raises CheckpointError if
+    :func:`plan_save` could not have made the content.
     """
     metadata: dict[str, Any] = {}
     storage: dict[MetadataIndex, str] = {}
@@ -190,14 +183,8 @@ def read_tensors(
 ) -> None:
     """Reads a checkpoint into tensors; each rank reads what its shards need. Collective.
 
-    Args:
-        path: path of the checkpoint.
-        metadata: result of :func:`read_index`.
-        tensors: tensors by name, of the saved shapes and dtypes, sharded in any way.
-        group: a CPU (gloo) group of all ranks.
-
-    Raises:
-        CheckpointError: a file, named in the message, does not match the index; raised on all ranks.
+    ``tensors`` have the saved shapes and dtypes and may be sharded in any way; ``group`` is a CPU (gloo) group
+    of all ranks. Raises CheckpointError on all ranks if a file, named in the message, does not match the index.
     """
     try:
         load(
@@ -268,8 +255,7 @@ class _Reader(StorageReader):
 def describe_failures(error: CheckpointException) -> str:
     """Returns the ranks that failed in torch.distributed.checkpoint, with their errors.
 
-    Raises:
-        KeyboardInterrupt: the failure was one, wrapped by torch.distributed.checkpoint.
+    Raises KeyboardInterrupt if one of them is a wrapped KeyboardInterrupt.
     """
     for cause, _ in error.failures.values():
         if isinstance(cause, KeyboardInterrupt):

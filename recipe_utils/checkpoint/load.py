@@ -66,11 +66,7 @@ TEACHER = "teacher_checkpointer"
 
 
 def read_state(path: Path) -> TrainingState:
-    """Reads the training state of a checkpoint.
-
-    Raises:
-        CheckpointError: the file, named in the message, cannot be read.
-    """
+    """Reads the training state of a checkpoint. Raises CheckpointError with the file's name if it is invalid."""
     content = read_json(path / "state.json")
     names = {f.name for f in fields(TrainingState)}
     if content.keys() != names:

@@ -33,11 +33,8 @@ def write_peft(
 ) -> None:
     """Replaces the files that torchtune's checkpointer has written for PEFT, if there are any.
 
-    Args:
-        folder: folder that the checkpointer has written.
-        checkpointer: only those of Hugging Face's format write such files, and not for all models.
-        adapters: full (unsharded) tensors, by torchtune's names.
-        adapter_config: config of PEFT, with torchtune's module names.
+    Only checkpointers of Hugging Face's format write them, and not for all models. ``adapters`` are full
+    (unsharded); they and ``adapter_config`` have torchtune's names.
     """
     path = folder / "adapter_model.safetensors"
     if not isinstance(checkpointer, FullModelHFCheckpointer) or not path.is_file():

@@ -38,8 +38,7 @@ def get_random_state() -> dict[str, Tensor]:
 def set_random_state(states: Mapping[str, Tensor]) -> None:
     """Restores states of :func:`get_random_state`; generators without a state are left unchanged.
 
-    Raises:
-        ValueError: a state is invalid.
+    Raises ValueError if a state is invalid.
     """
     try:
         if "python" in states:

@@ -23,10 +23,8 @@ def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
     """Loads a checkpoint, with the adapters of ``adapter_checkpoint`` even if nothing is resumed.
 
-    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state.
-
-    Raises:
-        ValueError: the file of ``adapter_checkpoint`` is missing, or contains no adapters.
+    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state. Raises ValueError if the file
+    is missing or unreadable.
     """
     loaded: dict[str, Any] = checkpointer.load_checkpoint()
     name = cfg_checkpointer.get("adapter_checkpoint")
@@ -46,11 +44,7 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
 
 
 def check_stock_state(saved: Mapping[str, Any]) -> None:
-    """Checks that a state was saved by a fine-tuning recipe.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: keys, named in the message, are missing.
-    """
+    """Raises ConfigError, naming the missing keys, if a state was not saved by a fine-tuning recipe."""
     needed = {training.OPT_KEY, training.SEED_KEY, training.MAX_STEPS_KEY, training.EPOCHS_KEY}
     if needed - saved.keys():
         raise ConfigError(
@@ -67,14 +61,8 @@ def load_optimizer_state(
 ) -> None:
     """Loads a full (unsharded) optimizer state, as torchtune's recipes save it.
 
-    Args:
-        model: model with the optimizer's parameters, sharded or not.
-        optimizer: optimizer of the same class as the saved one.
-        state_dict: saved state; for :class:`OptimizerInBackward` one per parameter name.
-        device: device of the model.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the state is that of other parameters.
+    ``model`` may be sharded. For :class:`OptimizerInBackward`, ``state_dict`` has one state per parameter name.
+    Raises ConfigError if the state is that of other parameters.
     """
     trained = trained_parameters(model)
     if isinstance(optimizer, OptimizerInBackward):

@@ -191,8 +191,7 @@ class LinearDistillationLoss(nn.Module):
         num_output_chunks: number of chunks if the student's output layer is called as a module.
         ignore_index: label of positions that are no targets.
 
-    Raises:
-        ValueError: an argument is out of bounds.
+    Raises ValueError if an argument is out of bounds.
     """
 
     takes_hidden_states = True
@@ -261,13 +260,8 @@ class LinearDistillationLoss(nn.Module):
     ) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
-        Without targets the sums are 0, with a graph through ``hidden`` and the output weight.
-
-        Args:
-            output: the student's output layer, [..., d] -> [..., v].
-            hidden: last hidden states after the final norm, [b, s, d].
-            targets: targets of the microbatch, with the teacher's outputs attached.
-            backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+        ``targets`` have the teacher's outputs attached. Without targets the sums are 0, with a graph through
+        ``hidden`` and the output weight. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)

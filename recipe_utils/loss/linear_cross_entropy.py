@@ -53,13 +53,8 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32.
 
-        Without targets the loss is 0, with a graph through ``hidden`` and the output weight.
-
-        Args:
-            output: the model's output layer, [..., d] -> [..., v].
-            hidden: last hidden states after the final norm, [b, s, d].
-            targets: targets of the microbatch.
-            backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+        Without targets the loss is 0, with a graph through ``hidden`` and the output weight. For the
+        arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
 

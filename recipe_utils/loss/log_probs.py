@@ -24,10 +24,7 @@ class LinearLogProbs(nn.Module):
     not a plain tensor, each chunk is projected by the output layer itself; see
     :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
-    Args:
-        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32 numbers.
-        num_output_chunks: number of chunks if the output layer is called as a module; fixed, because all
-            FSDP ranks must call it equally often.
+    The logits take ``tokens_per_chunk * v`` fp32 numbers.
     """
 
     takes_hidden_states = True
@@ -52,16 +49,8 @@ class LinearLogProbs(nn.Module):
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
-        Without targets the result is empty, with a graph through ``hidden`` and the output weight.
-
-        Args:
-            output: the model's output layer, [..., d] -> [..., v].
-            hidden: last hidden states after the final norm, [b, s, d].
-            targets: targets of the microbatch.
-            backward_in_parts: not supported.
-
-        Raises:
-            ValueError: ``backward_in_parts`` is True.
+        Without targets the result is empty, with a graph through ``hidden`` and the output weight. For the
+        arguments see :mod:`recipe_utils.loss.attach_loss`. Raises ValueError if ``backward_in_parts`` is True.
         """
         if backward_in_parts:
             raise ValueError(

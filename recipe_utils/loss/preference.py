@@ -157,11 +157,7 @@ class PreferenceLoss(nn.Module):
     """Loss module for ``attach_loss`` that computes a preference loss from the answers' log-probabilities.
 
     Without reference log-probabilities attached to a microbatch it returns the model's own, so that a
-    reference model can use it.
-
-    Args:
-        loss_fn: preference loss; see :func:`make_preference_loss`.
-        tokens_per_chunk: see :class:`recipe_utils.loss.log_probs.LinearLogProbs`.
+    reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`.
     """
 
     takes_hidden_states = True
@@ -184,11 +180,8 @@ class PreferenceLoss(nn.Module):
     ) -> Tensor:
         """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 
-        Args:
-            output: the model's output layer, [..., d] -> [..., v].
-            hidden: last hidden states after the final norm, [b, s, d].
-            targets: targets of the microbatch, with reference log-probabilities [2, p] or without.
-            backward_in_parts: not supported.
+        ``targets`` may have reference log-probabilities [2, p] attached; ``backward_in_parts`` must be False.
+        For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         assert targets.pairs is not None
         of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)

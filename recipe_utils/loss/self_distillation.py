@@ -34,10 +34,8 @@ class PrototypeHead(nn.Module):
     """MLP to a bottleneck of length 1, and the prototypes that the loss compares it with.
 
     The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU between
-    them, then normalisation. The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104).
-
-    Raises:
-        ValueError: an argument is below 1.
+    them, then normalisation. The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104). Raises
+    ValueError if an argument is below 1.
     """
 
     def __init__(
@@ -197,11 +195,7 @@ class SelfDistillationLoss:
     cross-entropies with Sinkhorn-Knopp's targets.
 
     For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]: the first
-    of KoLeo's two passes.
-
-    Args:
-        settings: weights and the student's temperature.
-        rows_per_chunk: rows multiplied with all prototypes at once.
+    of KoLeo's two passes. ``rows_per_chunk`` rows are multiplied with all prototypes at once.
     """
 
     takes_hidden_states = True
@@ -237,11 +231,7 @@ class SelfDistillationLoss:
     ) -> Tensor:
         """Returns SUMS over the images of a microbatch, [7], at least fp32; without images 0, with a graph.
 
-        Args:
-            output: the student's heads.
-            hidden: last hidden states after the final norm, [1, s, d].
-            targets: targets of the microbatch.
-            backward_in_parts: see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+        ``hidden`` is [1, s, d]. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
