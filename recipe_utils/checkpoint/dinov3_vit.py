@@ -182,8 +182,7 @@ class DINOv3Checkpointer:
         image_std: standard deviation of each channel; None as for ``image_mean``.
         should_load_recipe_state: must be False; torchtune's own recipes have no state of such models.
 
-    Raises:
-        ValueError: the folder is invalid or of another model, or the model is not a ``dinov3_vit``.
+    Raises ValueError if the folder is invalid or of another model, or the model is not a ``dinov3_vit``.
     """
 
     def __init__(

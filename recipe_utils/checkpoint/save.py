@@ -65,14 +65,13 @@ class CheckpointWriter:
 
     Args:
         folder: folder for the checkpoints, shared by all ranks. Nothing outside of it is changed.
-        keep_last_n: number of complete checkpoints to keep; None keeps all.
+        keep_last_n: number of complete checkpoints to keep, at least 1; None keeps all.
         group: a CPU (gloo) group of all ranks, used for nothing else. Its timeout bounds the time between the
             fastest and the slowest rank's writes.
         asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread writes them.
             The copies stay allocated for the next save.
 
-    Raises:
-        ValueError: ``keep_last_n`` is below 1.
+    Raises ValueError if ``keep_last_n`` is below 1.
     """
 
     def __init__(
@@ -103,15 +102,9 @@ class CheckpointWriter:
     ) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
-        Does not change the model or the optimizer, and draws no random numbers.
-
-        Args:
-            model: sharded, or the same on all ranks, or the pipeline stages of each rank.
-            optimizer: optimizer whose state may still be empty.
-            state: training state, the same on all ranks.
-
-        Returns:
-            Result of this save; if asynchronous, the result of the previous save if it was in flight, else None.
+        Does not change the model or the optimizer, whose state may still be empty, and draws no random numbers.
+        The model is sharded, or the same on all ranks, or the pipeline stages of each rank. Returns the result
+        of this save; if asynchronous, the result of the previous save if it was in flight, else None.
 
         Raises:
             ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.

@@ -152,7 +152,7 @@ def restore_optimizer(
     optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
 
     Args:
-        model: model with the optimizer's parameters, sharded or not.
+        model: sharded or not.
         optimizer: optimizer of the same class as the saved one.
         description: second result of :func:`optimizer_contents`.
         saved: shape and dtype of the saved tensors, by the names of its first result.

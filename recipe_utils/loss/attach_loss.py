@@ -42,13 +42,12 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     logits as before.
 
     Args:
-        model: a torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
-            model that returns logits.
-        loss_fn: a loss module, or a stock loss component, which is turned into a sum.
-        backward_in_parts: zero-bubble schedules run the backward twice.
+        model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any model that
+            returns logits.
+        loss_fn: loss module, or a stock loss component, which is turned into a sum.
+        backward_in_parts: True for zero-bubble schedules, which run the backward twice.
 
-    Raises:
-        ValueError: the loss does not fit the model, or see :class:`SummedLoss`.
+    Raises ValueError if the loss does not fit the model; see also :class:`SummedLoss`.
     """
     decoder: Any = getattr(model, "decoder", model)
     targets_in_forward: list[Targets] = []
@@ -114,8 +113,7 @@ class SummedLoss:
             [b * s, v] and [b * s], or, where the model returns a list of chunks
             (``CEWithChunkedOutputLoss``), that list and [b, s].
 
-    Raises:
-        ValueError: the loss's mean is not an unweighted average over target tokens.
+    Raises ValueError if the loss's mean is not an unweighted average over target tokens.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:

@@ -22,11 +22,8 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
     """Returns the sum over images of the mean over crops of -log(distance to the nearest neighbour), [].
 
     A crop is compared with the same crop of other images. An image that is alone in its group adds 0.
-    At least fp32.
-
-    Args:
-        embeddings: [n, v, d]; only their directions are compared.
-        groups: group of each image, [n], integers; images with one below 0 are ignored.
+    At least fp32. Only the directions of ``embeddings`` [n, v, d] are compared. ``groups`` [n] are integers;
+    images in a group below 0 are ignored.
     """
     if len(embeddings) == 0:
         return embeddings.sum()  # 0, with a graph
@@ -47,19 +44,14 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
 def gradient_of_all(
     embeddings: Tensor, max_images: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of :func:`koleo_loss` over all images of all ranks as one group, for this rank's images.
+    """Computes the gradient of :func:`koleo_loss` for this rank's images, with all images of all ranks as one group.
 
     The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983): embeddings
     are computed without a graph, then their gradient; the second pass computes the images with a graph and
     backpropagates that gradient.
 
-    Args:
-        embeddings: embeddings of this rank, [n, v, d].
-        max_images: upper bound of n over the ranks; the same on all.
-        group: ranks with different images; None for this rank alone.
-
-    Returns:
-        The gradient [n, v, d], and the mean of the loss over all images, [].
+    Returns the gradient [n, v, d] for ``embeddings`` [n, v, d] of this rank, and the mean of the loss over all
+    images, []. ``max_images`` is an upper bound of n over all ranks of ``group``; None is this rank alone.
     """
     own = embeddings.detach().to(sum_dtype(embeddings))
     groups = torch.zeros(len(own), dtype=torch.int64, device=own.device)

@@ -210,11 +210,8 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
     The recipe sums losses over the pairs of an update step, however they are split over microbatches. This
-    is exact only if the loss of a pair does not depend on other pairs.
-
-    Raises:
-        ValueError: the loss does not take log-probabilities of pairs, does not return a loss and two rewards
-            for each, or depends on the other pairs of a batch.
+    is exact only if the loss of a pair does not depend on other pairs. Raises ValueError if it does, or if the
+    loss does not take log-probabilities of pairs and return a loss and two rewards for each.
     """
     loss_fn = make()
     name = type(loss_fn).__name__
