@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 
 import pytest
@@ -10,8 +11,11 @@ from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.lineup import LineupSettings, load_base_config, merge
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings
+from recipe_utils.tune.registry import RECIPES as RECIPES_OF_PROJECT
+from recipe_utils.tune.registry import config_path
 
 OURS = {"kind": "update_step"}
+RECIPE_CONFIGS = RECIPES_OF_PROJECT["benchmark_tokens_per_second"]
 KD_LOSS = {"_component_": "recipe_utils.loss.LinearDistillationLoss"}
 RECIPES = {
     "text": ("full_finetune_update_step", tiny_config),
@@ -253,6 +257,18 @@ def test_a_lineup_without_entries_or_with_an_unreadable_config_is_refused(read, 
     assert load_base_config("llama3_2/5M_full_update_step").batch_size == 4
     with pytest.raises(ValueError, match=r"update_step_config=llama9/1B: .* set it to"):
         load_base_config("llama9/1B")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in RECIPE_CONFIGS if "lora_benchmark" not in n or "KD" in n]
+)
+def test_configs_of_the_benchmark_are_read(name, tmp_path):
+    cfg = OmegaConf.load(config_path(name))
+    keys = {field.name for field in dataclasses.fields(LineupSettings)}
+    own = {key: value for key, value in cfg.items() if key in keys}
+    settings = read_settings(OmegaConf.create({**own, "output_dir": str(tmp_path)}), LineupSettings)
+    assert settings.reference in [each.name for each in settings.lineup.baselines]
 
 
 # ---- Losses of distillation ---------------------------------------------------------------------
