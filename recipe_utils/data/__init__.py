@@ -1,1 +1,1 @@
-"""From a dataset to update steps, on the CPU and ahead of the loop: samples -> plan -> collate -> count -> queue."""
+"""Data loading on the CPU, ahead of the loop: samples -> plan -> collate -> count -> queue."""

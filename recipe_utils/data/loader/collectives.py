@@ -1,10 +1,9 @@
 """CPU collectives of the update step loader: counts over all ranks, and samples that move between ranks.
 
-One all-reduce per update step sums what losses are divided by (target tokens, pairs, images), and settles that every
-rank has the whole update step and how many microbatches each runs. Without that agreement a rank could abandon an
-update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()`` does not clear.
-
-The collectives run in the background thread, over a CPU (gloo) group that nothing else uses.
+One all-reduce per update step sums the divisors of losses (target tokens, pairs, images), and confirms
+that every rank has the whole update step and its number of microbatches. Otherwise a rank could abandon
+an update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()``
+does not clear. The collectives run in the background thread, over a separate gloo group.
 """
 
 import pickle
@@ -22,7 +21,7 @@ from recipe_utils.data.loader.samples import Sample
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.008
-"""Upper bound of the doubling poll interval, so that waiting for a late rank takes no CPU time."""
+"""Upper bound of the doubling poll interval, which saves CPU time while a rank is late."""
 
 LengthOf = Callable[[Sample], int]
 
@@ -65,15 +64,14 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """Collectives of an update step. Every rank of the group must call each once per step, in the order of the steps."""
+    """Collectives of an update step; every rank must call each once per step, in order."""
 
     names: Sequence[str]
     """Names of the counts."""
     counts_its_data: bool
     """False on ranks whose data another rank counts (all but the first of a tensor-parallel group)."""
     dp_peers: Sequence[int]
-    """Ranks of the group that samples move between, by data-parallel coordinate; with tensor parallelism those with the
-    same coordinate in their group."""
+    """Ranks that samples move between, by data-parallel coordinate; their ``pp`` and ``tp`` are equal."""
     group: dist.ProcessGroup | None
     """CPU group of all ranks."""
     closed: threading.Event
@@ -87,8 +85,8 @@ class StepCollectives:
 
         Raises:
             AbandonedError: ``closed`` was set first. The group cannot be used after that.
-            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get the counts of the
-                others.
+            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get the
+                counts of the others.
         """
         row: tuple[int, ...] = ()
         if local is not None:
@@ -113,8 +111,8 @@ class StepCollectives:
     ) -> list[list[Sample]]:
         """Plans an update step over all ranks and sends each sample to its rank.
 
-        Takes one all-reduce of a small table of lengths and, unless every sample stays, two all-to-alls of bytes. Every
-        rank computes the same plan from the same lengths.
+        Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes. Every rank
+        computes the same plan.
 
         Args:
             samples: samples of this rank; None reports that it could not load them.
@@ -160,7 +158,7 @@ class StepCollectives:
         return [[held[p] for p in microbatch] for microbatch in planned[me]]
 
     def _gather_rows(self, row: Sequence[int], width: int) -> torch.Tensor:
-        """Returns every rank's row, [ranks, width] int64, by one sum of a table in which each fills its own."""
+        """Returns the rows of all ranks, [ranks, width] int64, with one all-reduce."""
         table = torch.zeros(dist.get_world_size(self.group), width, dtype=torch.int64)
         table[dist.get_rank(self.group), : len(row)] = torch.tensor(row, dtype=torch.int64)
         self._wait(dist.all_reduce(table, group=self.group, async_op=True))
@@ -187,10 +185,10 @@ class StepCollectives:
         return [bytes(part.numpy()) for part in received.split(incoming_sizes.tolist())]
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Waits for a collective, but not for ranks that may never enter it.
+        """Waits for a collective or for ``closed``.
 
-        A rank that fails elsewhere closes its update steps. It must not wait here until the group's timeout, because the
-        other ranks wait for it in another collective.
+        A rank that failed elsewhere must not wait here until the group's timeout, because the other ranks
+        wait for it in another collective.
         """
         assert work is not None
         pause_seconds = _POLL_SECONDS

@@ -1,7 +1,7 @@
-"""Update steps: the values that a recipe's loop consumes.
+"""Update steps: the data of one optimizer step.
 
-Everything that one optimizer step needs is decided on the CPU before its first forward: the samples, their
-microbatches, and their counts over all data-parallel (DP) ranks.
+Samples, microbatches and counts over all data-parallel (DP) ranks are determined on the CPU before the
+first forward.
 """
 
 import threading
@@ -45,25 +45,25 @@ _log = get_logger("INFO")
 
 
 class Collator(Protocol):
-    """Checks, measures, plans and collates the samples of one objective.
+    """Checks, measurement, plans and collation of the samples of one objective.
 
-    A collator may have an attribute ``block``, an int: that many consecutive samples of an update step, counted from
-    its first, stay on one rank. Losses that couple samples need it.
+    With an attribute ``block`` (int), so many consecutive samples of an update step stay on one rank.
+    Losses that couple samples need it.
     """
 
     @property
     def counts(self) -> Sequence[str]:
-        """Names of the counts of its microbatches; a sample whose first count is 0 has nothing to train on."""
+        """Returns the names of its counts; a sample whose first count is 0 has nothing to train on."""
 
     @property
     def fingerprint_keys(self) -> Sequence[str]:
-        """Keys of a sample that are hashed to recognize the dataset when training resumes."""
+        """Returns the keys of a sample that are hashed to recognize the dataset on resume."""
 
     def plan(self, lengths: Sequence[int], num_ranks: int, /) -> list[Microbatches]:
         """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.loader.plan`."""
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Converts an item of the dataset to the form that the other methods take. Called in DataLoader workers.
+        """Converts an item of the dataset for the other methods. Called in DataLoader workers.
 
         Raises:
             SampleError: the sample cannot be trained on; the message starts with ``name``.
@@ -79,16 +79,15 @@ class Collator(Protocol):
         """Yields warnings to log before training."""
 
     def dummy(self, sample: Sample) -> Microbatch:
-        """Makes a dummy microbatch, for ranks that have fewer microbatches than others.
+        """Makes a dummy microbatch, whose loss is zero and has a graph.
 
-        Its loss is zero and has a graph. Every rank must run the same forwards and backwards, or FSDP's collectives
-        hang.
+        Ranks with fewer microbatches run it, so that FSDP's collectives match.
         """
 
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """Data of one optimizer step on this rank, with totals over all ranks. It can be iterated over repeatedly."""
+    """Data of one optimizer step on this rank, with totals over all ranks."""
 
     index: int
     """Position in its epoch, from 0."""
@@ -104,7 +103,7 @@ class UpdateStep:
     stop_requested: bool = False
     """True on all ranks if a stop was requested on any of them."""
     clock_seconds: float = 0.0
-    """Clock of rank 0 when the update step was counted, which is earlier than now if it was prefetched."""
+    """Clock of rank 0 when the update step was counted, possibly ahead by prefetching."""
     num_skipped: int = 0
     """Skipped samples of the update step, over all DP ranks."""
 
@@ -117,7 +116,7 @@ class UpdateStep:
 
 
 class UpdateStepLoader:
-    """Makes update steps of a dataset, epoch by epoch, in a background thread. All ranks call it together.
+    """Loader of update steps, which a background thread prepares. All ranks call it together.
 
     Args:
         dataset: map-style; the same on all ranks.
@@ -125,12 +124,12 @@ class UpdateStepLoader:
         settings: data settings.
         ranks: ranks of the job.
         name: config key of the dataset, for errors.
-        num_microbatches_to_run: maps the largest number of microbatches on a rank to the number that all ranks run,
-            which is at least as large. Missing ones are dummy microbatches. Default: the same number.
+        num_microbatches_to_run: maps the largest number of microbatches on a rank to the number, at
+            least as large, that all ranks run with dummy ones. Default: the same number.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on, forms no update step,
-            or has different lengths on different ranks.
+        recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on, forms
+            no update step, or differs in length between ranks.
     """
 
     def __init__(
@@ -224,9 +223,9 @@ class UpdateStepLoader:
             stop: if set on any rank, ``stop_requested`` of later update steps is True on all ranks.
 
         Returns:
-            A context manager that iterates over :class:`UpdateStep`. It raises errors of the dataset or of the collator,
-            and on all other ranks :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
-            before the same update step.
+            A context manager that iterates over :class:`UpdateStep`. It raises errors of the dataset or the
+            collator, and on other ranks :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`:
+            all ranks stop before the same update step.
         """
         first = samples_consumed // self.global_batch_size
         permutation = self._permutation(epoch)
@@ -237,9 +236,9 @@ class UpdateStepLoader:
         return self.of_samples(indices_per_step, first, stop)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
-        """Returns the number of update steps, and update steps, with each sample of the first epochs once.
+        """Returns the number of update steps, and update steps with each sample of some epochs once.
 
-        Samples are in dataset order, ``global_batch_size`` of them at a time.
+        Samples are in dataset order, ``global_batch_size`` at a time.
         """
         num_samples, consumed = len(self.dataset), self.steps_per_epoch * self.global_batch_size
         used: set[int] = set()
@@ -272,8 +271,8 @@ class UpdateStepLoader:
         """Returns update steps of given samples; see :meth:`epoch`.
 
         Args:
-            indices_per_step: for each update step, the dataset indices of this DP rank, possibly none. Every rank must
-                have the same number of update steps.
+            indices_per_step: dataset indices of this DP rank, possibly none, for each update step; every
+                rank must have the same number of update steps.
             first: position of the first update step in its epoch.
             stop: see :meth:`epoch`.
         """
@@ -306,7 +305,7 @@ class UpdateStepLoader:
             with reporting_failure(exchange if exchanges else together.count):
                 samples = next(samples_per_step)
                 if dummy is None and may_need_dummies:
-                    # Made before the ranks agree on the step, since nothing may fail after that.
+                    # Before the ranks agree on the step: nothing may fail after that.
                     dummy = collator.dummy(samples[0] if samples else self.dataset.any_sample())
             exchanged = exchange(samples) if exchanges else None
             with reporting_failure(together.count):

@@ -17,19 +17,19 @@ class Pairs(NamedTuple):
     """Targets of each answer, for samples that are pairs of answers; p pairs."""
 
     segment_lengths: Tensor
-    """[3 * p]: number of targets that both answers of a pair share, further ones of the chosen answer, and of the rejected
-    one; in the order of the microbatch's targets."""
+    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer, and of the
+    rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
 
 
 class CacheKeys(NamedTuple):
-    """Attached to a microbatch until the training loop looks up, or computes, a frozen model's outputs."""
+    """Placeholder for a frozen model's outputs until the training loop reads or computes them."""
 
     keys: tuple[bytes, ...]
     """Cache keys of the samples."""
     num_rows: tuple[int, ...]
-    """Outputs of each sample; they follow one another in the microbatch's."""
+    """Number of outputs of each sample, in the microbatch's order."""
     num_missing: int
     """Samples that the cache did not contain when the microbatch was prepared."""
 
@@ -40,8 +40,8 @@ class Targets(NamedTuple):
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
-    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending. Computed on the CPU, so that n is
-    known without a device synchronization."""
+    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending; computed on the CPU,
+    so that n needs no device synchronization."""
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
@@ -52,15 +52,15 @@ class Microbatch:
     """Tensors of one forward and backward, and their counts."""
 
     inputs: Mapping[str, Any]
-    """Keyword arguments of the model's forward: ``tokens`` [b, s] and everything but labels that the collate function
-    returned; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
-    (:class:`recipe_utils.data.text.documents.Documents`), from which the model makes its attention mask."""
+    """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the collate function;
+    for packed rows also ``input_pos`` [b, s] and ``document_lengths``
+    (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Its part of the update step's totals, by name; empty for a dummy microbatch."""
+    """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""
 
     def pin_memory(self) -> "Microbatch":
-        """Returns a copy in page-locked memory, from which a device copy does not block the host."""
+        """Returns a copy in page-locked memory, for device copies that do not block the host."""
         pinned: Microbatch = tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), self)
         return pinned
 

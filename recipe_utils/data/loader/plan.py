@@ -1,12 +1,11 @@
 """Plans: assignments of an update step's samples to microbatches and ranks.
 
-A plan is a pure, deterministic function of lengths and limits, without tensors or process groups. The loss is
-normalised over the whole update step, so a plan changes the cost of the gradient and not the gradient. Every rank
-computes the plan of all ranks by itself, so arithmetic is elementwise or in Python's order: no sum may depend on the
-machine.
+A plan is a pure function of lengths and limits. The loss is normalised over the whole update step, so a
+plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all ranks, so
+arithmetic is elementwise or in Python's order: no sum may depend on the machine.
 
-A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Both plans that regroup samples sort
-them, longest first, and deal each round's costliest microbatch to the rank with the least cost so far.
+A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup samples
+sort them, longest first, and assign each round's costliest microbatch to the rank with the least cost so far.
 """
 
 import heapq
@@ -68,7 +67,7 @@ _DEFAULT_COST = MicrobatchCost()
 def plan_in_order(
     lengths: Sequence[int], num_ranks: int = 1, *, batch_size: int
 ) -> list[Microbatches]:
-    """Groups the samples in their order, ``batch_size`` at a time, as the stock recipes do; deals them to ranks in turn.
+    """Groups samples in order, ``batch_size`` at a time, as the stock recipes do; ranks take turns.
 
     Args:
         lengths: tokens of each sample in the update step, [n].
@@ -94,19 +93,19 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length and cuts them into microbatches for the least cost.
 
-    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring samples in every
-    round, which limits padding, and as many as level its total with the others'. The longest samples come first, so that
-    a lack of memory shows in the first microbatch.
+    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring samples
+    in every round, which limits padding, and as many as balance the totals. The longest samples are
+    first, so that a lack of memory shows in the first microbatch.
 
-    Returns what :func:`plan_in_order` does; every rank gets the same number of microbatches,
-    unless there are too few samples.
+    The result is that of :func:`plan_in_order`; every rank gets the same number of microbatches, unless
+    there are too few samples.
 
     Args:
         lengths: tokens of each sample in the update step, [n].
         num_ranks: number of ranks.
         batch_size: only used if ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times the longest of these
-            samples. A longer sample gets a microbatch of its own.
+        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times the
+            longest of these samples. A longer sample gets its own microbatch.
         cost: cost of a microbatch.
     """
     if not lengths:
@@ -238,8 +237,8 @@ def _level_cuts(
 ) -> list[Cuts]:
     """Returns the cuts of each rank, one per round, so that the ranks' totals differ little.
 
-    There are as few rounds as the bound allows, and more as long as that lowers the costliest rank's total: more rounds
-    pad less and level better, and each costs its overhead.
+    Rounds are as few as the bound allows, and more while that lowers the costliest rank's total: more
+    rounds pad less and balance better, and each costs its overhead.
     """
     fewest_microbatches = start = 0
     while start < len(descending):
@@ -269,9 +268,9 @@ def _cut_rounds(
 ) -> tuple[list[Cuts], float]:
     """Returns the cuts of each rank, and the total cost of the costliest rank.
 
-    Each microbatch takes as many of the sorted samples as a limit on its cost allows; the limit is the lowest at which
-    all samples fit. Each microbatch is below it by up to one sample. So the last round, with the shortest samples, is
-    cut again after the others are dealt: every rank takes what it lacks of a total, again the lowest.
+    Each microbatch takes as many of the sorted samples as a limit on its cost allows, the lowest at which
+    all samples fit, and is below it by up to one sample. So the last round, with the shortest samples, is
+    cut again after the others are assigned: every rank fills up to a total, again the lowest.
     """
     num_samples = len(row_costs)
 
@@ -290,7 +289,7 @@ def _cut_rounds(
         return cuts
 
     def cut_lowest(start: int, loads: Sequence[float], most: float) -> Cuts:
-        """Cuts at the lowest total, loads included, at which all samples fit; they do at ``most`` above each load."""
+        """Cuts at the lowest total with loads at which all samples fit; ``most`` above each load suffices."""
 
         def cut_to(total: float) -> Cuts:
             return cut(start, [total - load for load in loads])

@@ -12,21 +12,21 @@ _END = object()
 
 
 class Prefetched(Generic[T]):
-    """Iterates over ``items`` while a background thread prepares the next ones.
+    """Iterable of ``items``, which a background thread prepares ahead.
 
-    Use it as a context manager, or call :meth:`close`: the thread ends with the ``with`` block, also after an error.
-    An exception of ``items`` is raised to the caller in its turn, with the traceback of the thread.
+    It is a context manager; the thread ends with the ``with`` block or :meth:`close`. An exception of
+    ``items`` is raised to the caller in its turn, with the traceback of the thread.
 
     Args:
         items: consumed in the background thread, which starts at once.
-        depth: maximum number of items in the queue; one more is being prepared. 0 prepares each item in the calling
-            thread, on demand.
-        closed: set by :meth:`close`. ``items`` must check it while it waits for something that may never come.
+        depth: maximum number of items in the queue; one more is being prepared. 0 prepares items on
+            demand in the calling thread.
+        closed: set by :meth:`close`; ``items`` must check it in every wait that may not end.
     """
 
     def __init__(self, items: Iterator[T], depth: int, closed: threading.Event) -> None:
         self.wait_seconds = 0.0
-        """Time that the last ``next`` waited for its item."""
+        """Time that the last ``next`` waited [s]."""
         self._items = items
         self._queue: queue.Queue[object] = queue.Queue(maxsize=max(depth, 1))
         self._closed = closed

@@ -1,8 +1,8 @@
-"""Assigns samples to update steps and ranks.
+"""Assignment of samples to update steps and ranks.
 
-The dataset has one seeded permutation per epoch; update step ``k`` is its ``k``-th run of ``global_batch_size``
-samples, dealt to the data-parallel (DP) ranks in turn. So the samples of an update step depend on the global batch
-size alone, not on the number of ranks, and training resumes from (epoch, update step) without further state.
+Update step ``k`` is the ``k``-th run of ``global_batch_size`` samples of the epoch's seeded permutation;
+data-parallel (DP) ranks take its samples in turn. So its samples do not depend on the number of ranks,
+and training resumes from (epoch, update step) without further state.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class StepIndex(int):
-    """A dataset index with its position in the training; an int to datasets that do not use it.
+    """Dataset index with its position in the training.
 
-    A dataset that seeds its random draws with it returns the same sample on any layout, in any worker, and after a
-    resume.
+    A dataset that seeds its random draws with it returns the same sample on any layout, in any worker,
+    and after a resume.
     """
 
     epoch: int
@@ -46,10 +46,10 @@ class StepIndex(int):
 
 
 def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Tensor:
-    """Returns the dataset indices of an epoch in their order, [num_samples] int64.
+    """Returns the dataset indices of an epoch in order, [num_samples] int64.
 
-    The order is that of ``torch.utils.data.DistributedSampler`` with this ``seed``. Stock torchtune recipes use seed 0,
-    whatever the config's ``seed`` is.
+    The order is that of ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use
+    seed 0 for any ``seed`` of the config.
     """
     if not shuffle:
         return torch.arange(num_samples)
@@ -95,7 +95,7 @@ def update_step_indices(
     epoch: int = 0,
     block: int = 1,
 ) -> list[int]:
-    """Returns this DP rank's samples of one update step, each a :class:`StepIndex`, in the order of the permutation.
+    """Returns each :class:`StepIndex` of this DP rank in one update step, in the permutation's order.
 
     In a short last update step the ranks' shares differ by up to one block, and a rank may get none.
 

@@ -1,8 +1,7 @@
-"""Samples: loaded by DataLoader workers and checked as they are loaded.
+"""Samples, loaded and checked by DataLoader workers.
 
-A sample is a mapping, which the collator checks. Text (:mod:`recipe_utils.data.text.collator`) has ``tokens`` and
-``labels`` of one length, as torchtune's datasets return it; a sample of a packed dataset also has ``input_pos`` and
-``seq_lens``.
+A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torchtune's datasets return it;
+a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
 import hashlib
@@ -30,11 +29,11 @@ class SampleError(ValueError):
 
 
 class SkippedSampleError(SampleError):
-    """Raised for a valid sample without targets. Such samples are always skipped, whatever ``on_bad_sample`` is."""
+    """Raised for a valid sample without targets, which is skipped for any ``on_bad_sample``."""
 
 
 _NUM_NAMED = 20
-"""Maximum number of skipped samples that are logged; a tenth of the data may be skipped."""
+"""Maximum number of skipped samples that are logged."""
 
 
 def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
@@ -66,13 +65,13 @@ def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
 
 
 class CheckedDataset(Dataset[Sample]):
-    """A map-style dataset whose samples are checked as they are loaded.
+    """Map-style dataset whose samples are checked as they are loaded.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         name: config key of the dataset, for errors.
-        prepare: see :meth:`recipe_utils.data.loader.loader.Collator.prepare`; a name is ``"sample 17 of dataset"``.
-        skips_bad: :func:`load_samples` skips bad samples instead of raising an error.
+        prepare: collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``.
+        skips_bad: True if :func:`load_samples` skips bad samples.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class CheckedDataset(Dataset[Sample]):
         return self.skips_bad or isinstance(error, SkippedSampleError)
 
     def warn_skipped(self, error: SampleError) -> None:
-        """Logs a skipped sample once over all epochs, up to a maximum number of samples."""
+        """Logs a skipped sample once, up to a maximum number of samples."""
         if str(error) in self._named or len(self._named) > _NUM_NAMED:
             return
         self._named.add(str(error))
@@ -141,11 +140,11 @@ class CheckedDataset(Dataset[Sample]):
 
 
 def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the length of a dataset and a hash of three samples, which differ if data or tokenizer differ.
+    """Returns the length and a hash of three samples, to detect another dataset or tokenizer.
 
     Args:
         dataset: has at least one sample.
-        keys: keys of integers in a sample, which are hashed.
+        keys: keys of a sample with integers, which are hashed.
     """
     indices = {0, len(dataset) // 2, len(dataset) - 1}
     digest = hashlib.sha256()
@@ -163,9 +162,7 @@ def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
 def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
     """Instantiates a dataset from a component, or from a list of components, which are concatenated.
 
-    Args:
-        cfg: component, or a list of components.
-        tokenizer: positional argument of each; None if they take none.
+    ``tokenizer`` is the positional argument of each; None if they take none.
     """
     given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
@@ -176,12 +173,9 @@ def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
 def load_samples(
     dataset: CheckedDataset, indices_per_step: Sequence[list[int]], num_workers: int = 0
 ) -> Iterator[list[Sample]]:
-    """Yields the samples of one update step after the other, in the order of their indices, without skipped ones.
+    """Yields the samples of each update step in the order of their indices, without skipped ones.
 
-    Args:
-        dataset: logs skipped samples.
-        indices_per_step: dataset indices of each update step on this rank.
-        num_workers: see :func:`recipe_utils.data.loader.workers.load_batches`.
+    ``num_workers`` is that of :func:`recipe_utils.data.loader.workers.load_batches`.
 
     Raises:
         SampleError: a sample is bad and not skipped.

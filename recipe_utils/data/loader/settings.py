@@ -1,4 +1,4 @@
-"""Config keys of the data: which samples form an update step, and how they become microbatches."""
+"""Config keys of the data loader."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 
 @dataclass(frozen=True, config=STRICT)
 class DataSettings:
-    """Keys of the data loader."""
+    """Samples of an update step and their microbatches."""
 
     batch_size: Count = 1
     """Samples per microbatch."""
@@ -60,17 +60,17 @@ class DataSettings:
 
     @property
     def plans_by_tokens(self) -> bool:
-        """True if an update step's samples are regrouped by their lengths, False if ``batch_size`` cuts them."""
+        """Returns True if the samples of an update step are regrouped by length."""
         return self.microbatching != "in_order"
 
     @property
     def is_packed(self) -> bool:
-        """True if samples are concatenated to rows."""
+        """Returns True if samples are concatenated to rows."""
         return self.microbatching == "packed"
 
     @property
     def moves_samples(self) -> bool:
-        """True if samples move between data-parallel ranks."""
+        """Returns True if samples move between data-parallel ranks."""
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
     def problems(self) -> Iterator[Problem]:
@@ -96,7 +96,7 @@ class DataSettings:
             yield Problem("collate_fn", str(error), self.collate_fn)
 
     def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields what is wrong with the batch size on these ranks."""
+        """Yields batch sizes that do not fit these ranks."""
         if ranks.dims_or_none is not None:
             try:
                 self.num_accumulated(ranks.dims_or_none.dp_degree)
@@ -134,11 +134,10 @@ class DataSettings:
         return needed
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
-        """Returns the plan that ``microbatching`` names.
+        """Returns the plan of ``microbatching``.
 
-        Args:
-            max_tokens: maximum positions per microbatch; None for ``batch_size`` times the longest sample.
-            cost: cost of a microbatch.
+        ``max_tokens`` is the maximum of positions per microbatch; None for ``batch_size`` times the longest
+        sample.
         """
         arguments: dict[str, Any] = {"batch_size": self.batch_size}
         if self.plans_by_tokens:
@@ -152,7 +151,7 @@ class DataSettings:
         return of_device._replace(overhead_slots=self.microbatch_overhead_slots)
 
     def cost_warnings(self, is_estimated: bool) -> Iterator[str]:
-        """Yields a warning if plans depend on a cost that was never measured."""
+        """Yields a warning if plans depend on an estimated cost."""
         if (
             is_estimated
             and self.microbatching == "least_padding"

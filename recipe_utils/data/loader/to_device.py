@@ -1,4 +1,4 @@
-"""Copies microbatches to the device, one ahead of the computation."""
+"""Copies of microbatches to the device, one ahead of the computation."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -13,14 +13,10 @@ T = TypeVar("T")
 
 
 def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
-    """Yields trees of tensors on ``device``; the next one is copied while one is computed with.
+    """Yields trees of tensors on ``device``, and copies the next one during the computation.
 
-    On CUDA the copies use a stream of their own and pinned memory, so that neither the host nor the computation waits
-    for them. At most two of the trees are held.
-
-    Args:
-        trees: trees on the CPU, each taken when its copy starts. Leaves that are not tensors stay as they are.
-        device: device whose current stream uses the tensors.
+    On CUDA copies use a separate stream, so that neither the host nor the computation waits for copies
+    from pinned memory. At most two trees are held. Other leaves are unchanged.
     """
     stream = _copy_stream(device) if device.type == "cuda" else None
     ahead: list[tuple[T, torch.cuda.Event | None]] = []
@@ -37,7 +33,7 @@ def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for the process: CUDA reuses 32 of them, and a new one per update step would collide with NCCL's."""
+    """Returns one stream per process: CUDA reuses 32, so one per update step would collide with NCCL's."""
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""DataLoader workers that load batches of samples ahead, and replacements for killed ones."""
+"""DataLoader workers, which are replaced if they are killed."""
 
 import re
 import signal
@@ -17,16 +17,16 @@ _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))?:? ([\d, ]+)\)")
 
 
 class WorkerDiedError(RuntimeError):
-    """A DataLoader worker died while it loaded a single batch; the message contains the cause and the samples."""
+    """Raised if a DataLoader worker died at a single batch; contains the cause and the samples."""
 
 
 def load_batches(
     dataset: Dataset[Any], batches: Sequence[list[int]], num_workers: int = 0
 ) -> Iterator[list[Any]]:
-    """Yields the samples of one batch after the other; each worker loads whole batches, a few of them ahead.
+    """Yields the samples of each batch; each worker loads whole batches, a few of them ahead.
 
-    A killed worker (the kernel does that when memory runs out) does not end the training: after a warning a new worker
-    loads the first missing batch, and nothing ahead of it. Then all workers resume.
+    A killed worker (for instance without memory) does not end the training: after a warning a new worker
+    loads the first missing batch alone. Then all workers resume.
 
     Args:
         dataset: map-style.
@@ -46,11 +46,11 @@ def load_batches(
                 batch_sampler=part,
                 num_workers=min(num_workers, len(part)),
                 collate_fn=_keep_as_list,
-                # The global generator would be drawn from by this background thread, at any moment.
+                # Otherwise this background thread draws from the global generator.
                 generator=torch.Generator(),
             )
         )
-        # Not active_children(): it has already dropped a worker that died at once.
+        # Not active_children(), which omits a worker that has died.
         workers = {process.pid: process for process in getattr(loading, "_workers", ())}
         try:
             for _ in part:
@@ -68,7 +68,7 @@ def load_batches(
                     f"{_first_of(batches[num_loaded])}, and one died before it; set num_workers=0, "
                     "which shows where a dataset ends its process, or fewer workers, which need less memory"
                 ) from None
-            # Batches that it had loaded ahead are lost with it, so the one that killed it is not known yet.
+            # Batches loaded ahead are lost, too, so the cause may be any of them.
             is_alone = True
             _log.warning(
                 f"A DataLoader worker {how}; a new one loads its samples. The kernel sends SIGKILL when memory runs "

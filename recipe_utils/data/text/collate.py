@@ -31,7 +31,7 @@ def collate_microbatch(
 
     Args:
         samples: at least one, all from a packed dataset or none.
-        collate_fn: returns a dict with ``tokens`` and ``labels``, both [b, s], and further arguments of the model's
+        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's
             forward. Not called for samples of a packed dataset, which need no padding.
         ignore_index: label of positions that are not targets.
         merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
@@ -65,16 +65,11 @@ def collate_packed_microbatch(
     padding_idx: int = 0,
     row_multiple: int | None = None,
 ) -> Microbatch:
-    """Makes a microbatch of one row, in which sample follows sample.
+    """Makes a microbatch of one row of concatenated samples.
 
-    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of a packed
-    dataset are split into their documents, without their padding.
-
-    Args:
-        samples: at least one.
-        ignore_index: label of positions that are not targets.
-        padding_idx: padding token.
-        row_multiple: pads the row to a multiple of this number of tokens, as one more document.
+    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of
+    a packed dataset are split into documents without padding. The row is padded to a multiple of
+    ``row_multiple`` tokens with one more document.
 
     Raises:
         ValueError: a sample contains images. Other keys than those of text are ignored.
@@ -107,8 +102,8 @@ def collate_packed_microbatch(
 def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
-    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other samples (images, packed
-    rows) keep their shape.
+    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other samples
+    (images, packed rows) keep their shape.
     """
     if set(sample) <= {"tokens", "labels", "mask"}:
         sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
@@ -119,7 +114,7 @@ def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microb
 
 
 def document_lengths_of(sample: Sample) -> list[int]:
-    """Returns the tokens of each document of a sample, one unless it is packed; padding is the last of them."""
+    """Returns the tokens of each document, one unless the sample is packed; padding is the last."""
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
@@ -136,8 +131,8 @@ def num_targets_of(sample: Sample, ignore_index: int) -> int:
 def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     """Returns the number of tokens that are not padding.
 
-    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of a single repeated
-    token without targets.
+    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of a
+    repeated token without targets.
     """
     if "seq_lens" not in sample:
         return len(sample["tokens"])
@@ -158,8 +153,7 @@ def _microbatch(
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1] = ignore_index
     for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
-        # Otherwise the last token of a document would be trained to predict the first token of the next one, if that
-        # one's prompt is not masked.
+        # Otherwise the last token of a document predicts the first one of the next, if that is not masked.
         row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
     positions = (shifted.flatten() != ignore_index).nonzero().squeeze(1)
     counts = {

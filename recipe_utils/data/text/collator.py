@@ -26,7 +26,7 @@ _log = get_logger("INFO")
 
 
 class KnownOfSamples(Protocol):
-    """Outputs of a frozen model for samples, as far as they are known."""
+    """Cached outputs of a frozen model."""
 
     def find(self, samples: Sequence[Sample], num_targets: Sequence[int], /) -> Any:
         """Returns the outputs at all targets, one sample after the other; tensors in any nesting."""
@@ -47,7 +47,7 @@ class TextCollator:
     """
 
     counts = ("target_tokens", "real_tokens", "positions")
-    """Names of its counts; real tokens are all but padding, positions include it."""
+    """Counts; real tokens exclude padding, positions include it."""
     fingerprint_keys = ("tokens", "labels")
 
     def __init__(
@@ -102,7 +102,7 @@ class TextCollator:
         return TextCollator(settings.of_validation(), *others)
 
     def warnings(self) -> Iterator[str]:
-        """Warns if samples may exceed a microbatch, or if plans depend on estimated costs."""
+        """Yields warnings about estimated costs and about samples longer than a microbatch."""
         yield from self._cost_warnings
         bound = self._max_tokens
         if bound is not None and (self.max_seq_len is None or bound < self.max_seq_len):
@@ -121,7 +121,7 @@ class TextCollator:
         return len(sample["tokens"])
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of at least one sample, with known teacher outputs."""
+        """Makes a microbatch of at least one sample, with cached teacher outputs."""
         if self._is_packed and not self._has_warned:
             self._has_warned = True
             ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
@@ -144,11 +144,11 @@ class TextCollator:
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> None:
-    """Checks a sample that would be trained on wrongly or would fail deep inside the model.
+    """Checks that a sample can be trained on.
 
     Raises:
-        SampleError: not a mapping, not integers, not one label per token, no tokens, more than ``max_seq_len`` tokens, or
-            a token or label outside the vocabulary.
+        SampleError: not a mapping, not integers, not one label per token, no tokens, more than
+            ``max_seq_len`` tokens, or a token or label outside the vocabulary.
     """
     check_keys(sample, ("tokens", "labels"), name)
     tokens, labels = (whole_numbers(sample, key, name) for key in ("tokens", "labels"))

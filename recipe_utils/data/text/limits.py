@@ -42,15 +42,13 @@ class ModelLimits(NamedTuple):
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
         """Returns an upper bound of a row, padding included [positions].
 
-        Args:
-            max_tokens: maximum tokens that a row is filled up to.
-            most_samples: maximum samples of a row without such a maximum.
+        Without ``max_tokens``, a row has at most ``most_samples`` samples.
         """
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
 
 def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int | None:
-    """Returns the number that lengths of packed rows must be multiples of [positions]; None for any length.
+    """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
     Args:
         limits: limits of the model.
