@@ -23,12 +23,8 @@ def generate(
     Recomputes all tokens for each new one: no KV cache takes memory from training, and shapes do not change. Draws no
     random numbers, so that training is unaffected.
 
-    Args:
-        model: a decoder, or a fusion model with one at ``decoder``; sharded or not, without stages.
-        tokenizer: a torchtune tokenizer.
-        prompts: user messages, at least one.
-        max_new_tokens: longest answer [tokens]; the model's ``max_seq_len`` may end it earlier.
-        device: device of the model's inputs; parameters may be offloaded to another one.
+    The model has no stages; its parameters may be offloaded to another device. An answer ends after ``max_new_tokens``
+    or at the model's ``max_seq_len``.
 
     Returns:
         The answers, equal on all ranks.

@@ -21,11 +21,7 @@ StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
 class NearestNeighbors:
     """k-NN classification of images by the states of labeled images, exact over all ranks.
 
-    Args:
-        bank: loader of the labeled images that vote.
-        images: loader of the labeled images to classify.
-        num_neighbors: number of neighbors that vote.
-        ranks: ranks of the job.
+    Images of ``bank`` vote; those of ``images`` are classified.
 
     Raises:
         ValueError: more neighbors than images in the bank.
@@ -99,14 +95,7 @@ def num_voted_right(
     A vote's weight is exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k = 20 as in DINO,
     arXiv:2104.14294).
 
-    Args:
-        states: states of the images [n, d].
-        labels: labels of the images [n], from 0.
-        bank: states of labeled images [m, d].
-        bank_labels: their labels [m].
-        num_neighbors: number of neighbors, at most m.
-        temperature: temperature of the votes.
-        rows_per_chunk: images compared with the bank at once.
+    Shapes: states [n, d], labels [n] from 0, bank [m, d], its labels [m]; ``num_neighbors`` is at most m.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))

@@ -24,9 +24,7 @@ def speed_up_adapters(model: nn.Module, optimizer: Optimizer | OptimizerInBackwa
     DoRA's norms are detached from the graph (section 4.3 of the paper) and depend on weights alone, so they are computed
     once per optimizer step. A bias is added unscaled, as in the paper and in PEFT; torchtune scales it with DoRA's rows.
 
-    Args:
-        model: on its device; whole, sharded, or this rank's stages.
-        optimizer: optimizer of its adapters.
+    The model is on its device: whole, sharded, or this rank's stages.
     """
     for layer in model.modules():
         if isinstance(layer, LoRALinear) and "forward" not in vars(layer):  # else QAT replaced it

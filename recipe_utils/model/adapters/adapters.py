@@ -104,12 +104,7 @@ def initial_adapters(
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
-    Args:
-        adapters: adapters of the whole model.
-        base: its other weights, full (unsharded), on every rank.
-        given: full adapters by name; None for :func:`fresh_adapters`.
-        seed: seed of the run.
-        dtype: precision of matrix products with the base.
+    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products with the base.
 
     Raises:
         ValueError: given adapters are of another rank or of other modules; or none are given for adapters other than
@@ -151,11 +146,8 @@ def fresh_adapters(
     Each A has its own generator, so that it does not depend on the layout of ranks and stages. All are in fp32 but the
     magnitudes [o].
 
-    Args:
-        adapters: adapters of the whole model.
-        base: its other weights, full (unsharded), on every rank.
-        seed: seed of the run.
-        dtype: precision of matrix products with the base, on which NF4 and DoRA's magnitudes depend.
+    ``base`` is full (unsharded), on every rank. NF4 and DoRA's magnitudes depend on ``dtype``, that of matrix products
+    with the base.
     """
     fresh: dict[str, Tensor] = {}
     for name, adapter in adapters.modules.items():

@@ -61,10 +61,7 @@ def drop_widening_hooks(model: nn.Module) -> None:
 def check_nf4(model: nn.Module, frozen: Mapping[str, bool], num_shards: int | None) -> None:
     """Checks that NF4 weights divide into whole blocks, and that FSDP2 can gather them.
 
-    Args:
-        model: model, not sharded yet.
-        frozen: True for the names of weights in NF4.
-        num_shards: ranks over which FSDP2 splits each weight's rows; None without FSDP2.
+    ``frozen`` is True for weights in NF4. FSDP2 splits rows over ``num_shards`` ranks; None without FSDP2.
 
     Raises:
         ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.

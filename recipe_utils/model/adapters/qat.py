@@ -22,9 +22,7 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
 
     Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.15.
 
-    Args:
-        model: model with LoRA, on the meta device.
-        quantizer: component of one of torchtune's QAT quantizers.
+    The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the model has no LoRA or a quantized base; or the quantizer is not

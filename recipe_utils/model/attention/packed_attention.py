@@ -77,9 +77,7 @@ def choose(model: nn.Module, device: torch.device) -> PackedAttention:
     The configured one; by default on CUDA ``varlen``, or ``flex`` where FlashAttention does not support the model or is
     not deterministic enough.
 
-    Args:
-        model: whole or a stage, on any device, in the precision that it computes in.
-        device: device of the microbatches.
+    The model is whole or a stage, in the precision that it computes in.
     """
     other = other_attention(model)
     if other is not None:

@@ -251,12 +251,8 @@ def build_model(
 ) -> nn.Module:
     """Builds this rank's modules without weights: the whole model, or its pipeline stages.
 
-    Args:
-        make_model: the model's builder.
-        prepare: changes a model or stage before it is wrapped; its second argument is True if the output layer is in it.
-        settings: settings that the model is wrapped with.
-        ranks: ranks of the job.
-        pipeline: settings of the stages; required with more than one ``pp`` rank.
+    ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the output layer is in it.
+    ``pipeline`` is required with more than one ``pp`` rank.
 
     Raises:
         ValueError: the model cannot be cut, split or sharded as configured.

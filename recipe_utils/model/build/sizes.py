@@ -28,10 +28,7 @@ measured."""
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
     """Returns the limits of samples and rows, and the cost of a microbatch.
 
-    Args:
-        model: whole model in the precision that it computes in; may be on the meta device.
-        device: device that it will compute on.
-        compiles: True if its layers will be compiled.
+    The model is whole, in the precision that it computes in; it may be on the meta device.
     """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)

@@ -57,14 +57,9 @@ def load_weights(
 
     Each rank slices its own shards from the full weights, without communication.
 
-    Args:
-        model: result of :func:`recipe_utils.model.build.build.build_model`.
-        checkpoint: full (unsharded) weights and, optionally, adapters, on every rank, by torchtune's keys. Both are
-            removed from it.
-        settings: model settings. Parameters are converted to the precision that they were built in, and stay on the
-            CPU for FSDP2's offload.
-        device: device of the model.
-        seed: seed of fresh adapters.
+    ``model`` is the result of :func:`recipe_utils.model.build.build.build_model`. ``checkpoint`` contains full weights and,
+    optionally, adapters, on every rank, by torchtune's keys; both are removed from it. Parameters are converted to the
+    precision that they were built in, and stay on the CPU for FSDP2's offload. ``seed`` is that of fresh adapters.
 
     Returns:
         Fingerprints of the frozen weights, so that a resumed training is refused other ones.

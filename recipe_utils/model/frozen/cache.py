@@ -132,11 +132,6 @@ class OutputCache:
     def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
         """Copies the outputs of new samples; writes a part above ``max_part_bytes``.
 
-        Args:
-            keys: keys of the samples.
-            num_rows: rows of each sample.
-            values: on any device; of the dtypes and shapes of all other samples.
-
         Raises:
             ValueError: other dtypes or shapes.
             OSError: see :meth:`write`.

@@ -27,11 +27,7 @@ from recipe_utils.settings.problems import naming
 class FrozenModel:
     """Model that runs without gradients and returns its loss module's outputs. All ranks together.
 
-    Args:
-        model: whole, sharded, or this rank's stages; its loss module may return anything.
-        pipeline: pipeline of the stages; None without stages.
-        device: device of the forwards.
-        during_forward: context of every forward.
+    ``pipeline`` is None for a model without stages; ``during_forward`` is the context of every forward.
     """
 
     def __init__(

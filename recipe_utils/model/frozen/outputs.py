@@ -74,10 +74,8 @@ class FrozenOutputs:
     ) -> None:
         """Opens the cache; without one builds the model.
 
-        Args:
-            build: builds the model; called at most once, when outputs must be computed.
-            context: plain values that outputs depend on besides the sample.
-            output: the output layer alone, if values from a cache need it.
+        ``build`` is called at most once, when outputs must be computed. ``context`` are plain values that outputs depend on
+        besides the sample; ``output`` is the output layer alone, if values from a cache need it.
         """
         self._build, self._output = build, output
         if self._folder is None:

@@ -223,11 +223,7 @@ class Teacher:
     ) -> dict[str, str]:
         """Builds the model with its weights; with a cache, only if outputs are missing, and the output layer if needed.
 
-        Args:
-            student: whole student, on any device.
-            loss_fn: distillation loss.
-            longest_row: see :class:`recipe_utils.data.text.collator.TextCollator`.
-            context: plain values that outputs depend on besides weights, precision and samples.
+        The student is whole; ``context`` are plain values that outputs depend on besides weights, precision and samples.
 
         Returns:
             The checksum of its weights, so that a resumed training has the same teacher.

@@ -386,12 +386,7 @@ def build_pipeline(
 ) -> Pipeline | None:
     """Builds the pipeline of the stages of :func:`recipe_utils.model.build.build.build_model`.
 
-    Args:
-        model: model, materialized.
-        settings: settings of the schedule.
-        dtype: dtype of the hidden states.
-        ranks: ranks of the job.
-        num_sums: number of sums that the loss module returns.
+    ``model`` is materialized; ``dtype`` is that of hidden states.
 
     Returns:
         The pipeline; None for a model without stages.

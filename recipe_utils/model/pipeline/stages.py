@@ -135,9 +135,7 @@ def cut_to_stage(model: Any, layers: range) -> None:
     The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the whole model's output,
     all others hidden states.
 
-    Args:
-        model: a torchtune decoder on the meta device, before it is wrapped.
-        layers: layers of the stage.
+    The decoder is on the meta device and not wrapped yet.
     """
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)

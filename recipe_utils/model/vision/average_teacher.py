@@ -39,12 +39,7 @@ class AverageTeacher:
 
     Wrapped, cut into stages and sharded like the student, so that each rank averages its own shards.
 
-    Args:
-        build: builds a model; its argument becomes the loss module.
-        objective: settings of the objective.
-        modules: settings that models are wrapped with.
-        pipeline: settings that models are cut into stages with.
-        ranks: ranks of the job.
+    ``build`` builds a model; its argument becomes the loss module.
     """
 
     def __init__(
@@ -70,10 +65,7 @@ class AverageTeacher:
     ) -> None:
         """Initializes the average with the student's first weights.
 
-        Args:
-            student: student, with its weights.
-            pipeline: pipeline of its stages, if any.
-            weights: its full weights by name.
+        ``weights`` are the full weights of the student.
         """
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
@@ -167,10 +159,8 @@ class AverageTeacher:
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
         """Moves the average towards the student after an update step; skipped update steps leave it unchanged.
 
-        Args:
-            momentum: weight of the average itself.
-            grad_norm: see :meth:`MovingAverage.update`.
-            num_steps: finished update steps, which decide if the Gram teacher is updated.
+        ``momentum`` is the weight of the average itself. After ``num_steps`` update steps the Gram teacher may be due.
+        For ``grad_norm`` see :meth:`MovingAverage.update`.
         """
         self._average.update(momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
@@ -197,10 +187,8 @@ class MovingAverage:
     def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
         """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
-        Args:
-            momentum: from 0, a copy, to 1.
-            grad_norm: gradient norm of the update step, []. If it is not finite, a fused optimizer has skipped the
-                step on the device and the average skips it, too. None if the step was taken.
+        ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the step on the
+        device, and so does this; None if the step was taken.
         """
         averages, followed = (_local_weights(each) for each in (self._average, self._model))
         if not averages:

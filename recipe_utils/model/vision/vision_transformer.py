@@ -140,9 +140,8 @@ class VisionLayer(TransformerSelfAttentionLayer):
 class VisionTransformer(TransformerDecoder):
     """torchtune's decoder over crops; rotations and dropped branches are computed once per forward on each stage.
 
-    Args:
-        arguments: all arguments of :func:`dinov3_vit`.
-        **parts: arguments of :class:`torchtune.modules.TransformerDecoder`.
+    ``arguments`` are all arguments of :func:`dinov3_vit`, ``parts`` those of
+    torchtune's :class:`TransformerDecoder`.
     """
 
     def __init__(self, arguments: dict[str, Any], **parts: Any) -> None:
@@ -212,11 +211,7 @@ def rotation_of(
     Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns for the second half
     of the channel pairs, as in transformers' DINOv3ViTModel.
 
-    Args:
-        centres: (row, column) of each patch [b, s, 2] in (-1, 1).
-        head_dim: w.
-        base: base of the wavelengths.
-        dtype: dtype of the hidden states.
+    ``centres`` [b, s, 2] are (row, column) in (-1, 1); ``base`` is that of the wavelengths.
     """
     # Angles need fp32 for bf16 hidden states, and fp64 for fp64 ones.
     wide = torch.promote_types(torch.promote_types(dtype, centres.dtype), torch.float32)
@@ -466,9 +461,7 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     biases are 0, norms 1. Each weight has its own generator, seeded by seed and name, so that weights do not depend on
     the layout.
 
-    Args:
-        whole_on_meta: model with its heads, before it is wrapped.
-        seed: seed of the run.
+    ``whole_on_meta`` contains the heads and is not wrapped yet.
 
     Raises:
         ValueError: a parameter of an unknown kind, or a buffer.
