@@ -1,1 +1,1 @@
-"""What the recipe ``benchmark_tokens_per_second`` is made of; nothing here takes part in training."""
+"""Parts of the recipe ``benchmark_tokens_per_second``, not used by training."""

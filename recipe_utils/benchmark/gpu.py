@@ -1,18 +1,18 @@
-"""Checks and measures on one GPU what a CPU cannot show.
+"""Runs checks and measurements that need one GPU.
 
     python -m recipe_utils.benchmark.gpu --out /tmp/gpu
     python -m recipe_utils.benchmark.gpu --stages machine,speed
     python -m recipe_utils.benchmark.gpu --device cpu --small      # the same code, in tiny shapes
 
-Needs no file and no network: weights and samples are random. After each stage its figures, or its traceback, are
-written to ``results.json``; the exit code is 1 if a stage raised or a check failed.
+Weights and samples are random; no files or network are needed. Each stage writes its figures or
+traceback to ``results.json``. The exit code is 1 if a stage raised or a check failed.
 
 - machine: bandwidth of copies, bf16 matrix products; the best is the *measured peak*.
 - attention: packed rows against SDPA of each document alone in float64.
-- copies: checksums of microbatches that are copied ahead while the device is busy.
-- waits: host waits for the device in ``update``, which must not occur.
+- copies: checksums of microbatches copied ahead while the device is busy.
+- waits: device synchronizations in ``update``, which must not occur.
 - speed: update steps with the shapes of Llama-3.2-1B: tokens/s, share of the measured peak, memory.
-- checkpoint: time that saving blocks the training, and whether fp32 resumes bitwise.
+- checkpoint: time that saving blocks training; bitwise resume in fp32.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.tune.registry import config_path, recipe_path
 
 Result = dict[str, Any]
-"""Figures of a stage, as JSON; ``checks`` maps a name to the pair of found value and upper bound."""
+"""Figures of a stage, as JSON. ``checks``: name -> (found value, upper bound)."""
 _HERE = "recipe_utils.benchmark.gpu"
 _COMPONENT = "torchtune.models.llama3_2.llama3_2"
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
@@ -64,7 +64,7 @@ _TINY = dict(zip(_SIZES, (1, 4, 2, 64, 128), strict=True))
 _1B = dict(zip(_SIZES, (16, 32, 8, 2048, 8192), strict=True))
 _PRODUCTS = (
     Product(8192, 8192, 8192),
-    # A layer of Llama-3.2-1B over 8192 tokens, the output layer over 2048 targets, the gradient of an MLP weight.
+    # Llama-3.2-1B: a layer over 8192 tokens, outputs of 2048 targets, an MLP weight's gradient.
     Product(8192, 2048, 2048),
     Product(8192, 2048, 8192),
     Product(2048, 2048, 128256),
@@ -74,17 +74,17 @@ _BUSY_CYCLES = 2_000_000  # about a millisecond
 
 
 class Run(NamedTuple):
-    """Arguments of all stages."""
+    """Arguments of a stage."""
 
     device: torch.device
     is_small: bool
-    """Tiny shapes and few steps, for a CPU."""
+    """Tiny shapes and few steps, for CPUs."""
     scratch: Path
-    """Folder for the output of recipes; removed at the end."""
+    """Temporary folder for the output of recipes."""
 
     @property
     def is_cuda(self) -> bool:
-        """True if there is something that only CUDA shows."""
+        """True on CUDA."""
         return self.device.type == "cuda"
 
 
@@ -92,13 +92,13 @@ class Run(NamedTuple):
 
 
 class RandomWeights:
-    """A checkpointer whose weights are normal with standard deviation 0.02, norms 1."""
+    """Checkpointer with normal weights of standard deviation 0.02; norms are 1."""
 
     def __init__(self, model: Mapping[str, Any], device: str, **_: Any) -> None:
         self.model, self._device = dict(model), device
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Returns weights in bf16, since fp32 weights of a model that just fits would not fit."""
+        """Returns weights in bf16: fp32 weights of a model that just fits would not fit."""
         make = partial(torchtune_config.instantiate, OmegaConf.create(self.model))
         generator = torch.Generator(self._device).manual_seed(0)
         weights = {}
@@ -109,11 +109,11 @@ class RandomWeights:
         return {training.MODEL_KEY: weights}
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Exports nothing."""
+        """Does nothing."""
 
 
 class NoTokenizer:
-    """The attributes of a tokenizer that a recipe reads."""
+    """Attributes of a tokenizer that recipes read."""
 
     pad_id = 0
 
@@ -122,7 +122,7 @@ class NoTokenizer:
 
 
 class RandomTexts:
-    """Samples of random tokens; the second half of each is targets."""
+    """Samples of random tokens. The second half of each is targets."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, num_samples: int = 64) -> None:
         lengths = document_lengths(num_samples * 200, tokenizer.max_seq_len, seed=1)
@@ -136,7 +136,7 @@ class RandomTexts:
 
 
 def document_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
-    """Returns lengths like those of instructions and answers (log-normal, median 90) that sum to ``num_tokens``."""
+    """Returns log-normal lengths (median 90, as of instructions) that sum to ``num_tokens``."""
     rng = random.Random(seed)
     lengths: list[int] = []
     while (left := num_tokens - sum(lengths)) > 0:
@@ -152,7 +152,7 @@ def sample_of(length: int, vocab_size: int, seed: int) -> Sample:
 
 
 def update_step(run: Run, rows: list[list[int]], vocab_size: int) -> UpdateStep:
-    """Returns an update step with one packed row per microbatch, from the document lengths of each row."""
+    """Returns an update step with one packed row, of given document lengths, per microbatch."""
     packed = []
     for lengths in rows:
         samples = [sample_of(length, vocab_size, i) for i, length in enumerate(lengths)]
@@ -166,7 +166,7 @@ def update_step(run: Run, rows: list[list[int]], vocab_size: int) -> UpdateStep:
 def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
     """Sets up the fine-tuning recipe with random weights and samples; frees it afterwards.
 
-    ``changes`` are config keys, with ``__`` for a dot; output goes to the folder ``name``.
+    ``changes`` are config keys with ``__`` for dots; ``name`` is the output folder.
     """
     longest, vocab_size = (256, 512) if run.is_small else (16384, 128256)
     output_dir, sizes = str(run.scratch / name), dict(_TINY if run.is_small else _1B)
@@ -203,7 +203,7 @@ def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
 
 
 def machine(run: Run) -> Result:
-    """Bandwidth of copies [GB/s], bf16 products [TFLOP/s]."""
+    """Measures copies [GB/s] and bf16 products [TFLOP/s]."""
     num_bytes = 2**16 if run.is_small else 2**30
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=run.device)
     host = torch.empty(num_bytes, dtype=torch.uint8)
@@ -225,7 +225,7 @@ def machine(run: Run) -> Result:
 
 
 def attention(run: Run) -> Result:
-    """Relative error of the gradients of one layer in packed rows, against SDPA of each document in float64."""
+    """Measures errors of packed rows' gradients against SDPA of each document in float64."""
     lengths = [5, 1, 7, 16] if run.is_small else [1, 127, 128, 129, 2048, 300]
     kernels: dict[str, tuple[str | None, ...]] = {"fp32": (None,), "bf16": (None,)}
     if run.is_cuda:
@@ -247,7 +247,7 @@ def attention(run: Run) -> Result:
 
 
 def _gradients_alone(recipe: Any, lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of torchtune's own model, document by document."""
+    """Returns gradients of torchtune's model, document by document."""
     device = recipe.ranks.device
     with device, training.set_default_dtype(torch.float32):
         model = torchtune_config.instantiate(OmegaConf.create(recipe.checkpointer.model))
@@ -266,13 +266,13 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Largest relative error in the norm."""
+    """Returns the largest relative error in the norm."""
     pairs = zip(found, exact, strict=True)
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def copies(run: Run) -> Result:
-    """Counts wrong checksums. Buffers of the host are released as soon as a copy has begun."""
+    """Counts wrong checksums. Host buffers are released while they are being copied."""
     num_microbatches, longest = (20, 1_000) if run.is_small else (200, 1_000_000)
     expected: list[int] = []
 
@@ -295,7 +295,7 @@ def copies(run: Run) -> Result:
 
 
 def waits(run: Run) -> Result:
-    """Lists where the host waits for the device in a warm ``update``; null without CUDA."""
+    """Lists device synchronizations in a warm ``update``; null without CUDA."""
     where: list[str] = []
 
     def keep(message: Any, *_: Any, **__: Any) -> None:
@@ -332,7 +332,7 @@ def waits(run: Run) -> Result:
 
 
 def speed(run: Run) -> Result:
-    """Update steps of at least 16384 tokens; each way has the keys of those before it."""
+    """Times update steps of at least 16384 tokens."""
     ways: dict[str, dict[str, Any]] = {
         "eager": {},
         "compiled": {"compile": not run.is_small},  # inductor takes a minute
@@ -361,7 +361,7 @@ def speed(run: Run) -> Result:
 
 
 def checkpoint(run: Run) -> Result:
-    """Seconds that a save blocks; losses after resuming from the middle of a training in fp32."""
+    """Measures the time that a save blocks, and compares fp32 losses after resuming."""
     found: Result = {"blocked_seconds": {}, "checks": {}}
     with recipe_after_setup(run, "blocked") as recipe:
         recipe.update(update_step(run, [[64, 64]], 512))
@@ -402,7 +402,7 @@ STAGES: dict[str, Callable[[Run], Result]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the stages, prints a table of speeds and all failures; returns the exit code."""
+    """Runs the stages, prints speeds and failures, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder for results")
     parser.add_argument("--device", default="cuda")

@@ -1,14 +1,12 @@
-"""Runs baselines in turns: one at a time, one optimizer step per turn.
+"""Runs baselines in turns of one optimizer step, one baseline at a time.
 
-All baselines are alive at once, each in processes of its own. After each optimizer step the ranks of a baseline
-report to the benchmark and block until their next turn. PyTorch calls a hook after every optimizer step of a process,
-so the code of a baseline is not changed.
+Each baseline runs in separate processes. After each optimizer step its ranks report to the
+benchmark and block until their next turn. The report is sent by an optimizer hook of PyTorch,
+without changes to a baseline's code. Between turns SIGSTOP stops all threads, so that data loading
+and spinning OpenMP threads do not slow down other baselines.
 
-Between its turns a baseline is stopped by SIGSTOP with all its threads. A thread that prepares data ahead, or a
-spinning OpenMP thread, would otherwise work in the time of other baselines.
-
-The time of a step is measured from "go" to the end of the next optimizer step on the slowest rank, by the
-benchmark's clock. It includes everything between two steps, such as logging and fetching data.
+The time of a step is measured from "go" to the end of the next optimizer step on the slowest rank,
+by the benchmark's clock. It includes logging and fetching data.
 """
 
 import contextlib
@@ -42,20 +40,21 @@ class RankReport:
     """Report of one rank after an optimizer step."""
 
     num_positions: int
-    """Positions that went through the model since the last report, padding included."""
+    """Positions computed since the last report, padding included."""
     fingerprint: int
-    """Fingerprint of their tokens, see :func:`recipe_utils.benchmark.token_audit.fingerprint`."""
+    """Fingerprint of their tokens; see :func:`.token_audit.fingerprint`."""
     peak_memory_bytes: int
-    """Peak of the process so far; on CUDA, of the allocator."""
+    """Peak of the process, on CUDA of the allocator."""
     losses: list[float] = field(default_factory=list)
-    """Losses logged since the last report [nats per target token]. Recipes log after a step, so they are one turn late."""
+    """Losses since the last report [nats per target token], one turn late: recipes log after a
+    step."""
 
 
 # ---- In a baseline's process ---------------------------------------------------------------------
 
 
 class Gate:
-    """Stops this process after each optimizer step until the benchmark, at the other end of ``pipe``, continues it."""
+    """Gate that blocks the process after each optimizer step until the benchmark's next "go"."""
 
     def __init__(self, pipe: Connection, fed_tokens: FedTokens, device: torch.device) -> None:
         self._pipe = pipe
@@ -65,12 +64,12 @@ class Gate:
         self._is_finishing = False
 
     def install(self) -> None:
-        """Ends a turn after every optimizer step of the process from now on."""
+        """Ends a turn after each optimizer step from now on."""
         register_optimizer_step_post_hook(self._end_turn)
         LossLogger.gate = self
 
     def wait_for_turn(self) -> None:
-        """Blocks until the next turn; ends the process if the benchmark is gone."""
+        """Blocks until the next turn; exits if the benchmark has ended."""
         try:
             turn = self._pipe.recv()
         except EOFError:
@@ -78,11 +77,11 @@ class Gate:
         self._is_finishing = turn == _FINISH
 
     def add_loss(self, loss: float) -> None:
-        """Adds the loss of a step; the loss of the last step also ends the process."""
+        """Adds the loss of a step. The loss of the last step ends the process."""
         self._losses.append(loss)
         if self._is_finishing:
             self._report()
-            # No exception: recipes and trainers would save a checkpoint or clean up.
+            # Not an exception: trainers would save a checkpoint or clean up.
             os._exit(0)
 
     def _end_turn(self, _: Optimizer, __: Any, ___: Any) -> None:
@@ -104,9 +103,8 @@ class Gate:
 class LossLogger(MetricLoggerInterface):
     """Metric logger that passes the loss of each step to the gate of its process.
 
-    Args:
-        kd_ratio: weight of the divergence in the loss. torchtune's divergence includes the teacher's entropy; where
-            it is logged separately, it is added with this weight.
+    torchtune's divergence includes the teacher's entropy. An entropy that is logged separately is
+    added with the weight ``kd_ratio`` of the divergence.
     """
 
     gate: Gate | None = None
@@ -132,7 +130,7 @@ class LossLogger(MetricLoggerInterface):
 
 
 def end_with_the_benchmark() -> None:
-    """Makes Linux kill this process when its parent ends, which a stopped process could not notice."""
+    """Makes Linux kill this process when its parent ends, even while it is stopped."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -143,7 +141,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):
-        # Not ru_maxrss where this exists: Linux starts a child's at the size of its parent.
+        # Not ru_maxrss, which Linux initializes with the size of the parent.
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
@@ -154,14 +152,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class BaselineDiedError(RuntimeError):
-    """A process of a baseline ended or timed out; the message has the last lines of its output."""
+    """Error if a process ended or timed out, with the last lines of its output."""
 
 
 class Processes:
-    """The ranks of a running baseline.
+    """Ranks of a running baseline, with torchrun's environment.
 
-    They are started with torchrun's environment but without torchrun, so that the benchmark can end them at any time.
-    ``log_path`` has ``{rank}`` in it; ``timeout_seconds`` is the maximum wait for a message.
+    ``log_path`` contains ``{rank}``; ``timeout_seconds`` is the maximum wait for a message.
     """
 
     def __init__(
@@ -196,10 +193,12 @@ class Processes:
             raise
 
     def take_turn(self) -> tuple[float, list[Any]]:
-        """Lets the baseline compute until the end of its next optimizer step.
+        """Runs the baseline until the end of its next optimizer step.
 
-        Returns the time on the slowest rank [seconds] and the message of each rank. Raises BaselineDiedError if a
-        rank ended without a message, or timed out.
+        Returns the time on the slowest rank [s] and the message of each rank.
+
+        Raises:
+            BaselineDiedError: a rank ended without a message, or timed out.
         """
         started = time.perf_counter()
         self._go(_GO)
@@ -210,7 +209,7 @@ class Processes:
         return seconds, messages
 
     def finish(self) -> list[float]:
-        """Ends the baseline after its last turn; returns the losses that rank 0 had not reported yet."""
+        """Ends the baseline after its last turn; returns rank 0's remaining losses."""
         self._go(_FINISH)
         deadline = time.monotonic() + self._timeout_seconds
         losses = self._receive_from(0, deadline).losses
@@ -218,7 +217,7 @@ class Processes:
         return losses
 
     def kill(self) -> None:
-        """Kills the ranks and their children; does nothing the second time."""
+        """Kills the ranks and their children; can be called twice."""
         self._signal_all(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -243,7 +242,7 @@ class Processes:
     def _receive_from(self, rank: int, deadline: float) -> Any:
         pipe, process = self._pipes[rank], self._processes[rank]
         while True:
-            # Polled before the pipe: a message sent before the end still counts.
+            # Polled before the pipe, to receive messages sent before the end.
             has_ended = process.poll() is not None
             try:
                 if pipe.poll(0 if has_ended else 0.5):

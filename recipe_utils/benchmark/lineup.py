@@ -1,4 +1,4 @@
-"""Baselines of a benchmark: their resolved configs, why some are skipped, and the contents of their update steps."""
+"""Baselines of a benchmark: resolved configs, skipped ones, contents of update steps."""
 
 import json
 import os
@@ -40,7 +40,7 @@ from recipe_utils.settings.problems import ConfigError, Problem, problems_with_f
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.tune.registry import config_path
 
-# Update steps beyond the measured ones: the last steps of an epoch would run without data being prepared ahead.
+# Unmeasured update steps at the end, because the last steps of an epoch prefetch no data.
 SPARE_STEPS = 4
 _FIXED = {
     "epochs": 1,
@@ -51,7 +51,7 @@ _FIXED = {
     "log_peak_memory_stats": False,
     "profiler": None,
 }
-"""Keys that a benchmark sets in all baselines."""
+"""Keys that a benchmark sets for all baselines."""
 _DEFAULTS = {
     "batch_size": 1,
     "compile": False,
@@ -71,27 +71,27 @@ _STOCK_LOSSES = {
         "kd_loss": "ForwardKLWithChunkedOutputLoss",
     },
 }
-"""Recipe -> key -> loss of torchtune that replaces a loss of this project in a stock recipe."""
+"""Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 
 
 @plain_dataclass(frozen=True)
 class Baseline:
-    """An entry of ``peers``."""
+    """Entry of ``peers``."""
 
     name: str
     kind: str
     overrides: dict[str, Any]
-    """As written in the benchmark's config."""
+    """Overrides of the benchmark's config."""
     config: dict[str, Any]
-    """Resolved, in plain containers."""
+    """Resolved config in plain containers."""
     draws_adapters: bool = False
-    """True if ``checkpointer.adapter_checkpoint`` is written before the benchmark starts."""
+    """True if the benchmark writes ``checkpointer.adapter_checkpoint`` at its start."""
     recipe: str = TEXT
-    """Update-step recipe that the config is for."""
+    """Update-step recipe of the config."""
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if a common prefix of both sides of a pair goes into the model once."""
+        """True if the model computes a common prefix of both sides of a pair once."""
         is_ours = self.recipe == PAIRS and self.kind == "update_step"
         is_packed = self.config.get("microbatching") == "packed"
         return is_ours and is_packed and self.config.get("prefix_sharing") is not False
@@ -99,12 +99,12 @@ class Baseline:
 
 @plain_dataclass
 class Lineup:
-    """The baselines of a benchmark."""
+    """Baselines of a benchmark."""
 
     baselines: list[Baseline] = field(default_factory=list)
     """Baselines that run."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Name -> why the baseline does not run."""
+    """Name -> reason."""
     contents: dict[str, list[StepContents]] = field(default_factory=dict)
     """Name -> contents of each measured update step, by the order of the data."""
     problems: list[Problem] = field(default_factory=list)
@@ -112,28 +112,29 @@ class Lineup:
 
 @dataclass(frozen=True, config=STRICT)
 class LineupSettings:
-    """What is compared."""
+    """Config keys of the comparison."""
 
     output_dir: FilePath
-    """Folder of the report and of all output of the baselines."""
+    """Folder for the report and the output of the baselines."""
     update_step_config: str
-    """Config of `update_step_recipe` that all baselines train, by name or path."""
+    """Config of `update_step_recipe` for all baselines, by name or path."""
     peers: Annotated[dict[str, Any], AS_WRITTEN]
-    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit: a bare loop) and overrides of the config for this one."""
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit, a bare loop) and
+    overrides of the config."""
     update_step_recipe: Literal[
         "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
     ] = "full_finetune_update_step"
-    """Recipe of the config: fine-tuning, preference pairs or distillation. Only the first has an hf_trainer."""
+    """Recipe of the config. Only fine-tuning has an hf_trainer."""
     overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
     """Overrides of the config for all baselines."""
     baseline: str | None = None
-    """Name of the baseline that ratios are taken over; null is the first."""
+    """Name of the denominator of ratios; null is the first baseline."""
     num_warmup_steps: Count = 1
-    """Update steps of each round that are not timed; the first one includes loading."""
+    """Untimed update steps of each round. The first one includes loading."""
     num_update_steps: Count = 8
     """Timed update steps of each round."""
     nproc_per_node: Count = 1
-    """Processes of each baseline, all data-parallel."""
+    """Data-parallel processes of each baseline."""
 
     @property
     def num_steps(self) -> int:
@@ -142,16 +143,16 @@ class LineupSettings:
 
     @property
     def reference(self) -> str:
-        """Name of the baseline that ratios are taken over."""
+        """Name of the denominator of ratios."""
         return self.baseline or next(iter(self.peers), "")
 
     @cached_property
     def lineup(self) -> Lineup:
-        """The baselines. Computed once: datasets are tokenized to count the contents of update steps."""
+        """Baselines, cached because counting contents tokenizes the datasets."""
         return _line_up(self)
 
     def problems(self) -> Iterator[Problem]:
-        """Problems of the baselines' configs and of the launch."""
+        """Yields problems of the baselines' configs and of the launch."""
         world_size = os.environ.get("WORLD_SIZE", "1")
         if int(world_size) > 1:
             yield Problem(
@@ -163,7 +164,7 @@ class LineupSettings:
 
 
 def load_base_config(name_or_path: str) -> DictConfig:
-    """Loads the config that all baselines start from, by its registered name or path."""
+    """Loads the base config of all baselines by registered name or path."""
     for path in (config_path(name_or_path), Path(name_or_path)):
         if path.is_file():
             try:
@@ -195,7 +196,7 @@ def update_step_keys(recipe: str) -> frozenset[str]:
 
 
 def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
-    """Merges overrides into a copy of ``base``; one that names a component replaces the value as a whole."""
+    """Merges overrides into a copy of ``base``. Components replace the whole value."""
     merged = base.copy()
     for key, value in overrides.items():
         if isinstance(value, Mapping) and "_component_" in value:
@@ -208,11 +209,11 @@ def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
 def baseline_of(
     name: str, entry: Mapping[str, Any], base: DictConfig, settings: LineupSettings
 ) -> Baseline:
-    """Resolves the config of a baseline, from its entry of ``peers`` and the config with the common overrides.
+    """Resolves the config of a baseline from its entry of ``peers`` and the base config.
 
-    Everything that the base config derives from ``output_dir``, such as fresh weights, is shared by all baselines;
-    what a baseline writes goes to a folder of its own. Baselines of one model with adapters start from the same
-    ones: those of ``checkpointer.adapter_checkpoint``, or fresh ones in a shared file.
+    Paths that the base config derives from ``output_dir``, such as fresh weights, are shared by all
+    baselines; each baseline writes to a separate folder. Baselines of one model start from the same
+    adapters: ``checkpointer.adapter_checkpoint``, or fresh ones in a shared file.
     """
     recipe, kind, output_dir = settings.update_step_recipe, entry["kind"], str(settings.output_dir)
     overrides = {key: value for key, value in entry.items() if key != "kind"}
@@ -238,7 +239,7 @@ def baseline_of(
     config.max_steps_per_epoch = settings.num_steps + SPARE_STEPS
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
-    # Keys that only others refer to are resolved by now, and the recipe would refuse them.
+    # Keys used only in references are resolved; the recipe would reject them.
     known = update_step_keys(recipe) | OWN_KEYS[recipe].get(kind, set())
     plain = {str(key): value for key, value in container.items() if key in known}
     if not isinstance(plain.get("checkpointer"), dict):
@@ -248,7 +249,7 @@ def baseline_of(
     draws_adapters = False
     if adapters_in(plain).modules:
         if plain["seed"] is None:
-            plain["seed"] = 0  # of the adapters and their dropout
+            plain["seed"] = 0  # for adapters and dropout
         given = checkpointer.get("adapter_checkpoint")
         draws_adapters = given is None
         if given is None:
@@ -293,7 +294,7 @@ def _line_up(settings: LineupSettings) -> Lineup:
 
 
 def _problems_with_base(base: DictConfig) -> Iterator[Problem]:
-    """Keys that cannot be compared with other trainers."""
+    """Yields keys that other trainers do not support."""
 
     def problem(key: str, text: str) -> Problem:
         return Problem(f"overrides.{key}", text, OmegaConf.select(base, key))
@@ -325,14 +326,14 @@ def _add_baseline(
     base: DictConfig,
     settings: LineupSettings,
 ) -> None:
-    """Adds a baseline to the lineup, or why it cannot run."""
+    """Adds a baseline, or the reason that it cannot run, to the lineup."""
     recipe, kind = settings.update_step_recipe, entry["kind"]
     try:
         own = {"kind", *OWN_KEYS[recipe].get(kind, ())}
         given = {key: value for key, value in entry.items() if key not in own}
         merged = merge(base, {**given, "output_dir": str(settings.output_dir)})
         found = check_keys(merged, update_step_settings(recipe))
-        # A key of the base config may have lost the value that refers to it.
+        # Only keys of this entry: it may have replaced the reference to a key of the base config.
         if problems := [problem for problem in found if problem.root in given]:
             raise ConfigError(*problems)
         dataset = merged.get("dataset")
@@ -359,7 +360,7 @@ def _add_baseline(
 def _contents_of(
     baseline: Baseline, lineup: Lineup, settings: LineupSettings
 ) -> list[StepContents]:
-    """Counts the contents of each measured update step; raises ValueError if the dataset is too small."""
+    """Counts the contents of update steps; raises ValueError if the dataset is too small."""
     cfg = OmegaConf.create(baseline.config)
     data = ("dataset", "tokenizer", "shuffle", "batch_size", "gradient_accumulation_steps")
     for other in lineup.baselines:
@@ -385,5 +386,5 @@ def _contents_of(
 
 
 def _first_line(error: Exception) -> str:
-    """Drops the position in the config, which OmegaConf appends."""
+    """Returns the error message without the position in the config that OmegaConf appends."""
     return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""FLOP/s of matrix products on a machine, and the FLOPs that a training needs."""
+"""FLOP/s of matrix products on a machine, and FLOPs of update steps."""
 
 import statistics
 import time
@@ -19,13 +19,13 @@ from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.sizes import num_outputs
 
 _ROWS = 2048
-"""Tokens of a product."""
+"""Tokens per product."""
 _MOST_FLOPS_ON_CPU = 4e10
-"""Maximum of one product; larger weights get fewer rows."""
+"""Maximum FLOPs of one product. Larger weights use fewer rows."""
 
 
 class Product(NamedTuple):
-    """[m, k] @ [k, n]; the left one is transposed in memory for the gradient of a weight."""
+    """Product [m, k] @ [k, n]. In weight gradients the left factor is transposed in memory."""
 
     m: int
     k: int
@@ -46,7 +46,7 @@ class Product(NamedTuple):
 def tflops(
     product: Product, device: torch.device, dtype: torch.dtype, num_warm_up: int, num_timed: int
 ) -> float:
-    """Returns TFLOP/s of a product of random matrices; see :func:`median_seconds`."""
+    """Returns the median TFLOP/s of a product of random matrices."""
     m, k, n, is_transposed = product
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     left = torch.randn(*((k, m) if is_transposed else (m, k)), **options)
@@ -61,7 +61,7 @@ def tflops(
 def median_seconds(
     call: Callable[[], Any], device: torch.device, num_warm_up: int, num_timed: int
 ) -> float:
-    """Returns the median time of a call; on CUDA between events, so that the host can run ahead."""
+    """Returns the median time of a call, on CUDA between events so that the host can run ahead."""
     for _ in range(num_warm_up):
         call()
     if device.type != "cuda":
@@ -81,7 +81,7 @@ def median_seconds(
 
 
 def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
-    """Returns a product for each shape of a decoder's weights, one for its gradient, and one of square matrices."""
+    """Returns products for each weight shape of a decoder and its gradient, and a square one."""
     decoder: Any = getattr(model, "decoder", model)
     shapes = {tuple(p.shape) for p in decoder.layers.parameters() if p.dim() == 2}
     shapes.add((num_outputs(decoder), decoder.tok_embeddings.embedding_dim))
@@ -93,7 +93,7 @@ def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
 
 
 def measure_products(config: DictConfig) -> dict[str, float]:
-    """Returns TFLOP/s of this process by product, in the ``dtype`` and on the ``device`` of a config."""
+    """Returns TFLOP/s of this process by product, with ``dtype`` and ``device`` of a config."""
     device = torch.device(config.device)
     dtype = ModelSettings(config.dtype).torch_dtype
     return {
@@ -103,17 +103,17 @@ def measure_products(config: DictConfig) -> dict[str, float]:
 
 
 def peak_of(ranks: Sequence[Mapping[str, float]]) -> float:
-    """Returns TFLOP/s of all ranks together in their fastest product, from simultaneous measurements."""
+    """Returns the total TFLOP/s of the fastest product, measured simultaneously on all ranks."""
     return max(sum(of_rank[name] for of_rank in ranks) for name in ranks[0])
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward and backward."""
+    """FLOPs of forward and backward."""
 
     matrix: float
     """Products with weights."""
     attention: float
-    """Causal products of queries with keys and of attention weights with values."""
+    """Causal products of queries and keys, and of attention weights and values."""
 
     @property
     def total(self) -> float:
@@ -122,10 +122,11 @@ class Flops(NamedTuple):
 
 
 def decoder_flops(model: nn.Module, document_lengths: Iterable[int], num_targets: int) -> Flops:
-    """Counts 6 FLOPs per weight and token, and 6 * L * d * n^2 for the attention of a document of n tokens.
+    """Counts 6 FLOPs per weight and token, and 6 * L * d * n^2 for attention of n tokens.
 
-    A product with a weight takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361, section
-    2.1). Embeddings, norms and recomputation are not counted; the output layer counts for targets only.
+    A product takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361,
+    section 2.1). Embeddings, norms and recomputation are excluded; the output layer counts for
+    targets only.
     """
     decoder: Any = getattr(model, "decoder", model)
     lengths = list(document_lengths)
@@ -141,10 +142,9 @@ def decoder_flops(model: nn.Module, document_lengths: Iterable[int], num_targets
 def useful_flops(
     recipe: str, config: Mapping[str, Any], contents: Sequence[StepContents]
 ) -> list[float | None]:
-    """Returns the FLOPs that the samples of each update step need; see :func:`decoder_flops`.
+    """Returns the FLOPs of the samples of each update step; see :func:`decoder_flops`.
 
-    None where a forward and backward of all weights is not the work: adapters, pairs, a teacher; or for a model that
-    is not a decoder of torchtune.
+    None with adapters, pairs or a teacher, and for models that are not torchtune decoders.
     """
     model = model_on_meta(config)
     is_decoder = isinstance(getattr(model, "decoder", model), TransformerDecoder)

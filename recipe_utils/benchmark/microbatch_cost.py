@@ -1,11 +1,12 @@
-"""Measures the cost of a microbatch, and fits the constants of recipe_utils.data.loader.plan.MicrobatchCost.
+"""Measures the cost of microbatches and fits the constants of ``MicrobatchCost``.
 
     python -m recipe_utils.benchmark.microbatch_cost                        # the embedded model on this machine
     python -m recipe_utils.benchmark.microbatch_cost --config my.yaml device=cuda dtype=bf16
 
-Times forward and backward of padded microbatches of many shapes, half of their positions targets, in random order.
-Medians are fitted with seconds = a * positions + b * positions * longest + c, by least squares of relative errors. The
-last lines compare overhead_slots = c / a and equal_attention_length = a / b with the constants in use.
+Times forward and backward of padded microbatches of many shapes in random order; half of the
+positions are targets. Fits medians with seconds = a * positions + b * positions * longest + c by
+least squares of relative errors, and compares overhead_slots = c / a and equal_attention_length = a
+/ b with the constants in use.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> float:
-    """Returns the time of one forward and backward [seconds]."""
+    """Returns the time of one forward and backward [s]."""
     vocab_size = vocab_size_and_max_seq_len(model)[0]
     tokens = torch.randint(vocab_size, (rows, longest), device=device)
     positions = torch.arange(0, rows * longest, 2, device=device)
@@ -91,7 +92,7 @@ def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> 
     model(tokens, targets=Targets(tokens, positions))[0].backward()
     synchronize()
     elapsed = time.perf_counter() - start
-    model.zero_grad(set_to_none=False)  # accumulate, as all microbatches but the first of a step do
+    model.zero_grad(set_to_none=False)  # the next backward accumulates
     return elapsed
 
 

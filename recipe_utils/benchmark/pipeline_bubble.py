@@ -1,17 +1,17 @@
-"""Counts the idle time of pipeline schedules: one schedule per accumulation group, and one per update step.
+"""Computes the idle time of pipeline schedules, one per accumulation group or one per update step.
 
     python -m recipe_utils.benchmark.pipeline_bubble
     python -m recipe_utils.benchmark.pipeline_bubble --num_ranks 4 --num_groups 2 8
     python -m recipe_utils.benchmark.pipeline_bubble --teacher
 
-The order of forwards and backwards on each rank is PyTorch's; nothing is trained. A forward through the layers of a rank
-takes one slot, a backward two, each half of a split backward one; sending takes no time. A group has as many microbatches
-as there are ranks, the fewest that 1F1B takes, and starts when the previous group has ended, as in a loop over
+Simulates the action order of PyTorch's schedules. A forward through the layers of a rank takes one
+slot, a backward two, each half of a split backward one; sending takes no time. A group has as many
+microbatches as ranks, the minimum of 1F1B, and starts after the previous group, as in a loop over
 ``schedule.step``.
 
-With a teacher, all microbatches of a group or an update step go through its forward-only schedule, one stage per rank,
-before the student's schedule. There is no barrier between both: the first ranks begin with the student while the last
-ones compute the teacher.
+A teacher computes all microbatches of a group or an update step in a forward-only schedule, one
+stage per rank, before the student. There is no barrier: the first ranks start the student while the
+last ones compute the teacher.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from recipe_utils.model.pipeline.schedule import SCHEDULES, has_several_stages_per_rank
 
-# Letters are PyTorch's: forward, backward, its part for the inputs and that for the weights.
+# PyTorch's letters: forward, backward, backward for inputs, backward for weights.
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 TEACHER = "T"
 
 
 class Action(NamedTuple):
-    """A computation of a rank: one microbatch in one stage."""
+    """Computation of one microbatch in one stage."""
 
     kind: str
     stage: int
@@ -50,7 +50,7 @@ def order_of_ranks(schedule: str, num_ranks: int, num_microbatches: int) -> list
     stages_per_rank = 2 if several else 1
 
     class Stage:
-        """The attributes of a stage that a schedule reads to make its order."""
+        """Attributes of a stage that determine a schedule's order."""
 
         num_stages = num_ranks * stages_per_rank
         group_size = num_ranks
@@ -75,7 +75,7 @@ def order_of_ranks(schedule: str, num_ranks: int, num_microbatches: int) -> list
 
 
 def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Returns the same after the forwards of a teacher, in the order of GPipe."""
+    """Returns the same order after GPipe forwards of a teacher."""
     teacher, student = (
         order_of_ranks(each, num_ranks, num_microbatches) for each in ("GPipe", schedule)
     )
@@ -86,9 +86,9 @@ def order_after_teacher(schedule: str, num_ranks: int, num_microbatches: int) ->
 
 
 def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[list[Span]]:
-    """Returns the times of the actions of each rank, if each starts as soon as its inputs are ready."""
+    """Returns the times of the actions of each rank. Actions start when their inputs are ready."""
     num_stages = 1 + max(action.stage for actions in order for action in actions)
-    unit = Fraction(len(order), num_stages)  # a stage has this part of the layers of a rank
+    unit = Fraction(len(order), num_stages)  # a stage's share of the layers of a rank
     slots = {kind: number * unit for kind, number in SLOTS.items()}
     slots[TEACHER] = Fraction(teacher_slots)
     done: dict[Action, Fraction] = {}
@@ -110,7 +110,7 @@ def timeline(order: Sequence[Sequence[Action]], teacher_slots: int = 1) -> list[
 
 
 def needs(action: Action, num_stages: int, done: Mapping[Action, Fraction]) -> Fraction | None:
-    """Returns when all inputs of an action are ready; None while one is not computed."""
+    """Returns the time when all inputs of an action are ready; None if one is not computed."""
     kind, stage, microbatch = action
     before: list[tuple[str, int]] = []
     if kind in ("F", TEACHER):
@@ -129,7 +129,7 @@ def needs(action: Action, num_stages: int, done: Mapping[Action, Fraction]) -> F
 
 
 def idle_fraction(spans: Sequence[Sequence[Span]]) -> tuple[Fraction, Fraction]:
-    """Returns the idle slots of all ranks from the first start to the last stop, and their share."""
+    """Returns the number and share of idle slots of all ranks until the last stop."""
     length = max(of_rank[-1].stop for of_rank in spans)
     busy = sum(span.stop - span.start for of_rank in spans for span in of_rank)
     return length * len(spans) - busy, 1 - busy / (length * len(spans))

@@ -1,16 +1,16 @@
-"""Simulates plans on many ranks: waiting, padding, samples that move, time of planning.
+"""Simulates plans on many ranks: waiting, padding, moved samples, planning time.
 
     python -m recipe_utils.benchmark.plans_over_ranks                       # the embedded data
     python -m recipe_utils.benchmark.plans_over_ranks --config my.yaml --num_ranks 8 64
     python -m recipe_utils.benchmark.plans_over_ranks --overhead_slots 400 --equal_attention_length 29700
 
-Update steps are drawn from the lengths of a config's dataset; costs are those of its model on a CPU, or of another
-machine whose two constants are given. Nothing is trained. Columns are medians over the update steps:
+Update steps are drawn from a config's dataset. Costs are those of its model on a CPU, or of a
+machine given by two constants. Columns are medians over update steps:
 
-- slowest / mean: cost of the slowest rank over the mean: the wait of replicas that meet once per update step.
-- in step: sum over rounds of the costliest microbatch, over the mean rank's cost: the wait with FSDP.
-- padding: share of computed positions; microbatches: of each rank; KB moved: samples that a rank sends to others.
-- planning: milliseconds on every rank, in the background thread.
+- slowest / mean: cost of the slowest rank over the mean, the wait of DDP.
+- in step: sum over rounds of the costliest microbatch over the mean rank's cost, the wait of FSDP.
+- padding: share of computed positions. microbatches: per rank. KB moved: sent to other ranks.
+- planning: time on every rank [ms], in the background thread.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from recipe_utils.tune.registry import config_path
 
 
 def main() -> None:
-    """Prints a markdown table."""
+    """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(config_path("llama3_2/5M_full_update_step")))
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 8, 64, 512, 4096])
@@ -82,7 +82,7 @@ def simulate(
     """Returns the columns of one update step, in the order of the table."""
     lengths = [len(sample["tokens"]) for sample in samples]
     per_rank = len(samples) // num_ranks
-    if name == "in_order":  # every rank cuts its own samples
+    if name == "in_order":  # ranks keep their samples
         ranks = [
             [[rank * per_rank + i for i in part] for part in plan(lengths[:per_rank], 1)[0]]
             for rank in range(num_ranks)
@@ -120,7 +120,7 @@ def simulate(
 def bytes_sent(
     samples: Sequence[Sample], ranks: Sequence[Microbatches], per_rank: int
 ) -> list[int]:
-    """Returns the bytes that each rank sends; rank r holds the samples from r * per_rank on."""
+    """Returns the bytes that each rank sends. Rank r loads samples from r * per_rank on."""
     sent = [0] * len(ranks)
     for to, microbatches in enumerate(ranks):
         by_source: dict[int, dict[int, Sample]] = {}

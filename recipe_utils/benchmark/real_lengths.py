@@ -1,4 +1,4 @@
-"""Pairs of random tokens with the distribution of lengths of real preference data; needs no download."""
+"""Pairs of random tokens with the lengths of real preference data."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from recipe_utils.data.loader.samples import Sample
 
 
 class Lengths(NamedTuple):
-    """Medians [tokens] of the shared prefix and of both answers, and their spread."""
+    """Medians [tokens] and spreads of the shared prefix and both answers."""
 
     shared: int
     chosen: int
@@ -20,27 +20,29 @@ class Lengths(NamedTuple):
     """Standard deviation of the logarithm."""
     answer_spread: float
     longest: int
-    """Sides are cut to it."""
+    """Maximum length of a side; longer ones are truncated."""
 
 
 PRESETS = {
     "hh_rlhf": Lengths(98, 20, 25, 1.0, 1.1, longest=512),
     "english_mix": Lengths(182, 272, 290, 1.0, 0.9, longest=1024),
 }
-"""Fitted to medians of chosen sides, rejected sides and what they share: 135, 142 and 98 tokens in HH-RLHF, 546,
-563 and 182 in a mix of UltraFeedback, Capybara and Orca; quartiles lie apart by a factor of 3 and 2.5."""
+"""Fitted to medians of chosen sides, rejected sides and shared prefixes: 135, 142 and 98 tokens in
+HH-RLHF, 546, 563 and 182 in a mix of UltraFeedback, Capybara and Orca. The quartiles' ratios are 3
+and 2.5."""
 
 _SHARE_ALIKE = 0.25
-"""Of the pairs, whose answers begin with the same words."""
+"""Share of pairs whose answers start with the same tokens."""
 _MOST_ALIKE = 8
 _CORRELATION = 0.5
-"""Of the logarithms of both answers' lengths."""
+"""Correlation of the logarithms of both answers' lengths."""
 
 
 class PairsOfRealLengths(Dataset[Sample]):
-    """Pairs by torchtune's keys. Prompts are masked, answers are targets.
+    """Pairs with torchtune's keys. Prompts are masked, answers are targets.
 
-    ``tokenizer`` is not used; ``preset`` is a key of :data:`PRESETS`; tokens are below ``num_token_ids``.
+    ``tokenizer`` is unused; ``preset`` is a key of :data:`PRESETS`; tokens are below
+    ``num_token_ids``.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ def _draw(rng: random.Random, lengths: Lengths, num_token_ids: int) -> Sample:
     def length(median: int, deviation: float) -> int:
         return max(round(median * math.exp(deviation)), 1)
 
-    # No answer is cut away whole.
+    # Leaves space for an answer.
     most_shared = lengths.longest * 3 // 4
     shared = min(length(lengths.shared, lengths.shared_spread * rng.gauss()), most_shared)
     prompt = tokens(shared)
@@ -80,7 +82,7 @@ def _draw(rng: random.Random, lengths: Lengths, num_token_ids: int) -> Sample:
     for first, side in enumerate(("chosen", "rejected"), start=1):
         of_side = of_both + math.sqrt(1 - _CORRELATION) * rng.gauss()
         number = length(getattr(lengths, side), lengths.answer_spread * of_side)
-        # Its own first token keeps the sides apart.
+        # A different token makes the sides differ.
         answer = [*alike, first, *tokens(number)][: max(number, len(alike) + 1)]
         pair[f"{side}_input_ids"] = (prompt + answer)[: lengths.longest]
         pair[f"{side}_labels"] = ([IGNORE_INDEX] * shared + answer)[: lengths.longest]

@@ -1,4 +1,4 @@
-"""Summaries and Markdown tables of the recorded steps of a benchmark."""
+"""Summaries and Markdown tables of a benchmark's steps."""
 
 import contextlib
 import os
@@ -19,25 +19,25 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One optimizer step of one baseline. Counts are over all ranks."""
+    """Optimizer step of one baseline. Counts are over all ranks."""
 
     round: int
-    """From 1; every round starts all baselines again."""
+    """Number of the round, from 1."""
     step: int
-    """Update step, from 1; warm-up steps are not recorded."""
+    """Number of the update step, from 1."""
     baseline: str
     seconds: float
     num_target_tokens: int
     num_real_tokens: int
     num_positions: int
     fingerprint: int
-    """Fingerprint of the tokens that went into the model."""
+    """Fingerprint of the tokens that the model computed."""
     expected_fingerprint: int
-    """Fingerprint of the tokens of the update step's samples."""
+    """Fingerprint of the samples."""
     peak_memory_bytes: int
-    """Peak so far of the largest rank."""
+    """Peak so far, maximum over ranks."""
     useful_flops: float | None = None
-    """Floating-point operations that the samples need; None if not counted."""
+    """FLOPs that the samples need; None if not counted."""
 
 
 class Quartiles(NamedTuple):
@@ -50,15 +50,15 @@ class Quartiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """A row of the table: one baseline beside the reference, paired by round and update step."""
+    """Row of the table: a baseline and the reference, paired by round and update step."""
 
     baseline: str
     num_steps: int
     target_tokens_per_second: Quartiles
     ratio: Quartiles
-    """Target tokens per second over the reference's."""
+    """Target tokens per second divided by the reference's."""
     ratio_per_round: list[float]
-    """Medians."""
+    """Median ratio of each round."""
     extra_seconds: Quartiles
     """Seconds of an update step minus the reference's."""
     real_tokens_per_second: float
@@ -68,18 +68,18 @@ class Summary:
     peak_memory_bytes: int
     """Median over the rounds."""
     memory_ratio: float
-    """Peak memory over the reference's."""
+    """Peak memory divided by the reference's."""
     loss_deviation: float | None
-    """Largest relative difference to the reference's loss; None for other samples, another model or no losses."""
+    """Largest relative difference to the reference's loss; None if losses do not compare."""
     has_same_samples: bool
-    """True if the same tokens went into the model in every update step as into the reference's."""
+    """True if the tokens of every update step are the reference's."""
     has_same_model: bool = True
     share_of_peak: float | None = None
     """Median of useful FLOP/s over those of the fastest matrix product."""
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Returns the quartiles of at least one value, interpolated between the values."""
+    """Returns the interpolated quartiles of at least one value."""
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -92,14 +92,14 @@ def summarize(
     other_models: Collection[str] = (),
     peak_tflops: float | None = None,
 ) -> list[Summary]:
-    """Compares each baseline that made a step with the reference, in the order of ``losses``.
+    """Compares baselines that made a step with the reference, in the order of ``losses``.
 
     Args:
-        steps: of all baselines and rounds.
-        losses: baseline -> round -> update step, from the first [nats per target token].
-        reference: baseline that ratios are taken over.
-        other_models: baselines that train another model than the reference.
-        peak_tflops: of the fastest matrix product on all ranks; None if not measured.
+        steps: timed steps of all baselines and rounds.
+        losses: baseline -> round -> losses of all update steps [nats per target token].
+        reference: denominator of ratios.
+        other_models: baselines with another model than the reference.
+        peak_tflops: rate of the fastest matrix product on all ranks; None if not measured.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))
@@ -156,7 +156,7 @@ def summarize(
 def throughput_table(
     summaries: Sequence[Summary], reference: str, missing: Mapping[str, str]
 ) -> str:
-    """Returns the main table in Markdown; ``missing`` maps baselines without figures to the reason."""
+    """Returns the main table in Markdown. ``missing``: baseline without figures -> reason."""
     columns = (
         "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)", "per round",
         f"seconds per update step more than {reference} (quartiles)", "real tokens/s", "positions per target",
@@ -184,7 +184,7 @@ def throughput_table(
 
 
 def loss_table(losses: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Returns the losses of the first round in Markdown; see :func:`summarize`."""
+    """Returns the losses of the first round in Markdown."""
     first = {name: rounds[0] for name, rounds in losses.items() if rounds and rounds[0]}
     num_steps = max((len(each) for each in first.values()), default=0)
     rows = [
@@ -200,7 +200,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -> str:
-    """Names the baselines that trained on other tokens than the reference, or than the data order's."""
+    """Returns sentences about baselines that trained on other tokens."""
     others = [each.baseline for each in summaries if not each.has_same_samples]
     unexpected = {s.baseline for s in steps if s.fingerprint != s.expected_fingerprint}
     text = "Every update step had the same tokens in every baseline."
@@ -216,7 +216,7 @@ def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -
 
 
 def peak_sentence(peak_tflops: float) -> str:
-    """Defines the column of useful work."""
+    """Returns the definition of useful work."""
     return (
         "Useful work is what the samples need of the model, forward and backward: products of real tokens with weights, "
         "of target tokens with the output layer, causal attention within documents. The matrix peak, "
@@ -237,7 +237,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed packages that matter here."""
+    """Returns the versions of Python and of installed :data:`PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

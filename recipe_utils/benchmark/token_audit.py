@@ -1,4 +1,4 @@
-"""Samples of the update steps, and the tokens that reach a model, so that unfair baselines are noticed."""
+"""Tokens of update steps and of a model's inputs, compared to detect unfair baselines."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ IGNORE_INDEX = -100
 
 
 def samples_in_order(config: DictConfig, tokenizer: Any, num_ranks: int) -> list[Sample]:
-    """Returns the samples of the first ``max_steps_per_epoch`` update steps in the order of the recipes."""
+    """Returns the samples of ``max_steps_per_epoch`` update steps in the recipes' order."""
     dataset = load_dataset(config.dataset, tokenizer)
     order = epoch_permutation(len(dataset), epoch=0, shuffle=config.get("shuffle", True))
     if config.max_steps_per_epoch is not None:
@@ -31,29 +31,29 @@ class StepContents(NamedTuple):
 
     num_target_tokens: int
     num_real_tokens: int
-    """Tokens that go into the model."""
+    """Tokens that the model computes."""
     fingerprint: int
-    """Fingerprint of all tokens of the samples."""
+    """Fingerprint of all tokens."""
     fingerprint_of_shared: int = 0
-    """Fingerprint of the tokens that both sides of a pair have but that go into the model once."""
+    """Fingerprint of the shared tokens of pairs, which the model computes once."""
     document_lengths: tuple[int, ...] = ()
-    """[tokens], without padding."""
+    """Lengths [tokens] without padding."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> StepContents:
-    """Counts the samples of an update step; those of a packed dataset also have ``seq_lens``."""
+    """Counts the samples of an update step. Packed samples also have ``seq_lens``."""
     num_targets = num_real = tokens_fingerprint = 0
     document_lengths: list[int] = []
     for sample in samples:
         labels = torch.as_tensor(sample["labels"])
         is_target = labels != ignore_index
         lengths = torch.as_tensor(sample.get("seq_lens", [len(labels)]))
-        first = lengths.cumsum(0) - lengths  # nothing precedes these, so they are not predicted
+        first = lengths.cumsum(0) - lengths  # first tokens of documents are not predicted
         is_target[first[first < len(labels)]] = False
         num_targets += int(is_target.sum())
         num_real_of_sample = num_real_tokens(sample, ignore_index)
         num_real += num_real_of_sample
-        has_padding = num_real_of_sample < len(labels)  # as one more document
+        has_padding = num_real_of_sample < len(labels)  # counted as one more document
         document_lengths += lengths.tolist()[: -1 if has_padding else None]
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
     return StepContents(
@@ -64,7 +64,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
 def contents_of_pairs(
     pairs: Iterable[Sample], pad_id: int, ignore_index: int, shares_prefixes: bool
 ) -> StepContents:
-    """Counts the pairs of an update step, both sides of each; shared prefixes may go into the model once."""
+    """Counts both sides of the pairs of an update step; shared prefixes once, if shared."""
     sides, shared = [], []
     for pair in pairs:
         arrays = {key: np.asarray(values) for key, values in pair.items()}
@@ -81,29 +81,29 @@ def contents_of_pairs(
 
 
 def fingerprint(tokens: Tensor, pad_id: int) -> Tensor:
-    """Returns a number, int64 of shape [], that is likely to differ for different sets of tokens.
+    """Returns a hash of a multiset of tokens, int64 of shape [].
 
-    It is the sum of a polynomial of each token, independent of order, grouping, and padding with ``pad_id`` or with 0
-    (as torchtune packs).
+    The sum of a polynomial of each token does not depend on order, grouping, and padding with
+    ``pad_id`` or 0 (torchtune's packs).
     """
     tokens = tokens.to(torch.int64) * (tokens != pad_id)
     return (tokens * (tokens * tokens + 7919)).sum()
 
 
 class FedTokens:
-    """Counts the tokens that go into the model of this process while gradients are recorded.
+    """Counter of the tokens that the model of this process computes with gradients enabled.
 
-    All embeddings of the process are counted, so it must train one model with one of them.
+    All embeddings are counted, so the process must train one model with one embedding.
     """
 
     def __init__(self, pad_id: int) -> None:
         self._pad_id = pad_id
         self._num_positions = 0
-        # Tensors, read at the end of a turn: no wait for the device within a step.
+        # Tensors, read at the end of a turn, to avoid synchronizations within a step.
         self._fingerprints: list[Tensor] = []
 
     def install(self) -> None:
-        """Counts from now on."""
+        """Starts counting."""
         embed = nn.Embedding.forward
 
         def counted(module: nn.Embedding, input: Tensor) -> Tensor:
@@ -111,11 +111,11 @@ class FedTokens:
                 self._count(input)
             return embed(module, input)
 
-        # Patches the class: models may be created later, and wrapped.
+        # Patches the class, because models may be created later and wrapped.
         nn.Embedding.forward = counted  # type: ignore[method-assign, assignment]
 
     def read_and_restart(self) -> tuple[int, int]:
-        """Returns the positions since the last call, and the fingerprint of their tokens."""
+        """Returns the number of positions since the last call and their fingerprint."""
         counts = self._num_positions, sum(int(each) for each in self._fingerprints)
         self._num_positions, self._fingerprints = 0, []
         return counts

@@ -1,8 +1,9 @@
-"""Bare training loops: the upper bound of what an update step can reach.
+"""Bare training loops as the upper bound of throughput.
 
-Samples are tokenized before the first step and concatenated into rows without padding. Each sample attends to
-itself only, and only target positions are projected onto the vocabulary. There are no ranks, no compilation and no
-activation checkpointing. The loops share neither losses nor plans with the update-step recipes.
+Samples are tokenized before the first step and concatenated into rows without padding. Samples
+attend only to themselves; only target positions are projected onto the vocabulary. There are no
+ranks, compilation or activation checkpointing. The loops do not use losses and plans of the
+update-step recipes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ _SIDES = ("chosen", "rejected")
 
 
 def train_text(config: DictConfig) -> None:
-    """Fine-tunes; an update step is one row, or several of at most ``max_tokens_per_row`` tokens."""
+    """Fine-tunes with one row per update step, or rows of at most ``max_tokens_per_row`` tokens."""
     bare = BareModel(config)
 
     def losses(step: Sequence[Sample]) -> Iterator[Tensor]:
@@ -39,7 +40,7 @@ def train_text(config: DictConfig) -> None:
 
 
 def train_dpo(config: DictConfig) -> None:
-    """Tunes preferences with a live reference; a row holds both sides of ``pairs_per_row`` (batch_size) pairs."""
+    """Tunes with a live reference; a row has both sides of ``pairs_per_row`` (batch_size) pairs."""
     of_reference = {**config, "checkpointer": config.get("ref_checkpointer") or config.checkpointer}
     policy, reference = BareModel(config), BareModel(OmegaConf.create(of_reference))
     reference.model.requires_grad_(False)
@@ -87,16 +88,16 @@ def _train(
 
 
 class Row(NamedTuple):
-    """Concatenated samples, t tokens with n targets."""
+    """Concatenated samples of t tokens with n targets."""
 
     lengths: list[int]
     """Tokens of each sample."""
     tokens: Tensor
     """[1, t]"""
     positions: Tensor
-    """[1, t]; they restart with each sample."""
+    """[1, t], from 0 in each sample."""
     target_positions: Tensor
-    """[n]: positions in the row whose next token is a target."""
+    """[n], positions in the row whose next token is a target."""
     labels: Tensor
     """[n]"""
 
@@ -115,7 +116,7 @@ def row_of(samples: Sequence[Sample]) -> Row:
 
 
 class BareModel:
-    """A ``TransformerDecoder`` that projects only targets onto the vocabulary; samples attend to themselves."""
+    """``TransformerDecoder`` with attention within samples and logits of targets only."""
 
     def __init__(self, config: DictConfig) -> None:
         self._device = get_device(config.device)
@@ -134,7 +135,7 @@ class BareModel:
         self.model.unembed = lambda hidden: hidden
 
     def log_probs(self, row: Row) -> Tensor:
-        """Returns the log-probability of each target of a row, [n] in fp32 [nats]."""
+        """Returns the log-probabilities of a row's targets, [n] in fp32 [nats]."""
         self._lengths = row.lengths
         tokens, positions, target_positions, labels = (each.to(self._device) for each in row[1:])
         hidden = self.model(tokens, input_pos=positions)[0]
@@ -143,7 +144,7 @@ class BareModel:
         return -F.cross_entropy(logits, labels, reduction="none")
 
     def _attend_per_sample(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        # Split, not sliced: the backward of each slice would allocate a whole row of zeros.
+        # The backward of each slice, unlike that of split, would allocate a row of zeros.
         split = [each.split(self._lengths, 2) for each in (q, k, v)]
         attended = [
             F.scaled_dot_product_attention(*part, is_causal=True)  # type: ignore[misc]
@@ -153,7 +154,7 @@ class BareModel:
 
 
 def _sums(log_probs: Tensor, num_targets: Sequence[int]) -> Sequence[Tensor]:
-    """Sums the log-probabilities of targets, [n], over p chosen and p rejected answers, [p] each."""
+    """Sums log-probabilities [n] of targets per chosen and rejected answer, [p] each."""
     return torch.stack([each.sum() for each in log_probs.split(list(num_targets))]).chunk(2)
 
 

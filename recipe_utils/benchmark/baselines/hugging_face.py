@@ -1,7 +1,8 @@
 """Hugging Face's Trainer and TRL's trainers as baselines, with DDP on several processes.
 
-All take the checkpoint folder, the samples in the order of the recipes and the optimizer of the config. Samples are
-tokenized before the first step. ``attn_implementation`` is that of transformers (default: ``sdpa``).
+All use the checkpoint folder and optimizer of the config and the samples in the recipes' order,
+tokenized before the first step. ``attn_implementation`` is that of transformers (default:
+``sdpa``).
 """
 
 import importlib
@@ -30,10 +31,10 @@ _SIDES = ("chosen", "rejected")
 
 
 def train_hf_trainer(config: DictConfig) -> None:
-    """Trains with transformers' Trainer. Without an attention mask: only padding follows a sample.
+    """Trains with transformers' Trainer, without attention mask: only padding follows a sample.
 
-    ``train_sampling_strategy`` is ``sequential`` or ``batch_rebalance``, which sorts and cuts the samples of each
-    update step, here not shuffled.
+    ``train_sampling_strategy`` is ``sequential`` or ``batch_rebalance``, which sorts and splits the
+    samples of each update step.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -46,7 +47,7 @@ def train_hf_trainer(config: DictConfig) -> None:
 
 
 def train_trl_sft(config: DictConfig) -> None:
-    """Trains adapters of PEFT with TRL's SFTTrainer; ``padding_free`` concatenates the samples of a microbatch."""
+    """Trains PEFT adapters with TRL's SFTTrainer. ``padding_free`` concatenates a microbatch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -65,7 +66,7 @@ def train_trl_sft(config: DictConfig) -> None:
 
 
 def train_trl_dpo(config: DictConfig) -> None:
-    """Tunes preferences with TRL's DPOTrainer. It gets the targets of the config, not all tokens of an answer."""
+    """Tunes preferences with TRL's DPOTrainer, on the config's targets instead of whole answers."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -107,9 +108,9 @@ def train_trl_dpo(config: DictConfig) -> None:
 
 
 def train_trl_gkd(config: DictConfig) -> None:
-    """Distills with TRL's GKDTrainer on the samples of the dataset (``lmbda=0``) with the forward KL (``beta=0``).
+    """Distills with TRL's GKDTrainer on the dataset (``lmbda=0``) with the forward KL (``beta=0``).
 
-    Its loss is the divergence without cross-entropy and without the teacher's entropy.
+    The loss is the divergence without cross-entropy and the teacher's entropy.
     """
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -135,7 +136,7 @@ def run_trainer(
     dataset: Any,
     **options: Any,
 ) -> None:
-    """Trains with transformers' Trainer or a subclass on tokenized samples in their order; logs each loss."""
+    """Trains with Trainer or a subclass on tokenized samples in their order; logs each loss."""
     from transformers.trainer_callback import TrainerCallback
 
     class ReportLoss(TrainerCallback):
@@ -166,7 +167,7 @@ def run_trainer(
 
 
 def _arguments(config: DictConfig) -> dict[str, Any]:
-    """Returns the TrainingArguments that all trainers share."""
+    """Returns the common TrainingArguments."""
     is_on_cpu = get_device(config.device).type == "cpu"
     return {
         "output_dir": config.output_dir,
@@ -191,7 +192,7 @@ def _arguments(config: DictConfig) -> dict[str, Any]:
 
 
 def _samples(config: DictConfig) -> tuple[list[Sample], int]:
-    """Returns the samples in the order of the recipes, and the token to pad with."""
+    """Returns the samples in the recipes' order, and the padding token."""
     tokenizer = torchtune_config.instantiate(config.tokenizer)
     return samples_in_order(config, tokenizer, world_size_from_env()), tokenizer.pad_id
 
@@ -214,7 +215,7 @@ def _collate_text(pad_id: int, has_mask: bool) -> Callable[..., dict[str, Tensor
 
 
 def _is_real(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Returns the attention mask of padded rows, same shape as ``tokens``."""
+    """Returns the attention mask of padded rows, shaped like ``tokens``."""
     return (torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]).long()
 
 
@@ -232,13 +233,13 @@ def _load(config: DictConfig, checkpointer: DictConfig) -> Any:
 
 
 def _with_adapters(base: Any, config: DictConfig) -> Any:
-    """Adds the start adapters to a model of transformers; PEFT reads them from files."""
-    # PEFT raises an error for an old torchao, although nothing here is quantized by it.
+    """Adds the initial adapters to a transformers model; PEFT loads them from files."""
+    # PEFT raises an error for an old torchao, which is not used here.
     for name in ("import_utils", "tuners.lora.torchao", "utils.quantization_utils"):
         importlib.import_module(f"peft.{name}").is_torchao_available = lambda: False  # type: ignore[attr-defined]
     from peft import PeftModel
 
-    # One folder per rank: there is no process group yet in which ranks could wait for each other.
+    # One folder per rank: there is no process group yet for a barrier.
     folder = Path(config.output_dir) / f"peft_{os.environ.get('RANK', '0')}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_model.safetensors").touch()  # write_peft replaces it
@@ -253,7 +254,7 @@ def _with_adapters(base: Any, config: DictConfig) -> Any:
 
 
 def _padding_tokenizer(pad_id: int) -> Any:
-    """Makes a tokenizer with the padding token only: TRL needs no more of it."""
+    """Returns a tokenizer with only the padding token, sufficient for TRL."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Kinds of baselines: which there are for each recipe, what each needs, and when it cannot run."""
+"""Kinds of baselines of each recipe, their requirements and limitations."""
 
 import importlib
 import importlib.util
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, str]] = {
         "trl": "hugging_face.train_trl_gkd",
     },
 }
-"""Recipe -> kind -> function in :mod:`recipe_utils.benchmark.baselines` that trains."""
+"""Recipe -> kind -> training function in :mod:`recipe_utils.benchmark.baselines`."""
 OWN_KEYS: dict[str, dict[str, set[str]]] = {
     TEXT: {
         "hf_trainer": {"train_sampling_strategy", "attn_implementation"},
@@ -45,16 +45,16 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
     },
     DISTILLATION: {"trl": {"attn_implementation"}},
 }
-"""Recipe -> kind -> config keys that only this kind reads."""
+"""Recipe -> kind -> config keys of this kind only."""
 NEEDS = {
     "hf_trainer": ("transformers", "accelerate"),
     "trl": ("transformers", "accelerate", "peft", "trl"),
 }
-"""Kind -> packages that this project does not require."""
+"""Kind -> optional packages."""
 
 
 def train_function(recipe: str, kind: str) -> Callable[[DictConfig], None]:
-    """Imports the function that trains a baseline as a resolved config of the update-step recipe says."""
+    """Imports the function that trains a baseline with a resolved update-step config."""
     module, name = KINDS[recipe][kind].split(".")
     imported = importlib.import_module(f"recipe_utils.benchmark.baselines.{module}")
     function: Callable[[DictConfig], None] = getattr(imported, name)
@@ -64,7 +64,7 @@ def train_function(recipe: str, kind: str) -> Callable[[DictConfig], None]:
 def why_skipped(
     recipe: str, kind: str, num_ranks: int, is_packed: bool, adapters: Adapters, kd_ratio: float
 ) -> str | None:
-    """Returns why a baseline of this kind cannot run; None if it can. ``is_packed``: the dataset packs its samples."""
+    """Returns the reason that a baseline cannot run, or None. ``is_packed``: packed dataset."""
     if kind in ("hf_trainer", "trl", "limit") and is_packed:
         return "reads no packed dataset"
     has_one_process = kind == "limit" or (recipe == DISTILLATION and kind == "stock")

@@ -1,4 +1,4 @@
-"""What baselines start from: weights, adapters, learning-rate schedule."""
+"""Initial weights, adapters and learning-rate schedule of baselines."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +26,7 @@ from recipe_utils.settings.problems import ConfigError, naming
 
 
 def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a config without allocating weights; raises ConfigError if it cannot be built."""
+    """Builds a model on the meta device; raises ConfigError if that fails."""
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
         cfg_model = OmegaConf.to_container(cfg_model, resolve=True)
@@ -38,12 +38,12 @@ def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
 
 
 def adapters_in(config: Mapping[str, Any]) -> Adapters:
-    """Finds the adapters of a config's model; see :func:`model_on_meta`."""
+    """Returns the adapters of a config's model."""
     return find_adapters(model_on_meta(config))
 
 
 def write_fresh_adapters(config: DictConfig) -> None:
-    """Writes ``checkpointer.adapter_checkpoint``: the adapters that the update-step recipe would draw."""
+    """Writes the adapters that the update-step recipe would draw to ``adapter_checkpoint``."""
     path = Path(config.checkpointer.adapter_checkpoint)
     without = {k: v for k, v in config.checkpointer.items() if k != "adapter_checkpoint"}
     with naming("checkpointer"):
@@ -56,7 +56,7 @@ def write_fresh_adapters(config: DictConfig) -> None:
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, path: str) -> None:
-    """Copies full adapters from a file into a model, sharded or not, in place: an optimizer may hold them."""
+    """Copies adapters from a file into a model, in place because an optimizer may refer to them."""
     given = torch.load(path, map_location="cpu", weights_only=True)
     for name, parameter in model.named_parameters():
         full = given.pop(unwrapped(name), None)
@@ -71,7 +71,7 @@ def load_adapters(model: nn.Module, path: str) -> None:
 
 
 def load_start(model: nn.Module, config: DictConfig) -> None:
-    """Loads the weights and adapters of ``checkpointer`` into a whole model, and freezes what is not trained."""
+    """Loads weights and adapters of ``checkpointer`` into an unsharded model; freezes its base."""
     freeze_base(model)
     checkpointer = torchtune_config.instantiate(config.checkpointer)
     loaded = load_checkpoint(checkpointer, config.checkpointer)
@@ -79,7 +79,7 @@ def load_start(model: nn.Module, config: DictConfig) -> None:
 
 
 def make_lr_scheduler(config: DictConfig, optimizer: torch.optim.Optimizer) -> Any:
-    """Makes the schedule of the recipes over ``max_steps_per_epoch`` update steps, or None."""
+    """Builds the recipes' schedule over ``max_steps_per_epoch`` update steps, or None."""
     return torchtune_config.instantiate(
         config.get("lr_scheduler"),
         optimizer,

@@ -1,4 +1,4 @@
-"""torchtune's recipes as baselines. They read the keys of the config that they know."""
+"""torchtune's recipes as baselines. They ignore other keys of the config."""
 
 import runpy
 from functools import partial
@@ -36,14 +36,14 @@ def train(config: DictConfig) -> None:
     has_adapters = bool(adapters_in(config).modules)
     if is_distributed:
         let_stock_recipe_run_on_cpu(get_device(config.device))
-        if has_adapters:  # the entry point of this recipe does it, the other recipe does it itself
+        if has_adapters:  # in its entry point; the full recipe initializes it itself
             _init_process_group(config)
     recipe = _recipe(*(_LORA if has_adapters else _FULL)[is_distributed], config)
     _run(recipe, config, has_adapters)
 
 
 def train_dpo(config: DictConfig) -> None:
-    """Tunes preferences with FSDP2 on any number of processes: torchtune has no recipe for one device."""
+    """Tunes preferences with FSDP2; torchtune has no single-device recipe for it."""
     let_stock_recipe_run_on_cpu(get_device(config.device))
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     _init_process_group(config, **({} if training.is_distributed() else alone))
@@ -53,7 +53,7 @@ def train_dpo(config: DictConfig) -> None:
 
 
 def train_distillation(config: DictConfig) -> None:
-    """Distills on one device. The recipe builds LoRA students only; a whole student replaces it where needed."""
+    """Distills on one device. Without adapters, replaces the recipe's LoRA student."""
     recipe = _recipe("knowledge_distillation_single_device", "KDRecipeSingleDevice", config)
     has_adapters = bool(adapters_in(config).modules)
     if not has_adapters:
@@ -62,7 +62,7 @@ def train_distillation(config: DictConfig) -> None:
 
 
 def let_stock_recipe_run_on_cpu(device: torch.device) -> None:
-    """Replaces the memory statistics of torchtune 0.6.1's distributed recipes, which fail on CPU."""
+    """Disables memory statistics of torchtune 0.6.1's distributed recipes, which fail on CPU."""
     if device.type == "cpu":
         training.get_memory_stats = _do_nothing
         training.log_memory_stats = _do_nothing
@@ -70,7 +70,7 @@ def let_stock_recipe_run_on_cpu(device: torch.device) -> None:
 
 
 def _recipe(file: str, name: str, config: DictConfig) -> Any:
-    """Makes a recipe that saves no checkpoints."""
+    """Builds a recipe without checkpoints."""
     CheckpointClient.save_checkpoint = _do_nothing
     recipe = runpy.run_path(str(_RECIPES / f"{file}.py"))[name](config)
     recipe.save_checkpoint = _do_nothing  # called by single-device recipes
@@ -79,9 +79,9 @@ def _recipe(file: str, name: str, config: DictConfig) -> Any:
 
 def _run(recipe: Any, config: DictConfig, has_adapters: bool) -> None:
     recipe.setup(config)
-    if has_adapters:  # the recipes read adapters only when they resume
+    if has_adapters:  # stock recipes load adapters only to resume
         load_adapters(recipe._model, config.checkpointer.adapter_checkpoint)
-    # Some recipes step a schedule without checking that there is one.
+    # Some recipes step a schedule that may be None.
     recipe._lr_scheduler = recipe._lr_scheduler or SimpleNamespace(step=_do_nothing)
     recipe.train()
 
@@ -96,7 +96,7 @@ def _init_process_group(config: DictConfig, **options: Any) -> None:
 def _whole_student(
     config: DictConfig, *, base_model_state_dict: dict[str, Any], **_: Any
 ) -> nn.Module:
-    """Builds a student whose weights are all trained, wrapped as the recipe wraps its own."""
+    """Builds a fully trained student, wrapped as by the recipe."""
     device = get_device(config.device)
     with training.set_default_dtype(training.get_dtype(config.dtype, device=device)), device:
         model: nn.Module = torchtune_config.instantiate(config.model)

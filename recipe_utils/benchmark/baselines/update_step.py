@@ -1,4 +1,4 @@
-"""The update-step recipes as baselines. A checkpoint is saved only if the config sets ``save_every_n_steps``."""
+"""Update-step recipes as baselines, with checkpoints only if ``save_every_n_steps`` is set."""
 
 import runpy
 from functools import partial

@@ -1,6 +1,7 @@
-"""The process of a baseline: ``python -m recipe_utils.benchmark.baselines.worker SPEC PIPE``.
+"""Runs a baseline: ``python -m recipe_utils.benchmark.baselines.worker SPEC PIPE``.
 
-``SPEC`` is a JSON file of :func:`write_spec`, ``PIPE`` the inherited file descriptor of a connection to the benchmark.
+``SPEC`` is a file of :func:`write_spec`, ``PIPE`` the inherited descriptor of a connection to the
+benchmark.
 """
 
 import json
@@ -21,7 +22,7 @@ from recipe_utils.benchmark.token_audit import FedTokens
 
 
 def write_spec(path: Path, job: Literal["turns", "products"], of: Baseline, pad_id: int) -> Path:
-    """Writes the job of a worker: train in turns, or time matrix products. Batches are padded with ``pad_id``."""
+    """Writes the job of a worker: train in turns, or time matrix products."""
     path.parent.mkdir(parents=True, exist_ok=True)
     spec = {"job": job, "recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
     path.write_text(json.dumps(spec, indent=1))
@@ -29,7 +30,7 @@ def write_spec(path: Path, job: Literal["turns", "products"], of: Baseline, pad_
 
 
 def main() -> None:
-    """Waits for the first turn, then works until the benchmark ends the process."""
+    """Waits for the first turn and runs until the benchmark ends the process."""
     end_with_the_benchmark()
     spec = json.loads(Path(sys.argv[1]).read_text())
     pipe = Connection(int(sys.argv[2]))
