@@ -76,8 +76,7 @@ class Settings:
     tokenizer: Component
     """A torchtune tokenizer. Both sides are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset of pairs (torchtune.datasets.preference_dataset). A list is
-    concatenated."""
+    """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is concatenated."""
     checkpointer: Checkpointer
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
@@ -176,8 +175,8 @@ class FullDPORecipe:
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Steps along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
 
-        N pairs and T targets of chosen answers on all ranks. Returns this rank's part of METRICS
-        and the gradient norm before clipping, None with ``optimizer_in_bwd``.
+        N pairs, T chosen targets on all ranks. Returns this rank's part of METRICS (their means are
+        ratios of sums) and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
         # dp_degree / counts on all ranks: FSDP2 averages gradients over data-parallel ranks.
         per_metric = [step.scale("pairs")] * (len(METRICS) - 1) + [step.scale("chosen_tokens")]

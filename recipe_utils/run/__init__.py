@@ -1,1 +1,1 @@
-"""Where a training is, and what it says about itself."""
+"""State and output of a training run: entry point, position, log, checkpoints and exports."""
