@@ -20,11 +20,11 @@ def generate(
 ) -> list[str]:
     """Decodes greedily, all prompts at once. Call it on all ranks.
 
-    Recomputes all tokens for each new one: no KV cache takes memory from training, and shapes do not change. Draws no
-    random numbers, so that training is unaffected.
+    Recomputes all tokens for each new one: no KV cache takes memory from training, and shapes do
+    not change. Draws no random numbers, so that training is unaffected.
 
-    The model has no stages; its parameters may be offloaded to another device. An answer ends after ``max_new_tokens``
-    or at the model's ``max_seq_len``.
+    The model has no stages; its parameters may be offloaded to another device. An answer ends after
+    ``max_new_tokens`` or at the model's ``max_seq_len``.
 
     Returns:
         The answers, equal on all ranks.

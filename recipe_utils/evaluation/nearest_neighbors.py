@@ -15,7 +15,8 @@ from recipe_utils.parallel.process_group import mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 
 StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
-"""Maps microbatches to class states [g, d] by index; empty on ranks without a pipeline's last stage."""
+"""Maps microbatches to class states [g, d] by index; empty on ranks without a pipeline's last
+stage."""
 
 
 class NearestNeighbors:
@@ -92,10 +93,11 @@ def num_voted_right(
 ) -> Tensor:
     """Returns the number of images whose label gets most votes of their nearest neighbors [].
 
-    A vote's weight is exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k = 20 as in DINO,
-    arXiv:2104.14294).
+    A vote's weight is exp(cosine / temperature) (Wu et al., arXiv:1805.01978, section 3.4; k = 20
+    as in DINO, arXiv:2104.14294).
 
-    Shapes: states [n, d], labels [n] from 0, bank [m, d], its labels [m]; ``num_neighbors`` is at most m.
+    Shapes: states [n, d], labels [n] from 0, bank [m, d], its labels [m]; ``num_neighbors`` is at
+    most m.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     bank, states = (F.normalize(each.to(wide), dim=-1) for each in (bank, states))

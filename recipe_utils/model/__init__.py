@@ -1,1 +1,1 @@
-"""From a model's builder to its loaded weights on the device, cut into stages and wrapped as asked for."""
+"""Models: building, wrapping, sharding and loading, pipeline stages and adapters."""

@@ -21,8 +21,9 @@ from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 def speed_up_adapters(model: nn.Module, optimizer: Optimizer | OptimizerInBackward) -> None:
     """Replaces the forwards of LoRA and DoRA layers, in place, without changing what they compute.
 
-    DoRA's norms are detached from the graph (section 4.3 of the paper) and depend on weights alone, so they are computed
-    once per optimizer step. A bias is added unscaled, as in the paper and in PEFT; torchtune scales it with DoRA's rows.
+    DoRA's norms are detached from the graph (section 4.3 of the paper) and depend on weights alone,
+    so they are computed once per optimizer step. A bias is added unscaled, as in the paper and in
+    PEFT; torchtune scales it with DoRA's rows.
 
     The model is on its device: whole, sharded, or this rank's stages.
     """
@@ -94,8 +95,8 @@ def _add_bias(product: Tensor, layer: Any) -> Tensor:
 class _AdaptedProduct(torch.autograd.Function):
     """x W^T + s (x A^T) B^T for a frozen W.
 
-    Sums are accumulated within matrix products and only tensors with r columns are scaled, which saves three passes over
-    [n, o] and one over [n, i].
+    Sums are accumulated within matrix products and only tensors with r columns are scaled, which
+    saves three passes over [n, o] and one over [n, i].
     """
 
     @staticmethod

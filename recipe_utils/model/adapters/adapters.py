@@ -1,8 +1,8 @@
 """Adapters of a frozen base model: LoRA, DoRA, and both over NF4 weights.
 
-Models with adapters train nothing else. With base weight W [o, i], A [r, i] and B [o, r], an adapted layer multiplies
-with W + (alpha / r) B A (LoRA, Hu et al. 2021), or with that, its rows rescaled to the norms ``magnitude`` [o] (DoRA,
-Liu et al. 2024).
+Models with adapters train nothing else. With base weight W [o, i], A [r, i] and B [o, r], an
+adapted layer multiplies with W + (alpha / r) B A (LoRA, Hu et al. 2021), or with that, its rows
+rescaled to the norms ``magnitude`` [o] (DoRA, Liu et al. 2024).
 """
 
 import math
@@ -104,11 +104,12 @@ def initial_adapters(
 ) -> Mapping[str, Tensor]:
     """Returns the initial adapters: those of ``checkpointer.adapter_checkpoint``, or fresh ones.
 
-    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products with the base.
+    ``base`` and ``given`` are full (unsharded), on every rank; ``dtype`` is that of matrix products
+    with the base.
 
     Raises:
-        ValueError: given adapters are of another rank or of other modules; or none are given for adapters other than
-            LoRA and DoRA.
+        ValueError: given adapters are of another rank or of other modules; or none are given for
+            adapters other than LoRA and DoRA.
     """
     fresh = fresh_adapters(adapters, base, seed, dtype)
     unknown = sorted(adapters.trained - fresh.keys() - base.keys()) if adapters.modules else []
@@ -143,11 +144,11 @@ def fresh_adapters(
 ) -> dict[str, Tensor]:
     """Returns full adapters that leave outputs unchanged: A as in torchtune, B zero, magnitudes the row norms of W.
 
-    Each A has its own generator, so that it does not depend on the layout of ranks and stages. All are in fp32 but the
-    magnitudes [o].
+    Each A has its own generator, so that it does not depend on the layout of ranks and stages. All
+    are in fp32 but the magnitudes [o].
 
-    ``base`` is full (unsharded), on every rank. NF4 and DoRA's magnitudes depend on ``dtype``, that of matrix products
-    with the base.
+    ``base`` is full (unsharded), on every rank. NF4 and DoRA's magnitudes depend on ``dtype``, that
+    of matrix products with the base.
     """
     fresh: dict[str, Tensor] = {}
     for name, adapter in adapters.modules.items():

@@ -30,8 +30,8 @@ def is_quantised(module: nn.Module) -> bool:
 def without_quantising() -> Iterator[None]:
     """Makes builders keep weights plain that they would quantize to NF4.
 
-    NF4 tensors are not fully implemented on the meta device. :func:`recipe_utils.model.build.weights.load_weights`
-    quantizes the loaded weights.
+    NF4 tensors are not fully implemented on the meta device.
+    :func:`recipe_utils.model.build.weights.load_weights` quantizes the loaded weights.
     """
 
     def plain(weight: Tensor, **block_sizes: int) -> Tensor:
@@ -61,10 +61,12 @@ def drop_widening_hooks(model: nn.Module) -> None:
 def check_nf4(model: nn.Module, frozen: Mapping[str, bool], num_shards: int | None) -> None:
     """Checks that NF4 weights divide into whole blocks, and that FSDP2 can gather them.
 
-    ``frozen`` is True for weights in NF4. FSDP2 splits rows over ``num_shards`` ranks; None without FSDP2.
+    ``frozen`` is True for weights in NF4. FSDP2 splits rows over ``num_shards`` ranks; None without
+    FSDP2.
 
     Raises:
-        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a plain tensor.
+        ValueError: parts that are not whole blocks, or a single part, which FSDP2 would treat as a
+            plain tensor.
     """
     if num_shards == 1 and any(frozen.values()):
         raise ValueError(

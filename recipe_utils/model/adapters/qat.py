@@ -25,8 +25,8 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model has no LoRA or a quantized base; or the quantizer is not
-            for training, or its group size does not divide a weight.
+        recipe_utils.settings.problems.ConfigError: the model has no LoRA or a quantized base; or
+            the quantizer is not for training, or its group size does not divide a weight.
     """
     path = quantizer["_component_"]
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]

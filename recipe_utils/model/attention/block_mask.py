@@ -18,7 +18,8 @@ BLOCK = 128
 def sees(documents: Documents) -> Callable[..., Tensor]:
     """Returns flex attention's ``mask_mod``.
 
-    A query attends to keys up to its own position, in its own document, that are shared or of its own end.
+    A query attends to keys up to its own position, in its own document, that are shared or of its
+    own end.
     """
     document_of, end_of = documents.of_positions()
     if end_of is None:
@@ -48,9 +49,9 @@ def dense_mask(documents: Documents) -> Tensor:
 def block_mask(documents: Documents) -> BlockMask:
     """Returns a microbatch's mask on the documents' device, equal to ``create_block_mask`` of :func:`sees`.
 
-    ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions. Documents increase
-    along a row and ends within a document, so first and last position determine a block: O(n^2) numbers, without a
-    device synchronization.
+    ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions.
+    Documents increase along a row and ends within a document, so first and last position determine
+    a block: O(n^2) numbers, without a device synchronization.
     """
     _, row_length = documents.shape
     document_of, end_of = documents.of_positions()

@@ -1,6 +1,7 @@
 """Attention within documents: a token of a packed row attends to preceding tokens of its own document.
 
-In a document that is a prefix-shared pair, both answers attend to the shared prefix, and not to each other.
+In a document that is a prefix-shared pair, both answers attend to the shared prefix, and not to
+each other.
 
 Shapes: b rows, s positions per row, h heads, d head width.
 """
@@ -59,18 +60,20 @@ class VarlenMask:
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.choose`; on an accelerator it is logged at
-    the first packed row. Models with another attention than torchtune's get a dense mask [b, s, s].
+    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.choose`; on an
+    accelerator it is logged at the first packed row. Models with another attention than torchtune's
+    get a dense mask [b, s, s].
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
         device: device of the microbatches.
-        max_row_length: longest row [tokens]. A decoder rejects rows above its ``max_seq_len``, which is raised to
-            this; positions restart with each document, so only documents must stay below the original.
+        max_row_length: longest row [tokens]. A decoder rejects rows above its ``max_seq_len``,
+            which is raised to this; positions restart with each document, so only documents must
+            stay below the original.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: in the forward, if rows are packed and this machine or model does
-            not support it.
+        recipe_utils.settings.problems.ConfigError: in the forward, if rows are packed and this
+            machine or model does not support it.
     """
     attention = choose(model, device)
     if attention.way != "dense":
@@ -144,7 +147,8 @@ def _forward_of_documents(
 ) -> Tensor:
     """Computes torchtune's self-attention of x [b, s, embed_dim]; with a :class:`VarlenMask`, by FlashAttention.
 
-    torchtune copies each key and value to all query heads that share it; FlashAttention reads it in place.
+    torchtune copies each key and value to all query heads that share it; FlashAttention reads it in
+    place.
     """
     if not isinstance(mask, VarlenMask):
         output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)

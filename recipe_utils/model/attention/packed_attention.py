@@ -74,8 +74,8 @@ def ask_for(model: nn.Module, way: str | None) -> None:
 def choose(model: nn.Module, device: torch.device) -> PackedAttention:
     """Chooses the attention of ``model`` within documents on ``device``.
 
-    The configured one; by default on CUDA ``varlen``, or ``flex`` where FlashAttention does not support the model or is
-    not deterministic enough.
+    The configured one; by default on CUDA ``varlen``, or ``flex`` where FlashAttention does not
+    support the model or is not deterministic enough.
 
     The model is whole or a stage, in the precision that it computes in.
     """
@@ -161,8 +161,8 @@ def _name(dtype: torch.dtype) -> str:
 def missing_for_triton() -> str | None:
     """Returns the first missing requirement of Triton on this machine; None if there is none.
 
-    Triton compiles a C launcher for each kernel: triton/runtime/build.py needs ``CC``, gcc or clang, and the headers of
-    this Python.
+    Triton compiles a C launcher for each kernel: triton/runtime/build.py needs ``CC``, gcc or
+    clang, and the headers of this Python.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
@@ -178,8 +178,8 @@ def missing_for_triton() -> str | None:
 def raise_recompile_limit() -> None:
     """Raises PyTorch's limit of 8 variants per compiled function.
 
-    Beyond it PyTorch runs the function uncompiled, with one warning; flex attention then stores all scores [b, h, s, s],
-    several times per layer.
+    Beyond it PyTorch runs the function uncompiled, with one warning; flex attention then stores all
+    scores [b, h, s, s], several times per layer.
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"

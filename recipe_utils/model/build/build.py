@@ -49,38 +49,46 @@ class ModelSettings:
     """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients would underflow."""
+    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients
+    would underflow."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``. With ``dtype: bf16``,
-    fp32 keeps small updates that bf16 weights round away, for 8 more bytes per parameter (16 in all with AdamW)."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``.
+    With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for 8 more bytes
+    per parameter (16 in all with AdamW)."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Literal["varlen", "flex", "by_document"] | None = None
-    """Attention within the samples of packed rows: ``by_document`` (one after the other), ``varlen`` (FlashAttention) or
-    ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA ``varlen``, and ``flex`` in fp32 or with
-    ``cudnn_deterministic_mode``."""
+    """Attention within the samples of packed rows: ``by_document`` (one after the other),
+    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA
+    ``varlen``, and ``flex`` in fp32 or with ``cudnn_deterministic_mode``."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
     """Keeps activations on the CPU; needs CUDA and activation checkpointing."""
     ac_mode: Literal["full", "selective"] | None = None
-    """Recomputes all layers (``full``) or some (``selective``); replaces ``enable_activation_checkpointing``."""
+    """Recomputes all layers (``full``) or some (``selective``); replaces
+    ``enable_activation_checkpointing``."""
     ac_option: Count | Literal["op"] | None = None
     """Interval of recomputed layers with ``ac_mode: selective``, or ``op``."""
     custom_sharded_layers: list[str] | None = None
     """Names of modules that FSDP2 shards as separate units, besides each layer."""
     fsdp_cpu_offload: bool = False
-    """Keeps parameters, gradients and optimizer state on the CPU; no effect with ``device: cpu``."""
+    """Keeps parameters, gradients and optimizer state on the CPU; no effect with ``device:
+    cpu``."""
     fsdp: dict[Literal["cpu_offload"], bool] | None = None
     """``cpu_offload``: the same as ``fsdp_cpu_offload``, for torchtune's LoRA configs."""
     fsdp_reshard_after_forward: bool | None = None
-    """Frees gathered parameters after each forward; null is True, and False with pipeline stages."""
+    """Frees gathered parameters after each forward; null is True, and False with pipeline
+    stages."""
     quantizer: Component | None = None
-    """Quantization-aware LoRA training: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    """Quantization-aware LoRA training:
+    torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     low_cpu_ram: bool = False
-    """No effect; accepted for torchtune's QLoRA configs. Exports upcast one NF4 weight at a time."""
+    """No effect; accepted for torchtune's QLoRA configs. Exports upcast one NF4 weight at a
+    time."""
     tensor_parallel_plan: Component | None = None
-    """Plan that splits layers over ``tensor_parallel_dim`` ranks: torchtune.models.llama3.base_llama_tp_plan."""
+    """Plan that splits layers over ``tensor_parallel_dim`` ranks:
+    torchtune.models.llama3.base_llama_tp_plan."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -251,8 +259,8 @@ def build_model(
 ) -> nn.Module:
     """Builds this rank's modules without weights: the whole model, or its pipeline stages.
 
-    ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the output layer is in it.
-    ``pipeline`` is required with more than one ``pp`` rank.
+    ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the
+    output layer is in it. ``pipeline`` is required with more than one ``pp`` rank.
 
     Raises:
         ValueError: the model cannot be cut, split or sharded as configured.
@@ -321,11 +329,13 @@ def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSe
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2 to a meta model, in that order.
 
-    FSDP2 also casts weights whose precision differs from the compute precision, even on a single rank.
+    FSDP2 also casts weights whose precision differs from the compute precision, even on a single
+    rank.
 
     Raises:
-        ValueError: token embeddings tied to the output layer would be sharded separately or split over ``tp`` ranks;
-            ``tp`` ranks would split adapters; NF4 weights do not divide into whole blocks on each rank.
+        ValueError: token embeddings tied to the output layer would be sharded separately or split
+            over ``tp`` ranks; ``tp`` ranks would split adapters; NF4 weights do not divide into
+            whole blocks on each rank.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]

@@ -1,7 +1,7 @@
 """torchtune's norms and rotary positions with fewer passes over activations.
 
-On a CPU, outputs and gradients are bitwise equal to torchtune's. Eager layers are memory-bound, so each saved pass saves
-time; compiled layers stay as they are, since the compiler fuses better.
+On a CPU, outputs and gradients are bitwise equal to torchtune's. Eager layers are memory-bound, so
+each saved pass saves time; compiled layers stay as they are, since the compiler fuses better.
 
 Shapes: b rows, s positions per row, h heads, d width of a head or of the model.
 """
@@ -20,8 +20,9 @@ from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 def fuse_norms_and_rope(model: nn.Module) -> None:
     """Replaces the forwards of a model's norms and rotary positions, in place.
 
-    Applies to torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's scaled ones; other
-    modules and DTensors (tensor parallel) keep their own forward. Weights and their names stay.
+    Applies to torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's
+    scaled ones; other modules and DTensors (tensor parallel) keep their own forward. Weights and
+    their names stay.
     """
     for module in model.modules():
         if type(module) is RMSNorm:
@@ -49,8 +50,9 @@ def _normalise(norm: Any, x: Tensor) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm on a CPU, for which PyTorch has no fused kernel.
 
-    The operations and their order are those of autograd for torchtune's norm, except that numbers per row are not
-    expanded to whole activations, and intermediate results that can be recomputed are not saved.
+    The operations and their order are those of autograd for torchtune's norm, except that numbers
+    per row are not expanded to whole activations, and intermediate results that can be recomputed
+    are not saved.
     """
 
     @staticmethod

@@ -16,13 +16,14 @@ from recipe_utils.parallel.ranks import Ranks
 _log = get_logger("INFO")
 
 _NUM_ROW_LENGTHS = 4
-"""Lengths of packed rows where code is compiled: flex attention compiles for each, layers for the first and then with
-dynamic shapes. More lengths cost compilations, fewer cost padding."""
+"""Lengths of packed rows where code is compiled: flex attention compiles for each, layers for the
+first and then with dynamic shapes. More lengths cost compilations, fewer cost padding."""
 _NUM_ROW_LENGTHS_ON_CPU = 1
-"""Lengths of packed rows on a CPU, where compiling DoRA's layers for a second length takes minutes."""
+"""Lengths of packed rows on a CPU, where compiling DoRA's layers for a second length takes
+minutes."""
 _ROW_MULTIPLE = 128
-"""Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex attention. Not
-measured."""
+"""Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex
+attention. Not measured."""
 
 
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
@@ -75,7 +76,8 @@ def num_outputs(model: nn.Module) -> int:
 def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
     """Warns if weights, gradients and Adam's state of one model and the weights of another exceed memory.
 
-    Both models are whole, on any device, and will be sharded over ``ranks``; ``trained`` is in its training precision.
+    Both models are whole, on any device, and will be sharded over ``ranks``; ``trained`` is in its
+    training precision.
     """
     sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
     sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)

@@ -32,13 +32,15 @@ def load_model(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``; ``seed`` initializes fresh adapters.
+    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``; ``seed`` initializes fresh
+    adapters.
 
     Returns:
         The checkpoint without its weights, and fingerprints of the frozen weights.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the model.
+        recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the
+            model.
     """
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
@@ -57,16 +59,17 @@ def load_weights(
 
     Each rank slices its own shards from the full weights, without communication.
 
-    ``model`` is the result of :func:`recipe_utils.model.build.build.build_model`. ``checkpoint`` contains full weights and,
-    optionally, adapters, on every rank, by torchtune's keys; both are removed from it. Parameters are converted to the
-    precision that they were built in, and stay on the CPU for FSDP2's offload. ``seed`` is that of fresh adapters.
+    ``model`` is the result of :func:`recipe_utils.model.build.build.build_model`. ``checkpoint``
+    contains full weights and, optionally, adapters, on every rank, by torchtune's keys; both are
+    removed from it. Parameters are converted to the precision that they were built in, and stay on
+    the CPU for FSDP2's offload. ``seed`` is that of fresh adapters.
 
     Returns:
         Fingerprints of the frozen weights, so that a resumed training is refused other ones.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape, or a parameter does not divide over the ranks
-            that shard it twice (tensor parallel and FSDP2).
+        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
+            divide over the ranks that shard it twice (tensor parallel and FSDP2).
         RuntimeError: the model has buffers that neither the checkpoint nor ``rope_init`` provides.
     """
     base = checkpoint.pop(training.MODEL_KEY)

@@ -1,7 +1,8 @@
 """Disk cache of a frozen model's outputs, hundreds of GB of them.
 
-A sample's key is a hash of what its outputs depend on: its tokens and labels, and the model; not the learning rate, the
-loss, the order of samples or the number of ranks. The index is in memory; rows are read from memory-mapped files.
+A sample's key is a hash of what its outputs depend on: its tokens and labels, and the model; not
+the learning rate, the loss, the order of samples or the number of ranks. The index is in memory;
+rows are read from memory-mapped files.
 
 Shapes: n rows of a sample (one of a pair; one of each target token).
 """
@@ -40,15 +41,17 @@ _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class OutputCache:
     """Outputs of one frozen model, the same on all ranks, in a folder that several trainings may share.
 
-    Stored in parts: files of many samples that are written once and never changed. A killed writer leaves a file whose
-    name ends with ``.unfinished``. It is never deleted, because another training may still be writing to it.
+    Stored in parts: files of many samples that are written once and never changed. A killed writer
+    leaves a file whose name ends with ``.unfinished``. It is never deleted, because another
+    training may still be writing to it.
 
     Args:
         folder: created if it does not exist.
         key: config key of the folder, for errors.
         context: plain values that outputs depend on besides the sample: weights, precision, layout.
         group: a CPU (gloo) group of all ranks, all of which must see the folder.
-        gathers: rank 0 writes the outputs of all ranks; for small outputs. Else each rank writes its own parts.
+        gathers: rank 0 writes the outputs of all ranks; for small outputs. Else each rank writes
+            its own parts.
         max_part_bytes: size of unwritten outputs above which a rank writes a part [bytes].
     """
 
@@ -158,7 +161,8 @@ class OutputCache:
         All ranks together if it ``gathers``.
 
         Raises:
-            OSError: the part could not be written; names the file. It is removed and the outputs remain unwritten.
+            OSError: the part could not be written; names the file. It is removed and the outputs
+                remain unwritten.
         """
         if self._gathers:
             of_ranks = gather_objects(_join(self._waiting), self._group)

@@ -27,7 +27,8 @@ from recipe_utils.settings.problems import naming
 class FrozenModel:
     """Model that runs without gradients and returns its loss module's outputs. All ranks together.
 
-    ``pipeline`` is None for a model without stages; ``during_forward`` is the context of every forward.
+    ``pipeline`` is None for a model without stages; ``during_forward`` is the context of every
+    forward.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class FrozenModel:
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the loss module's outputs by microbatch index; empty on ranks without the last stage.
 
-        Microbatches are on the CPU, equally many on all ranks; outputs attached to them are ignored.
+        Microbatches are on the CPU, equally many on all ranks; outputs attached to them are
+        ignored.
         """
         plain = [microbatch.with_teacher(None) for microbatch in microbatches]
         with self._during_forward():
@@ -93,8 +95,8 @@ def build_frozen_model(
 ) -> FrozenModel:
     """Builds a model with its weights for forward passes only.
 
-    With ``pp`` ranks it has one stage per rank, balanced by its own costs, and microbatches run through them in one
-    schedule; outputs are on the rank of the last stage.
+    With ``pp`` ranks it has one stage per rank, balanced by its own costs, and microbatches run
+    through them in one schedule; outputs are on the rank of the last stage.
 
     Args:
         make_model: the model's builder.
@@ -107,7 +109,8 @@ def build_frozen_model(
         keys: config keys of the model and of its checkpointer, for errors.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or weights do not fit.
+        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or
+            weights do not fit.
     """
     # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(

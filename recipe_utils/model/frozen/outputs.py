@@ -1,6 +1,7 @@
 """Outputs of a frozen model for the microbatches of update steps, computed at each step or cached on disk.
 
-References and teachers differ in the stored part of the outputs and in how it is attached; see :class:`OutputKind`.
+References and teachers differ in the stored part of the outputs and in how it is attached; see
+:class:`OutputKind`.
 """
 
 import time
@@ -43,7 +44,8 @@ class OutputKind(NamedTuple):
     attach: Callable[[Values, Any], Any]
     """Converts values, with the output layer, to ``targets.teacher`` of the loss module."""
     needs_output_layer: bool
-    """The loss module projects values, so the output layer's weights stay gathered until the end of the step."""
+    """The loss module projects values, so the output layer's weights stay gathered until the end of
+    the step."""
     is_small: bool
     """Values are a few bytes; missing ones are computed during training, too."""
 
@@ -51,8 +53,8 @@ class OutputKind(NamedTuple):
 class FrozenOutputs:
     """Attaches a frozen model's outputs to microbatches. All ranks together.
 
-    Without a cache outputs are computed at every update step. With one the prefetch thread looks them up, and missing
-    ones are computed once. ``folder`` is the cache's; None for no cache.
+    Without a cache outputs are computed at every update step. With one the prefetch thread looks
+    them up, and missing ones are computed once. ``folder`` is the cache's; None for no cache.
     """
 
     def __init__(self, kind: OutputKind, folder: Path | None, ranks: Ranks) -> None:
@@ -74,8 +76,9 @@ class FrozenOutputs:
     ) -> None:
         """Opens the cache; without one builds the model.
 
-        ``build`` is called at most once, when outputs must be computed. ``context`` are plain values that outputs depend on
-        besides the sample; ``output`` is the output layer alone, if values from a cache need it.
+        ``build`` is called at most once, when outputs must be computed. ``context`` are plain
+        values that outputs depend on besides the sample; ``output`` is the output layer alone, if
+        values from a cache need it.
         """
         self._build, self._output = build, output
         if self._folder is None:
@@ -93,10 +96,12 @@ class FrozenOutputs:
         """Looks up the outputs of a microbatch's samples, with ``num_rows`` rows each.
 
         Returns:
-            Values on the CPU, none on ranks without the last stage; or keys, where a sample's outputs may be missing.
+            Values on the CPU, none on ranks without the last stage; or keys, where a sample's
+            outputs may be missing.
 
         Raises:
-            recipe_utils.files.CheckpointError: a file is corrupt, or the dataset returned a different sample.
+            recipe_utils.files.CheckpointError: a file is corrupt, or the dataset returned a
+                different sample.
         """
         if self._cache is None:
             return CacheKeys((), (), num_missing=len(samples))
@@ -113,7 +118,8 @@ class FrozenOutputs:
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
         """Yields the microbatches of an update step with outputs, computed before any gradient exists.
 
-        Microbatches are unchanged on ranks without the last stage, which have no loss, and before :meth:`set_up`.
+        Microbatches are unchanged on ranks without the last stage, which have no loss, and before
+        :meth:`set_up`.
 
         Raises:
             ValueError: outputs are NaN or infinite.
@@ -162,8 +168,8 @@ class FrozenOutputs:
     def flush(self) -> None:
         """Writes computed outputs and makes them readable on all ranks. All ranks together.
 
-        Required before each checkpoint: a training that resumes there reads outputs that are equal to the last digit,
-        which depends on the other samples of a microbatch.
+        Required before each checkpoint: a training that resumes there reads outputs that are equal
+        to the last digit, which depends on the other samples of a microbatch.
         """
         if self._has_new and self._cache is not None:
             self._write()

@@ -40,10 +40,11 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: computed by a model that stays on the device; ``offload``: by a model that is on the device only during
-    its forwards; ``cached``: computed once per pair and stored on disk."""
+    """``live``: computed by a model that stays on the device; ``offload``: by a model that is on
+    the device only during its forwards; ``cached``: computed once per pair and stored on disk."""
     reference_cache_dir: FilePath | None = None
-    """Folder of ``cached``, shared by all trainings with this reference; null is ``output_dir``/reference."""
+    """Folder of ``cached``, shared by all trainings with this reference; null is
+    ``output_dir``/reference."""
     precompute_reference: bool = False
     """Fills the cache in one pass over the data before training, instead of at update steps."""
 
@@ -65,7 +66,8 @@ class ReferenceSettings:
 class Reference:
     """Attaches the reference's log-probabilities [2, p] to the pairs of update steps. All ranks together.
 
-    ``settings`` are the recipe's. With ``loss_fn.needs_reference`` False nothing is built or attached.
+    ``settings`` are the recipe's. With ``loss_fn.needs_reference`` False nothing is built or
+    attached.
     """
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
@@ -103,10 +105,12 @@ class Reference:
         Args:
             component: ``ref_checkpointer``.
             whole: the policy, on any device.
-            resumes_from_stock: the policy's checkpointer reads weights that a stock recipe has trained.
+            resumes_from_stock: the policy's checkpointer reads weights that a stock recipe has
+                trained.
 
         Raises:
-            ValueError: a checkpointer for the policy without adapters, or none although weights are already trained.
+            ValueError: a checkpointer for the policy without adapters, or none although weights are
+                already trained.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
@@ -134,8 +138,10 @@ class Reference:
         Args:
             policy: the trained model, with its weights; with adapters, also the reference.
             pipeline: pipeline of the policy's stages.
-            build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's builder.
-            policy_checkpointer: reads the reference's full weights if the reference has no checkpointer.
+            build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's
+                builder.
+            policy_checkpointer: reads the reference's full weights if the reference has no
+                checkpointer.
             context: plain values that log-probabilities depend on besides weights and precision.
 
         Returns:
@@ -195,8 +201,9 @@ class Reference:
         """Transposes log-probabilities [2, p] to one row per pair.
 
         Raises:
-            ValueError: NaN or infinite values; names the pair. Checked on a CPU and for a cache, where this costs no
-                extra device synchronization; otherwise the gradient is not finite.
+            ValueError: NaN or infinite values; names the pair. Checked on a CPU and for a cache,
+                where this costs no extra device synchronization; otherwise the gradient is not
+                finite.
         """
         if self._is_cached or self._ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs

@@ -1,6 +1,7 @@
 """Frozen teacher for distillation.
 
-Computes hidden states at target positions; the loss projects them in chunks, so full logits are never stored.
+Computes hidden states at target positions; the loss projects them in chunks, so full logits are
+never stored.
 
 Shapes: n target tokens of a microbatch, d_t the teacher's width, k most probable tokens.
 """
@@ -54,8 +55,8 @@ class TeacherSettings:
     """Weight of the divergence, and the teacher's model and cache."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1 computes no
-    cross-entropy."""
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1
+    computes no cross-entropy."""
     teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of the teacher's weights and hidden states; null is ``dtype``."""
     teacher_custom_sharded_layers: list[str] | None = None
@@ -63,17 +64,20 @@ class TeacherSettings:
     teacher_fsdp_cpu_offload: bool = False
     """``fsdp_cpu_offload`` of the teacher."""
     teacher_pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
-    """First layer of each of the teacher's stages but the first, one stage per rank; null balances them by their
-    parameters."""
+    """First layer of each of the teacher's stages but the first, one stage per rank; null balances
+    them by their parameters."""
     teacher_cache: Literal["hidden", "top_k"] | None = None
-    """``hidden``: hidden states at all targets, computed once before training and stored on disk (exact). ``top_k``: the
-    most probable tokens, and the sum of all others (lossy). null: computed at every update step."""
+    """``hidden``: hidden states at all targets, computed once before training and stored on disk
+    (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
+    at every update step."""
     teacher_cache_dir: FilePath | None = None
-    """Folder of the cache, shared by all trainings with this teacher; null is ``output_dir``/teacher."""
+    """Folder of the cache, shared by all trainings with this teacher; null is
+    ``output_dir``/teacher."""
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
     """Tokens per target that ``teacher_cache: top_k`` stores."""
     teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
-    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the distribution."""
+    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the
+    distribution."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields conflicts between keys, and problems with the folder."""
@@ -117,8 +121,9 @@ class _TopK(NamedTuple):
 class Teacher:
     """Attaches a frozen model's outputs to the targets of update steps. All ranks together.
 
-    With pipeline stages the model is cut by its own costs, and all microbatches of an update step run through its stages
-    before the student's schedule. Outputs are on the rank of the last stage, where the student's loss is computed.
+    With pipeline stages the model is cut by its own costs, and all microbatches of an update step
+    run through its stages before the student's schedule. Outputs are on the rank of the last stage,
+    where the student's loss is computed.
 
     ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
     """
@@ -158,7 +163,8 @@ class Teacher:
     def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
         """Builds the model on the meta device and the checkpointer, and compares the tokenizers.
 
-        ``build`` collects problems by key, ``cfg`` is the whole config, ``tokenizer`` the student's.
+        ``build`` collects problems by key, ``cfg`` is the whole config, ``tokenizer`` the
+        student's.
         """
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
@@ -223,14 +229,15 @@ class Teacher:
     ) -> dict[str, str]:
         """Builds the model with its weights; with a cache, only if outputs are missing, and the output layer if needed.
 
-        The student is whole; ``context`` are plain values that outputs depend on besides weights, precision and samples.
+        The student is whole; ``context`` are plain values that outputs depend on besides weights,
+        precision and samples.
 
         Returns:
             The checksum of its weights, so that a resumed training has the same teacher.
 
         Raises:
-            recipe_utils.settings.problems.ConfigError: weights do not fit, or the model cannot be built or cached as
-                configured.
+            recipe_utils.settings.problems.ConfigError: weights do not fit, or the model cannot be
+                built or cached as configured.
         """
         if not self.is_used:
             return {}
@@ -322,7 +329,8 @@ class Teacher:
         """Returns hidden states [n, d_t], or the most probable tokens.
 
         Raises:
-            ValueError: NaN or infinite hidden states; checked only on a CPU, to avoid a device synchronization.
+            ValueError: NaN or infinite hidden states; checked only on a CPU, to avoid a device
+                synchronization.
         """
         if self._ranks.device.type == "cpu" and not hidden.isfinite().all():
             raise ValueError(

@@ -19,8 +19,8 @@ _INNER = ("tt_model", "_spm_model", "tokenizer_model", "tokenizer")
 def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
     """Returns all tokens of a tokenizer, special ones included; None for an unsupported tokenizer.
 
-    Supports torchtune's, those of the tokenizers library and any with a ``get_vocab``. Byte-level BPE tokens are in the
-    characters that represent bytes: a leading space is ``Ġ``.
+    Supports torchtune's, those of the tokenizers library and any with a ``get_vocab``. Byte-level
+    BPE tokens are in the characters that represent bytes: a leading space is ``Ġ``.
     """
     vocabulary = _without_special_tokens(tokenizer)
     if vocabulary is not None:
@@ -67,7 +67,8 @@ def _of_tiktoken(encoding: Any) -> Vocabulary:
 def _printable_of_byte() -> list[str]:
     """Returns the characters that represent the 256 bytes in byte-level BPE.
 
-    Visible Latin-1 characters represent themselves, other bytes the characters after Latin-1 in order.
+    Visible Latin-1 characters represent themselves, other bytes the characters after Latin-1 in
+    order.
     """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 256)]
     seen.remove(0xAD)  # the soft hyphen
@@ -78,8 +79,8 @@ def _printable_of_byte() -> list[str]:
 def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | None) -> str | None:
     """Compares a student's tokenizer with its teacher's, id by id.
 
-    Ids above the other side's last one, and tokens that one side only reserves, are ignored. Without a ``teacher``
-    tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used.
+    Ids above the other side's last one, and tokens that one side only reserves, are ignored.
+    Without a ``teacher`` tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used.
 
     Returns:
         A warning with the reason if they cannot be compared; None if they are the same.

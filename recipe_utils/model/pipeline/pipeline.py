@@ -1,7 +1,7 @@
 """Runs all microbatches of an update step through one torch.distributed.pipelining schedule.
 
-Ranks are idle (the pipeline bubble) once per schedule, a fraction (p - 1) / (m + p - 1) of the time with p ranks and m
-microbatches; m is all microbatches of the update step.
+Ranks are idle (the pipeline bubble) once per schedule, a fraction (p - 1) / (m + p - 1) of the time
+with p ranks and m microbatches; m is all microbatches of the update step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,22 +35,23 @@ class PipelineError(RuntimeError):
 class Pipeline:
     """This rank's stages, and the schedules that run microbatches through all stages.
 
-    Microbatches may differ in shape. A stage copies its inputs of a microbatch to the device one microbatch ahead and
-    frees them after its backward. Gradients accumulate unsharded until the last backward, then FSDP2 reduces them; they
-    are never scaled.
+    Microbatches may differ in shape. A stage copies its inputs of a microbatch to the device one
+    microbatch ahead and frees them after its backward. Gradients accumulate unsharded until the
+    last backward, then FSDP2 reduces them; they are never scaled.
 
     Args:
-        stages: stages on this rank by index: decoders after :func:`recipe_utils.model.pipeline.stages.cut_to_stage`,
-            wrapped and materialized. The last one returns sums over its microbatch, [k] or, for k = 1, []; anything
-            for :meth:`outputs`.
+        stages: stages on this rank by index: decoders after
+            :func:`recipe_utils.model.pipeline.stages.cut_to_stage`, wrapped and materialized. The
+            last one returns sums over its microbatch, [k] or, for k = 1, []; anything for
+            :meth:`outputs`.
         num_stages: stages of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
         embed_dim: width of the hidden states.
         dtype: dtype of the hidden states.
         device: device of the stages.
         group: ranks of this pipeline, in the order of their stages.
-        output_is_tied: the first stage's embeddings and the last stage's output share their weight. Each has a copy,
-            whose gradients are summed.
+        output_is_tied: the first stage's embeddings and the last stage's output share their weight.
+            Each has a copy, whose gradients are summed.
         num_sums: k, required on ranks without the last stage; unused by :meth:`outputs`.
     """
 
@@ -109,18 +110,20 @@ class Pipeline:
         """Runs forwards and backwards of an update step; gradients accumulate in the stages' parameters.
 
         Args:
-            microbatches: on the CPU, pinned for a CUDA device; the same on every rank of the pipeline, equally many
-                on all ranks, at least :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`.
-            objective: maps a microbatch's sums [k] to the scalar to backpropagate, []. Called once per microbatch,
-                on the rank of the last stage.
+            microbatches: on the CPU, pinned for a CUDA device; the same on every rank of the
+                pipeline, equally many on all ranks, at least
+                :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`.
+            objective: maps a microbatch's sums [k] to the scalar to backpropagate, []. Called once
+                per microbatch, on the rank of the last stage.
 
         Returns:
-            Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of ranks on the last
-            stage and 0 elsewhere, so that their mean over the pipeline is the sums.
+            Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of
+            ranks on the last stage and 0 elsewhere, so that their mean over the pipeline is the
+            sums.
 
         Raises:
-            PipelineError: a stage or the objective failed on this rank, or there are not ``num_sums`` sums; the other
-                ranks' receives fail or time out.
+            PipelineError: a stage or the objective failed on this rank, or there are not
+                ``num_sums`` sums; the other ranks' receives fail or time out.
         """
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 
@@ -149,12 +152,13 @@ class Pipeline:
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the last stage's output for each microbatch by index, on the device, without gradients.
 
-        Empty on ranks without the last stage. No barrier follows: ranks of the first stages may continue while the
-        last ones still compute. FSDP stages are resharded at the end, so reading a weight afterwards needs an unshard.
+        Empty on ranks without the last stage. No barrier follows: ranks of the first stages may
+        continue while the last ones still compute. FSDP stages are resharded at the end, so reading
+        a weight afterwards needs an unshard.
 
         Args:
-            microbatches: see :meth:`forward_backward`, but at least one; the first one is repeated where the schedule
-                needs more.
+            microbatches: see :meth:`forward_backward`, but at least one; the first one is repeated
+                where the schedule needs more.
 
         Raises:
             PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
@@ -180,8 +184,8 @@ class Pipeline:
     ) -> None:
         """Runs microbatches through all stages.
 
-        ``take`` is called on the rank of the last stage with a microbatch's index and the stage's output; with
-        ``has_backward`` it returns the scalar to backpropagate, [].
+        ``take`` is called on the rank of the last stage with a microbatch's index and the stage's
+        output; with ``has_backward`` it returns the scalar to backpropagate, [].
         """
         for stage in self._stages:
             stage.expect(microbatches, has_backward)
@@ -215,8 +219,9 @@ class Pipeline:
 def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
     """Runs a schedule once, on the microbatches that its stages expect.
 
-    ``takes`` are passed to the schedule's loss function as targets, one per microbatch. ``has_backward`` must be equal
-    for all runs of one schedule, or its ranks would synchronize their setup again.
+    ``takes`` are passed to the schedule's loss function as targets, one per microbatch.
+    ``has_backward`` must be equal for all runs of one schedule, or its ranks would synchronize
+    their setup again.
     """
     if TorchVersion(torch.__version__) >= "2.14":
         run = schedule.step if has_backward else schedule.eval
@@ -230,9 +235,10 @@ def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward
 class _Stage(PipelineStage):
     """Stage that sends one tensor of hidden states per microbatch, in the microbatch's own shape.
 
-    PyTorch's stages need one shape for all microbatches, and in 2.13 allocate receive buffers for all of them at once.
-    Here a buffer lives from its receive to its use. Shapes are not communicated, because every rank of a pipeline has
-    the tokens. Schedules need all microbatches on the device, so a stage copies its own inputs instead.
+    PyTorch's stages need one shape for all microbatches, and in 2.13 allocate receive buffers for
+    all of them at once. Here a buffer lives from its receive to its use. Shapes are not
+    communicated, because every rank of a pipeline has the tokens. Schedules need all microbatches
+    on the device, so a stage copies its own inputs instead.
     """
 
     submod: Any

@@ -50,9 +50,9 @@ def layers_of_stages(
     Args:
         model: a torchtune decoder; may be on the meta device.
         num_stages: at least 2.
-        split_points: first layer of each stage but the first, ascending. None balances the stages by their number of
-            parameters, to which a token's FLOPs are proportional; the output layer counts, the embedding, a lookup,
-            does not.
+        split_points: first layer of each stage but the first, ascending. None balances the stages
+            by their number of parameters, to which a token's FLOPs are proportional; the output
+            layer counts, the embedding, a lookup, does not.
 
     Raises:
         ValueError: a model that cannot be cut, fewer layers than stages, or invalid split points.
@@ -83,7 +83,8 @@ def layers_of_stages(
 def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: int) -> list[range]:
     """Partitions layers into stages of at least one layer so that the maximum cost is minimal.
 
-    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last stage.
+    Dynamic programming over all cuts, O(stages * layers^2). ``output_cost`` is added to the last
+    stage.
     """
     num_layers = len(layer_costs)
     totals = [0.0, *accumulate(layer_costs)]
@@ -112,8 +113,8 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
 class NotOnThisStage(nn.Module):
     """Identity in place of a module that is on another stage.
 
-    Layers keep their index, so parameters keep their names in the whole model. ``weight`` is that of token embeddings
-    that this stage does not look up but shares with its output layer.
+    Layers keep their index, so parameters keep their names in the whole model. ``weight`` is that
+    of token embeddings that this stage does not look up but shares with its output layer.
     """
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
@@ -132,8 +133,8 @@ class NotOnThisStage(nn.Module):
 def cut_to_stage(model: Any, layers: range) -> None:
     """Removes all layers but those of one stage from a decoder, in place.
 
-    The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the whole model's output,
-    all others hidden states.
+    The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the
+    whole model's output, all others hidden states.
 
     The decoder is on the meta device and not wrapped yet.
     """

@@ -37,7 +37,8 @@ from recipe_utils.parallel.ranks import Ranks
 class AverageTeacher:
     """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
-    Wrapped, cut into stages and sharded like the student, so that each rank averages its own shards.
+    Wrapped, cut into stages and sharded like the student, so that each rank averages its own
+    shards.
 
     ``build`` builds a model; its argument becomes the loss module.
     """
@@ -96,8 +97,9 @@ class AverageTeacher:
     ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
         """Attaches teacher outputs to the microbatches of an update step, before any gradient exists.
 
-        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Logits are computed from bottlenecks per
-        microbatch when needed; dual [k] is computed over all microbatches of all ranks.
+        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Logits are computed from
+        bottlenecks per microbatch when needed; dual [k] is computed over all microbatches of all
+        ranks.
 
         Args:
             step: the update step.
@@ -105,9 +107,9 @@ class AverageTeacher:
             max_images: images on the fullest rank, for two-pass KoLeo; else None.
 
         Yields:
-            The microbatches, unchanged on stages before the last one, which have no loss; and the number of prototypes
-            that are the most probable one of some global crop. The ranks of a pipeline average it: it is 0 on all but
-            the last stage.
+            The microbatches, unchanged on stages before the last one, which have no loss; and the
+            number of prototypes that are the most probable one of some global crop. The ranks of a
+            pipeline average it: it is 0 on all but the last stage.
         """
         seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
         said = self._forward.outputs(seen)
@@ -159,8 +161,8 @@ class AverageTeacher:
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
         """Moves the average towards the student after an update step; skipped update steps leave it unchanged.
 
-        ``momentum`` is the weight of the average itself. After ``num_steps`` update steps the Gram teacher may be due.
-        For ``grad_norm`` see :meth:`MovingAverage.update`.
+        ``momentum`` is the weight of the average itself. After ``num_steps`` update steps the Gram
+        teacher may be due. For ``grad_norm`` see :meth:`MovingAverage.update`.
         """
         self._average.update(momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
@@ -175,8 +177,8 @@ class AverageTeacher:
 class MovingAverage:
     """Moving average of a model's weights over update steps, in place.
 
-    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Both models are wrapped, cut and
-    sharded alike, so each rank averages its own shards without communication.
+    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Both models
+    are wrapped, cut and sharded alike, so each rank averages its own shards without communication.
     """
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
@@ -187,8 +189,8 @@ class MovingAverage:
     def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
         """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
-        ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the step on the
-        device, and so does this; None if the step was taken.
+        ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has
+        skipped the step on the device, and so does this; None if the step was taken.
         """
         averages, followed = (_local_weights(each) for each in (self._average, self._model))
         if not averages:

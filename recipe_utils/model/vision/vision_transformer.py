@@ -1,9 +1,10 @@
 """DINOv3's vision transformer (arXiv:2508.10104) built from torchtune's modules.
 
-A microbatch is one row of tokens that concatenates crops of several sizes, so that sharding, compile, activation
-checkpointing and pipeline stages work as for text.
+A microbatch is one row of tokens that concatenates crops of several sizes, so that sharding,
+compile, activation checkpointing and pipeline stages work as for text.
 
-Shapes: b rows, s tokens per row, h heads, w head width, d model width, L layers, c channels, p patch size.
+Shapes: b rows, s tokens per row, h heads, w head width, d model width, L layers, c channels, p
+patch size.
 """
 
 import hashlib
@@ -165,17 +166,20 @@ class VisionTransformer(TransformerDecoder):
         """Returns hidden states after the final norm [b, s, d], or the output of ``output`` or of a loss module.
 
         Args:
-            tokens: [b, s, 1 + c * p * p]: kind of the token (0 patch, 1 masked patch, 2 class token, 3 + r
-                register r), then its patch's normalized pixels in the order [c, p, p]. On all stages but the
-                first, hidden states [b, s, d].
-            input_pos: [b, s, 2 + draws]: (row, column) of the patch center in (-1, 1), (0, 0) for other tokens;
-                then draws in [0, 1), equal for all tokens of a crop, one per residual branch: attention of
-                layer 0, MLP of layer 0, attention of layer 1, ... In training a draw below ``drop_path`` drops
-                its branch, others scale it by 1 / (1 - drop_path) (arXiv:1603.09382). No draws drop nothing.
-            crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one crop.
+            tokens: [b, s, 1 + c * p * p]: kind of the token (0 patch, 1 masked patch, 2 class
+                token, 3 + r register r), then its patch's normalized pixels in the order [c, p, p].
+                On all stages but the first, hidden states [b, s, d].
+            input_pos: [b, s, 2 + draws]: (row, column) of the patch center in (-1, 1), (0, 0) for
+                other tokens; then draws in [0, 1), equal for all tokens of a crop, one per residual
+                branch: attention of layer 0, MLP of layer 0, attention of layer 1, ... In training
+                a draw below ``drop_path`` drops its branch, others scale it by 1 / (1 - drop_path)
+                (arXiv:1603.09382). No draws drop nothing.
+            crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one
+                crop.
 
         Raises:
-            ValueError: crops do not fill the row, or the number of draws does not fit the number of layers.
+            ValueError: crops do not fill the row, or the number of draws does not fit the number of
+                layers.
         """
         if crop_groups is not None:
             check_crop_groups(tokens, crop_groups)
@@ -208,8 +212,8 @@ def rotation_of(
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and signed sines of the rotation, [b, s, 1, w] each.
 
-    Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns for the second half
-    of the channel pairs, as in transformers' DINOv3ViTModel.
+    Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns
+    for the second half of the channel pairs, as in transformers' DINOv3ViTModel.
 
     ``centres`` [b, s, 2] are (row, column) in (-1, 1); ``base`` is that of the wavelengths.
     """
@@ -241,8 +245,8 @@ def attend_within_crops(
 ) -> Tensor:
     """Computes full attention within each crop, one call per group of equally long crops.
 
-    Takes q, k, v [b, h, s, w] and returns [b, h, s, w]; ``mask`` None makes each row one crop. ``is_causal`` is
-    torchtune's and ignored.
+    Takes q, k, v [b, h, s, w] and returns [b, h, s, w]; ``mask`` None makes each row one crop.
+    ``is_causal`` is torchtune's and ignored.
     """
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
@@ -280,7 +284,8 @@ def dinov3_vit(  # a model's sizes, each of which configs name
 ) -> VisionTransformer:
     """Builds DINOv3's vision transformer without a head: its ``output`` is the identity.
 
-    Computes the same function as transformers' ``DINOv3ViTModel``; see :mod:`recipe_utils.checkpoint.dinov3_vit`.
+    Computes the same function as transformers' ``DINOv3ViTModel``; see
+    :mod:`recipe_utils.checkpoint.dinov3_vit`.
 
     Args:
         patch_size: side of a patch [pixels].
@@ -292,8 +297,8 @@ def dinov3_vit(  # a model's sizes, each of which configs name
         intermediate_dim: width of the MLP; None is four times ``embed_dim``.
         use_gated_mlp: SwiGLU instead of GELU, as in S+, H+ and larger.
         layer_scale_init: initial scale of residual branches.
-        drop_path: fraction of crops whose residual branch is dropped, equal in all layers as in DINOv2 and DINOv3
-            (in other ViTs it grows with depth).
+        drop_path: fraction of crops whose residual branch is dropped, equal in all layers as in
+            DINOv2 and DINOv3 (in other ViTs it grows with depth).
         rope_base: base of the rotary wavelengths.
         norm_eps: epsilon of the layer norms.
 
@@ -375,8 +380,9 @@ def with_heads(
 ) -> Callable[[], nn.Module]:
     """Returns a builder of the backbone with prototype heads as its output layer.
 
-    ``dino`` and ``ibot`` are arguments of :class:`recipe_utils.loss.self_distillation.PrototypeHead`, without the width,
-    for crops and for patches. The builder raises the ValueError of :func:`check_vision_transformer`, and a
+    ``dino`` and ``ibot`` are arguments of
+    :class:`recipe_utils.loss.self_distillation.PrototypeHead`, without the width, for crops and for
+    patches. The builder raises the ValueError of :func:`check_vision_transformer`, and a
     :class:`recipe_utils.settings.problems.ConfigError` for invalid arguments of a head.
     """
 
@@ -455,11 +461,11 @@ _sign(dinov3_vit_l16, _L16)
 def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns full initial weights by name, in fp32 on the CPU.
 
-    Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that small models
-    distinguish images from the start; published models have 384 inputs or more and 0.02 (arXiv:2104.14294).
-    Prototypes have a norm of about 1, as DINO's normalized ones; learned tokens a deviation of 0.02; the mask token and
-    biases are 0, norms 1. Each weight has its own generator, seeded by seed and name, so that weights do not depend on
-    the layout.
+    Matrices are normal with deviation 1 / sqrt(3 * inputs), which is 0.02 for 833 inputs, so that
+    small models distinguish images from the start; published models have 384 inputs or more and
+    0.02 (arXiv:2104.14294). Prototypes have a norm of about 1, as DINO's normalized ones; learned
+    tokens a deviation of 0.02; the mask token and biases are 0, norms 1. Each weight has its own
+    generator, seeded by seed and name, so that weights do not depend on the layout.
 
     ``whole_on_meta`` contains the heads and is not wrapped yet.
 
@@ -502,8 +508,8 @@ _DEPTH = re.compile(r"(?:stage_\d+\.)?(?:tok_embeddings|layers\.(?P<layer>\d+)|n
 def layer_of(name: str, num_layers: int) -> int:
     """Returns a weight's depth, for a learning rate that decays towards the input.
 
-    ``name`` is that in the whole model or a stage, without wrappers. Depths are 0 for the patch embedding, i + 1 for
-    layer i, num_layers + 1 for the last norm and the heads.
+    ``name`` is that in the whole model or a stage, without wrappers. Depths are 0 for the patch
+    embedding, i + 1 for layer i, num_layers + 1 for the last norm and the heads.
 
     Raises:
         ValueError: the name is not a weight of a vision transformer.
