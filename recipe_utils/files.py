@@ -156,7 +156,7 @@ class TensorFile:
     """Safetensors file whose tensors can be read in parts.
 
     Raises:
-        CheckpointError: by all methods; the file cannot be read or lacks the tensor. Contains the path.
+        CheckpointError: by all methods; the file (named) cannot be read or lacks the tensor.
     """
 
     def __init__(self, path: Path) -> None:

@@ -51,11 +51,12 @@ def fresh_llama_checkpointer(
 ) -> FullModelHFCheckpointer:
     """Returns a Hugging Face checkpointer, after building a checkpoint of fresh weights.
 
-    The checkpoint (``config.json``, ``model.safetensors``) also loads with ``transformers``. It is built
-    once, and rebuilt if ``model`` or ``seed`` change. Weights of another origin are not replaced.
+    The checkpoint (``config.json``, ``model.safetensors``) also loads with ``transformers``. It is
+    built once, and rebuilt if ``model`` or ``seed`` change. Weights of another origin are not
+    replaced.
 
     Args:
-        model: component ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE).
+        model: ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE).
         checkpoint_dir: folder of the fresh checkpoint.
         output_dir: see ``FullModelHFCheckpointer``, as the arguments below.
         seed: seed of the weights.

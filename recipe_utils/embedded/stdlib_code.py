@@ -11,8 +11,8 @@ from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, questio
 from recipe_utils.embedded.stdlib_sources import definitions, library_sources
 
 MAX_CHARACTERS = 1000
-"""Maximum length of a function's code. With its question this is less than 512 tokens of the embedded
-tokenizer."""
+"""Maximum length of a function's code. With its question this is less than 512 tokens of the
+embedded tokenizer."""
 
 
 def code_dataset(

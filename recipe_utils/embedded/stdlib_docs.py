@@ -117,15 +117,16 @@ def docstring_tokenizer(
 ) -> Llama3Tokenizer:
     """Returns a Llama 3 tokenizer whose merges are learned from the training text.
 
-    The first call trains it (some seconds) or copies it and writes ``path`` in the format of Llama 3's
-    ``tokenizer.model``; later calls and other processes read the file. It is rebuilt if ``vocab_size``,
-    the text or the copied file change.
+    The first call trains it (some seconds) or copies it and writes ``path`` in the format of Llama
+    3's ``tokenizer.model``; later calls and other processes read the file. It is rebuilt if
+    ``vocab_size``, the text or the copied file change.
 
     Args:
-        path: file of the tokenizer. ``special_tokens.json`` is written beside it, and for transformers
-            ``tokenizer.json`` and ``tokenizer_config.json``. Exports contain all of them, but not the
-            record of the arguments, and are only read.
-        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only read or copy.
+        path: file of the tokenizer. ``special_tokens.json`` is written beside it, and for
+            transformers ``tokenizer.json`` and ``tokenizer_config.json``. Exports contain all of
+            them, but not the record of the arguments, and are only read.
+        docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only
+            read or copy.
         vocab_size: number of tokens, including special ones; None for that of the file, or 4096.
         max_seq_len: maximum length of samples [tokens].
         copied_from: file of another model's tokenizer, which is copied instead of trained.

@@ -29,8 +29,7 @@ def word_order_dataset(
 
     Args:
         tokenizer: tokenizes messages; its ``max_seq_len`` truncates each side.
-        path: file of :func:`recipe_utils.embedded.stdlib_docs.docstring_pairs`, written by the first
-            call.
+        path: file of :func:`docstring_pairs`, written by the first call.
         split: ``"train"`` or ``"validation"``.
         num_validation_samples: size of the validation split, drawn with a fixed seed.
 
@@ -44,8 +43,8 @@ def word_order_dataset(
 def first_paragraphs(pairs: Pairs) -> Pairs:
     """Returns first paragraphs of docstrings, in one line, with their questions.
 
-    They have at least MIN_WORDS words, two of them different. Equal ones are returned once: methods of
-    many classes share a docstring, and validation samples must not be in the training split.
+    They have at least MIN_WORDS words, two of them different. Equal ones are returned once: methods
+    of many classes share a docstring, and validation samples must not be in the training split.
     """
     found: dict[str, str] = {}
     for question, docstring in pairs:
@@ -76,8 +75,8 @@ def exchange_neighbours(text: str, seed: str) -> str:
 class WordOrderDataset(Dataset[dict[str, Any]]):
     """Tokenized pairs of an answer and the answer with two words exchanged.
 
-    Samples are those of torchtune's ``PreferenceDataset``: tokens of both sides, including the question,
-    and labels of the same length, -100 for the question.
+    Samples are those of torchtune's ``PreferenceDataset``: tokens of both sides, including the
+    question, and labels of the same length, -100 for the question.
     """
 
     def __init__(self, pairs: Pairs, tokenizer: Any) -> None:

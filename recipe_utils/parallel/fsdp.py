@@ -89,8 +89,8 @@ def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
     """Selects FSDP2's collectives for the forward and backward of one microbatch.
 
     HSDP's all-reduce between copies runs with the last microbatch of an update step only. The
-    reduce-scatter within a copy runs with each microbatch, which keeps accumulated gradients sharded,
-    or with the last one, at the cost of unsharded gradients in memory.
+    reduce-scatter within a copy runs with each microbatch, which keeps accumulated gradients
+    sharded, or with the last one, at the cost of unsharded gradients in memory.
 
     Args:
         model: any module; has no effect if it is not sharded.

@@ -58,10 +58,10 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
 def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
     """Returns a name that all ranks share and that no earlier start of the job has used.
 
-    Rank 0 draws the name. The store may hold requests of ranks of earlier starts, which are dead, so
-    every other rank writes a request with a random id, and rank 0 answers all requests that it finds
-    until each rank of this start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is no such
-    name: each node has its own.)
+    Rank 0 draws the name. The store may hold requests of ranks of earlier starts, which are dead,
+    so every other rank writes a request with a random id, and rank 0 answers all requests that it
+    finds until each rank of this start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is
+    no such name: each node has its own.)
 
     Args:
         store: store of all ranks; its timeout bounds the wait for a rank.
@@ -97,9 +97,9 @@ def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Returns the mean over all ranks of each entry [k], in fp64, with one all-reduce.
 
-    If an entry is a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over all N
-    target tokens: ranks of a tensor-parallel group contribute equal values, which the mean counts
-    once. There is no device synchronization.
+    If an entry is a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over
+    all N target tokens: ranks of a tensor-parallel group contribute equal values, which the mean
+    counts once. There is no device synchronization.
     """
     values = values.detach().flatten().clone()
     dist.all_reduce(values)
@@ -165,8 +165,7 @@ def print_final_error(text: str | None) -> None:
     kills all ranks once one has exited.
 
     Args:
-        text: message; rank 0's takes precedence over the first of another rank. None if another rank
-            has one.
+        text: message, printed if it is rank 0's or the first; None if another rank has one.
     """
     store = None
     with suppress(Exception):  # no launcher, or the host of the store has exited

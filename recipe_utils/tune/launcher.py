@@ -1,7 +1,7 @@
 """Signal handling of ``tune run --nproc_per_node`` for this project's recipes.
 
-After a signal, torchrun kills its ranks within 30 seconds and reports a failure, even if all of them
-saved a checkpoint and exited with code 0.
+After a signal, torchrun kills its ranks within 30 seconds and reports a failure, even if all of
+them saved a checkpoint and exited with code 0.
 """
 
 import logging
@@ -29,8 +29,8 @@ def wait_for_ranks() -> None:
     """Patches torchrun's handling of signals and of reported errors in this process.
 
     The first SIGTERM or SIGINT is forwarded to the ranks, and the launcher waits for them without a
-    timeout. If all exit with code 0, so does the launcher; otherwise it exits as torchrun does after a
-    signal, without a restart. A second signal has torchrun's effect.
+    timeout. If all exit with code 0, so does the launcher; otherwise it exits as torchrun does
+    after a signal, without a restart. A second signal has torchrun's effect.
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """

@@ -1,9 +1,9 @@
 """Registration of recipes for ``tune ls``, ``tune cp``, ``tune validate`` and ``tune run``.
 
 torchtune 0.6.1 keeps its recipes in a module-level list without an interface to extend it. PyTorch
-calls the entry points of the group ``torch.backends`` at the end of ``import torch``, which ``tune``
-runs before it reads the list. Only this module uses a private name of torchtune's command line. It
-is imported with torch and torchtune (:mod:`recipe_utils.tune.registration`), so it must be light.
+calls the entry points of the group ``torch.backends`` at the end of ``import torch``, which
+``tune`` runs before it reads the list. Only this module uses a private name of torchtune's command
+line. It is imported with torch (:mod:`recipe_utils.tune.registration`), so it must be light.
 """
 
 import os
@@ -83,8 +83,8 @@ SAME_FILE = {
 def register() -> None:
     """Adds :data:`RECIPES` to torchtune's registry.
 
-    For ``tune run`` of one of them or of a copy, it also patches the launcher. ``tune validate`` only
-    accepts paths, so the name of a config in ``sys.argv`` is replaced by its path.
+    For ``tune run`` of one of them or of a copy, it also patches the launcher. ``tune validate``
+    only accepts paths, so the name of a config in ``sys.argv`` is replaced by its path.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 

@@ -18,8 +18,8 @@ OURS = "TORCHTUNE_UPDATE_STEP_RUN"
 def register() -> None:
     """Calls :func:`recipe_utils.tune.registry.register` during the import of torchtune.
 
-    ``tune`` reports an error in one line and continues with torchtune's recipes. Other programs, which
-    may only import torch, print nothing.
+    ``tune`` reports an error in one line and continues with torchtune's recipes. Other programs,
+    which may only import torch, print nothing.
     """
     if OURS in os.environ:
         be_quiet_about_kernels()

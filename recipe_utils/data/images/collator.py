@@ -114,7 +114,8 @@ class Views(Dataset[dict[str, Any]]):
     """Crops of each image of a dataset, with masks and random draws.
 
     Draws depend only on (seed, epoch, dataset index); mask ratios and the position factor on (seed,
-    epoch, update step). Samples are those of :func:`recipe_utils.data.images.folders.checked_image`.
+    epoch, update step). Samples are those of
+    :func:`recipe_utils.data.images.folders.checked_image`.
 
     Raises:
         ValueError: the crops do not match the model.
@@ -141,9 +142,10 @@ class Views(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the views of an image as arrays, because tensors need a file handle each in workers.
 
-        These are ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised; ``masks``
-        bool [2, P]; ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and ``step_size`` of the index;
-        ``position_factor``; ``label`` or None; ``path``, possibly empty; ``digest`` int64 [2].
+        These are ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised;
+        ``masks`` bool [2, P]; ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and
+        ``step_size`` of the index; ``position_factor``; ``label`` or None; ``path``, possibly
+        empty; ``digest`` int64 [2].
 
         Raises:
             SampleError: the image cannot be used.

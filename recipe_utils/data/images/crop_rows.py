@@ -1,7 +1,7 @@
 """Rows of crops: input tokens of a vision transformer, and the positions that losses use.
 
 Shapes: g images, each with 2 global and L local crops of c channels; patches are p x p pixels. A
-global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l tokens.
+global crop has G tokens: 1 class token, R registers and P patches, row by row; a local one l.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,10 +89,10 @@ def row_of(
 ) -> tuple[dict[str, Any], list[Positions]]:
     """Returns the inputs of a microbatch, and the positions of each part's tokens.
 
-    Inputs are ``tokens`` [1, s, 1 + c * p * p], the type of the token and the pixels of a patch [c, p, p];
-    ``input_pos`` [1, s, 2 + num_draws], row and column of a patch's centre in its crop, in (-1, 1) times
-    ``position_factor``, and the crop's draws; ``crop_groups``, for each part the number of crops and of
-    tokens per crop.
+    Inputs are ``tokens`` [1, s, 1 + c * p * p], type of the token and pixels [c, p, p] of a patch;
+    ``input_pos`` [1, s, 2 + num_draws], row and column of a patch's centre in its crop, in (-1, 1)
+    times ``position_factor``, and the crop's draws; ``crop_groups``, for each part the number of
+    crops and of tokens per crop.
     """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]

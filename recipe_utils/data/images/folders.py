@@ -104,8 +104,8 @@ def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
     """Loads a dataset of images by :func:`recipe_utils.data.loader.samples.load_dataset`.
 
     Raises:
-        ValueError: the first sample has no image, or no label and ``with_labels`` is True. Broken images
-            are reported when they are loaded.
+        ValueError: the first sample has no image, or no label and ``with_labels`` is True. Broken
+            images are reported when they are loaded.
     """
     made = load_dataset(cfg)
     if made is None or len(made) == 0:
@@ -148,8 +148,8 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
     """Returns the pixels of a sample's image (:func:`pixels_of`), and its ``path`` and ``label``.
 
     Args:
-        sample: mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a pair (image,
-            label), as torchvision's datasets return it.
+        sample: mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a pair
+            (image, label), as torchvision's datasets return it.
         num_channels: channels of the model.
 
     Raises:
@@ -176,9 +176,9 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
     """Returns pixels in [0, 1], [num_channels, h, w]: float64 if the image is, else float32.
 
-    As in torchvision's ``ImageFolder``, images become RGB, or gray if ``num_channels`` is 1: gray images
-    are repeated, palettes looked up, alpha channels dropped. Integers are divided by the largest value
-    of their type, so 16-bit images are not clipped at 255.
+    As in torchvision's ``ImageFolder``, images become RGB, or gray if ``num_channels`` is 1: gray
+    images are repeated, palettes looked up, alpha channels dropped. Integers are divided by the
+    largest value of their type, so 16-bit images are not clipped at 255.
 
     Args:
         image: Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis cannot be
@@ -186,8 +186,8 @@ def pixels_of(image: Any, num_channels: int) -> np.ndarray:
         num_channels: 1, 3, or the number of channels of the array.
 
     Raises:
-        ValueError: no pixels, another type, values not finite or outside [0, 1], or channels that cannot
-            be converted.
+        ValueError: no pixels, another type, values not finite or outside [0, 1], or channels that
+            cannot be converted.
     """
     if "PIL" in sys.modules and hasattr(image, "convert"):
         image = _array_of_pillow(image)

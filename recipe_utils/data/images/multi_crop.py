@@ -1,7 +1,7 @@
 """Multi-crop augmentation of DINO (Caron et al. 2021, arXiv:2104.14294, appendix E).
 
-Defaults are those of DINOv2 (Oquab et al. 2023, arXiv:2304.07193). Each crop takes a fixed number of
-draws from one generator, so no outcome shifts later draws. Pillow resizes and NumPy computes
+Defaults are those of DINOv2 (Oquab et al. 2023, arXiv:2304.07193). Each crop takes a fixed number
+of draws from one generator, so no outcome shifts later draws. Pillow resizes and NumPy computes
 elementwise, both in one thread: crops are bitwise the same for any number of threads and workers.
 """
 
@@ -34,8 +34,8 @@ class Crops(NamedTuple):
 class MultiCrop:
     """Transform that makes two global and several local crops of an image.
 
-    A crop is a box of random area and shape, resized (:func:`resized_boxes`), flipped at random, changed
-    in its colours and normalised. Saturation, hue and greyscale do not apply to one channel.
+    A crop is a box of random area and shape, resized (:func:`resized_boxes`), flipped at random,
+    changed in its colours and normalised. One channel has no saturation, hue and greyscale.
 
     Args:
         global_crop_size: side [pixels].
@@ -46,7 +46,7 @@ class MultiCrop:
         aspect_ratio: smallest and largest width over height; uniform in the logarithm.
         interpolation: filter of the resizing.
         flip_probability: probability of a horizontal flip.
-        jitter_probability: probability of brightness, contrast, saturation and hue, in random order.
+        jitter_probability: for brightness, contrast, saturation and hue, in random order.
         brightness: factor is uniform in 1 -+ this.
         contrast: factor is uniform in 1 -+ this.
         saturation: factor is uniform in 1 -+ this.
@@ -58,9 +58,10 @@ class MultiCrop:
         solarize_threshold: smallest value that is inverted, in [0, 1].
         mean: subtracted from each channel; default: ImageNet's.
         std: divisor of each channel.
-        image_transform: component called with the image [c, h, w], a tensor in [0, 1], before cropping;
-            returns such an image. For instance a torchvision.transforms.v2 class. It may draw from
-            torch's global generator, which is seeded for each image; needs ``num_workers`` above 0.
+        image_transform: component called with the image [c, h, w], a tensor in [0, 1], before
+            cropping; returns such an image. For instance a torchvision.transforms.v2 class. It may
+            draw from torch's global generator, which is seeded for each image; needs
+            ``num_workers`` above 0.
 
     Raises:
         ValueError: an argument is out of bounds, or Pillow is not installed.
@@ -271,8 +272,8 @@ def resized_boxes(
 ) -> list[np.ndarray]:
     """Resizes boxes of an image to squares with Pillow.
 
-    Channels are images of mode "F" (float32), in any number and without loss for 16 bits. Downscaling
-    stretches the filter (antialiasing), which may read pixels beside the box.
+    Channels are images of mode "F" (float32), in any number and without loss for 16 bits.
+    Downscaling stretches the filter (antialiasing), which may read pixels beside the box.
 
     Args:
         image: [c, h, w] of floats.

@@ -1,7 +1,7 @@
 """Random draws for views: masks of patches, and the position factor.
 
-Draws depend only on numbers such as seed, epoch and index: they are the same on any rank and after a
-resume.
+Draws depend only on numbers such as seed, epoch and index: they are the same on any rank and after
+a resume.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ def mask_ratios(
 ) -> np.ndarray:
     """Returns the share of masked patches in each global crop of an update step, float64 [num_crops].
 
-    As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193), the range is cut into one part per masked crop,
-    and each crop draws its ratio from another part. Crops are those of the update step over all ranks,
-    so the distribution does not depend on how it is split.
+    As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193), the range is cut into one part per masked
+    crop, and each crop draws its ratio from another part. Crops are those of the update step over
+    all ranks, so the distribution does not depend on how it is split.
 
     Args:
         seed: seed of the training.
@@ -70,8 +70,8 @@ def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.nda
     """Masks exactly ``num_masked`` patches of a square, in blocks.
 
     As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021,
-    arXiv:2111.07832), rectangles of random area and shape, which may overlap, are added until ten in a
-    row add no patch or too many. The rest is masked patch by patch.
+    arXiv:2111.07832), rectangles of random area and shape, which may overlap, are added until ten
+    in a row add no patch or too many. The rest is masked patch by patch.
 
     Args:
         side: side of the square [patches].

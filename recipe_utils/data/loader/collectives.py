@@ -1,9 +1,9 @@
 """CPU collectives of the update step loader: counts over all ranks, and samples that move between ranks.
 
-One all-reduce per update step sums the divisors of losses (target tokens, pairs, images), and confirms
-that every rank has the whole update step and its number of microbatches. Otherwise a rank could abandon
-an update step half way; with deferred gradient sync that leaves buffers in FSDP2 that ``zero_grad()``
-does not clear. The collectives run in the background thread, over a separate gloo group.
+One all-reduce per update step sums the divisors of losses (target tokens, pairs, images), and
+confirms that every rank has the whole update step and its number of microbatches. Otherwise a rank
+could abandon an update step half way; with deferred gradient sync that leaves buffers in FSDP2 that
+``zero_grad()`` does not clear. They run in the background thread, over a separate gloo group.
 """
 
 import pickle
@@ -85,8 +85,8 @@ class StepCollectives:
 
         Raises:
             AbandonedError: ``closed`` was set first. The group cannot be used after that.
-            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get the
-                counts of the others.
+            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get
+                the counts of the others.
         """
         row: tuple[int, ...] = ()
         if local is not None:
@@ -111,8 +111,8 @@ class StepCollectives:
     ) -> list[list[Sample]]:
         """Plans an update step over all ranks and sends each sample to its rank.
 
-        Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes. Every rank
-        computes the same plan.
+        Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes.
+        Every rank computes the same plan.
 
         Args:
             samples: samples of this rank; None reports that it could not load them.
@@ -187,8 +187,8 @@ class StepCollectives:
     def _wait(self, work: dist.Work | None) -> None:
         """Waits for a collective or for ``closed``.
 
-        A rank that failed elsewhere must not wait here until the group's timeout, because the other ranks
-        wait for it in another collective.
+        A rank that failed elsewhere must not wait here until the group's timeout, because the other
+        ranks wait for it in another collective.
         """
         assert work is not None
         pause_seconds = _POLL_SECONDS

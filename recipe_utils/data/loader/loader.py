@@ -1,7 +1,7 @@
 """Update steps: the data of one optimizer step.
 
-Samples, microbatches and counts over all data-parallel (DP) ranks are determined on the CPU before the
-first forward.
+Samples, microbatches and counts over all data-parallel (DP) ranks are determined on the CPU before
+the first forward.
 """
 
 import threading
@@ -47,8 +47,8 @@ _log = get_logger("INFO")
 class Collator(Protocol):
     """Checks, measurement, plans and collation of the samples of one objective.
 
-    With an attribute ``block`` (int), so many consecutive samples of an update step stay on one rank.
-    Losses that couple samples need it.
+    With an attribute ``block`` (int), so many consecutive samples of an update step stay on one
+    rank. Losses that couple samples need it.
     """
 
     @property
@@ -128,8 +128,8 @@ class UpdateStepLoader:
             least as large, that all ranks run with dummy ones. Default: the same number.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on, forms
-            no update step, or differs in length between ranks.
+        recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on,
+            forms no update step, or differs in length between ranks.
     """
 
     def __init__(
@@ -223,9 +223,10 @@ class UpdateStepLoader:
             stop: if set on any rank, ``stop_requested`` of later update steps is True on all ranks.
 
         Returns:
-            A context manager that iterates over :class:`UpdateStep`. It raises errors of the dataset or the
-            collator, and on other ranks :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`:
-            all ranks stop before the same update step.
+            A context manager that iterates over :class:`UpdateStep`. It raises errors of the
+            dataset or the collator, and on other ranks
+            :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
+            before the same update step.
         """
         first = samples_consumed // self.global_batch_size
         permutation = self._permutation(epoch)
@@ -271,8 +272,8 @@ class UpdateStepLoader:
         """Returns update steps of given samples; see :meth:`epoch`.
 
         Args:
-            indices_per_step: dataset indices of this DP rank, possibly none, for each update step; every
-                rank must have the same number of update steps.
+            indices_per_step: dataset indices of this DP rank, possibly none, for each update step;
+                every rank must have the same number of update steps.
             first: position of the first update step in its epoch.
             stop: see :meth:`epoch`.
         """

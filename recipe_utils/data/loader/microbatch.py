@@ -17,8 +17,8 @@ class Pairs(NamedTuple):
     """Targets of each answer, for samples that are pairs of answers; p pairs."""
 
     segment_lengths: Tensor
-    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer, and of the
-    rejected one, in the order of the microbatch's targets."""
+    """[3 * p]: for each pair the number of shared targets, of further ones of the chosen answer,
+    and of the rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
 
@@ -40,8 +40,8 @@ class Targets(NamedTuple):
     labels: Tensor
     """[b, s]: the label of the *next* position, ``ignore_index`` where there is no target."""
     positions: Tensor
-    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending; computed on the CPU,
-    so that n needs no device synchronization."""
+    """[n]: indices of the target tokens in the flattened [b * s] positions, ascending; computed on
+    the CPU, so that n needs no device synchronization."""
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
@@ -52,8 +52,8 @@ class Microbatch:
     """Tensors of one forward and backward, and their counts."""
 
     inputs: Mapping[str, Any]
-    """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the collate function;
-    for packed rows also ``input_pos`` [b, s] and ``document_lengths``
+    """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the
+    collate function; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
     (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)

@@ -1,11 +1,12 @@
 """Plans: assignments of an update step's samples to microbatches and ranks.
 
-A plan is a pure function of lengths and limits. The loss is normalised over the whole update step, so a
-plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all ranks, so
-arithmetic is elementwise or in Python's order: no sum may depend on the machine.
+A plan is a pure function of lengths and limits. The loss is normalised over the whole update step,
+so a plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all
+ranks, so arithmetic is elementwise or in Python's order: no sum may depend on the machine.
 
-A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup samples
-sort them, longest first, and assign each round's costliest microbatch to the rank with the least cost so far.
+A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup
+samples sort them, longest first, and assign each round's costliest microbatch to the rank with the
+least cost so far.
 """
 
 import heapq
@@ -23,17 +24,18 @@ Plan = Callable[[Sequence[int], int], list[Microbatches]]
 class MicrobatchCost(NamedTuple):
     """Cost of a microbatch, in positions of a short sample.
 
-    A position costs its share of the matrix products and, in attention, more the longer its row or document is. Per
-    token these are 6 * N and 6 * L * d * s floating-point operations for forward and backward with a causal mask (N
-    parameters, L layers, width d, length s; Kaplan et al. 2020, arXiv:2001.08361, section 2.1), so the second equals the
-    first at s = N / (L * d) if all operations are equally fast. Each microbatch has an overhead that does not depend on
-    its size. :mod:`recipe_utils.benchmark.microbatch_cost` fits both to measured times, on two CPU cores to within 4 %
-    in the median.
+    A position costs its share of the matrix products and, in attention, more the longer its row or
+    document is. Per token these are 6 * N and 6 * L * d * s floating-point operations for forward
+    and backward with a causal mask (N parameters, L layers, width d, length s; Kaplan et al. 2020,
+    arXiv:2001.08361, section 2.1), so the second equals the first at s = N / (L * d) if all
+    operations are equally fast. Each microbatch has an overhead that does not depend on its size.
+    :mod:`recipe_utils.benchmark.microbatch_cost` fits both to measured times, on two CPU cores to
+    within 4 % in the median.
     """
 
     overhead_slots: float = 75.0
-    """Cost of one more microbatch. The fit is 100; the cheapest cut is flat around it (75 costs 0.2 % more), and less
-    padding takes less memory."""
+    """Cost of one more microbatch. The fit is 100; the cheapest cut is flat around it (75 costs
+    0.2 % more), and less padding takes less memory."""
     equal_attention_length: float = float("inf")
     """Length at which attention takes as long as everything else [tokens]."""
 
@@ -58,8 +60,9 @@ class DeviceCosts(NamedTuple):
 MEASURED_COSTS = {"cpu": DeviceCosts(MicrobatchCost().overhead_slots, 3.6)}
 """Costs by device type that :mod:`recipe_utils.benchmark.microbatch_cost` measured."""
 ESTIMATED_COSTS = DeviceCosts(400.0, 2.0)
-"""Estimate for other devices: launching a microbatch's kernels takes some 5 ms, in which a GPU would compute 300 to 500
-positions of a model of a billion parameters; its attention runs at about half the speed of its matrix products."""
+"""Estimate for other devices: launching a microbatch's kernels takes some 5 ms, in which a GPU
+would compute 300 to 500 positions of a model of a billion parameters; its attention runs at about
+half the speed of its matrix products."""
 
 _DEFAULT_COST = MicrobatchCost()
 
@@ -93,19 +96,19 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length and cuts them into microbatches for the least cost.
 
-    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring samples
-    in every round, which limits padding, and as many as balance the totals. The longest samples are
-    first, so that a lack of memory shows in the first microbatch.
+    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring
+    samples in every round, which limits padding, and as many as balance the totals. The longest
+    samples are first, so that a lack of memory shows in the first microbatch.
 
-    The result is that of :func:`plan_in_order`; every rank gets the same number of microbatches, unless
-    there are too few samples.
+    The result has the form of :func:`plan_in_order`'s; every rank gets the same number of microbatches,
+    unless there are too few samples.
 
     Args:
         lengths: tokens of each sample in the update step, [n].
         num_ranks: number of ranks.
         batch_size: only used if ``max_tokens_per_microbatch`` is None.
-        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times the
-            longest of these samples. A longer sample gets its own microbatch.
+        max_tokens_per_microbatch: maximum rows * longest [positions]; None for ``batch_size`` times
+            the longest of these samples. A longer sample gets its own microbatch.
         cost: cost of a microbatch.
     """
     if not lengths:
@@ -131,8 +134,9 @@ def plan_packed(
 ) -> list[Microbatches]:
     """Packs whole samples without padding into few rows of about equal cost.
 
-    Longest first, each sample goes into the row with the least cost so far (Graham 1969, doi:10.1137/0117039) among
-    those with space; if a sample fits in none, one more row per rank is opened.
+    Longest first, each sample goes into the row with the least cost so far (Graham 1969,
+    doi:10.1137/0117039) among those with space; if a sample fits in none, one more row per rank is
+    opened.
 
     Arguments and the result are those of :func:`plan_least_padding`; a microbatch is one row, and
     ``max_tokens_per_microbatch`` bounds its tokens.
@@ -208,9 +212,9 @@ Cuts = list[tuple[int, int]]
 def _cheapest_cut(descending: Sequence[int], max_rows: Sequence[int], cost: MicrobatchCost) -> Cuts:
     """Returns the cut of least total cost, by a dynamic program; O(n * r) for microbatches of up to r rows.
 
-    The cheapest cut of the first i samples is the cheapest cut of some first j, and one microbatch of the samples
-    between. No partition of the samples costs less than the best cut, since exchanging samples of two microbatches until
-    one has the longer ones never raises the cost.
+    The cheapest cut of the first i samples is the cheapest cut of some first j, and one microbatch
+    of the samples between. No partition of the samples costs less than the best cut, since
+    exchanging samples of two microbatches until one has the longer ones never raises the cost.
     """
     # least[i]: cost of the cheapest cut of the first i samples; its last microbatch starts at start_of_last[i].
     least = [0.0] + [float("inf")] * len(descending)
@@ -237,8 +241,8 @@ def _level_cuts(
 ) -> list[Cuts]:
     """Returns the cuts of each rank, one per round, so that the ranks' totals differ little.
 
-    Rounds are as few as the bound allows, and more while that lowers the costliest rank's total: more
-    rounds pad less and balance better, and each costs its overhead.
+    Rounds are as few as the bound allows, and more while that lowers the costliest rank's total:
+    more rounds pad less and balance better, and each costs its overhead.
     """
     fewest_microbatches = start = 0
     while start < len(descending):
@@ -268,9 +272,10 @@ def _cut_rounds(
 ) -> tuple[list[Cuts], float]:
     """Returns the cuts of each rank, and the total cost of the costliest rank.
 
-    Each microbatch takes as many of the sorted samples as a limit on its cost allows, the lowest at which
-    all samples fit, and is below it by up to one sample. So the last round, with the shortest samples, is
-    cut again after the others are assigned: every rank fills up to a total, again the lowest.
+    Each microbatch takes as many of the sorted samples as a limit on its cost allows, the lowest at
+    which all samples fit, and is below it by up to one sample. So the last round, with the shortest
+    samples, is cut again after the others are assigned: every rank fills up to a total, again the
+    lowest.
     """
     num_samples = len(row_costs)
 

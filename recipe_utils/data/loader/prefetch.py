@@ -14,8 +14,8 @@ _END = object()
 class Prefetched(Generic[T]):
     """Iterable of ``items``, which a background thread prepares ahead.
 
-    It is a context manager; the thread ends with the ``with`` block or :meth:`close`. An exception of
-    ``items`` is raised to the caller in its turn, with the traceback of the thread.
+    It is a context manager; the thread ends with the ``with`` block or :meth:`close`. An exception
+    of ``items`` is raised to the caller in its turn, with the traceback of the thread.
 
     Args:
         items: consumed in the background thread, which starts at once.

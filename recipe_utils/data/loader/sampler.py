@@ -1,8 +1,8 @@
 """Assignment of samples to update steps and ranks.
 
-Update step ``k`` is the ``k``-th run of ``global_batch_size`` samples of the epoch's seeded permutation;
-data-parallel (DP) ranks take its samples in turn. So its samples do not depend on the number of ranks,
-and training resumes from (epoch, update step) without further state.
+Update step ``k`` is the ``k``-th run of ``global_batch_size`` samples of the epoch's seeded
+permutation; data-parallel (DP) ranks take its samples in turn. So its samples do not depend on the
+number of ranks, and training resumes from (epoch, update step) without further state.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor
 class StepIndex(int):
     """Dataset index with its position in the training.
 
-    A dataset that seeds its random draws with it returns the same sample on any layout, in any worker,
-    and after a resume.
+    A dataset that seeds its random draws with it returns the same sample on any layout, in any
+    worker, and after a resume.
     """
 
     epoch: int
@@ -48,8 +48,8 @@ class StepIndex(int):
 def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Tensor:
     """Returns the dataset indices of an epoch in order, [num_samples] int64.
 
-    The order is that of ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use
-    seed 0 for any ``seed`` of the config.
+    The order is that of ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune
+    recipes use seed 0 for any ``seed`` of the config.
     """
     if not shuffle:
         return torch.arange(num_samples)
@@ -69,7 +69,8 @@ def num_update_steps(
     Args:
         num_samples: length of the dataset.
         global_batch_size: samples per update step over all DP ranks.
-        last_update_step: ``"train"`` counts the samples left at the end as a short update step, ``"drop"`` does not.
+        last_update_step: ``"train"`` counts the samples left at the end as a short update step,
+            ``"drop"`` does not.
         max_steps_per_epoch: upper bound.
 
     Raises:
@@ -97,12 +98,14 @@ def update_step_indices(
 ) -> list[int]:
     """Returns each :class:`StepIndex` of this DP rank in one update step, in the permutation's order.
 
-    In a short last update step the ranks' shares differ by up to one block, and a rank may get none.
+    In a short last update step the ranks' shares differ by up to one block, and a rank may get
+    none.
 
     Args:
         permutation: dataset indices of the epoch, [num_samples].
         step: index of the update step in the epoch.
-        global_batch_size: samples per update step over all DP ranks, a multiple of ``dp_degree * block``.
+        global_batch_size: samples per update step over all DP ranks, a multiple of
+            ``dp_degree * block``.
         dp_rank: data-parallel coordinate of this rank.
         dp_degree: number of ranks that hold different data.
         epoch: index of the epoch.

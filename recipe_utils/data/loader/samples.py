@@ -1,7 +1,7 @@
 """Samples, loaded and checked by DataLoader workers.
 
-A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torchtune's datasets return it;
-a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
+A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torchtune's datasets
+return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
 import hashlib

@@ -28,16 +28,18 @@ class DataSettings:
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
-    """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted by length and
-    cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is the same."""
+    """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted
+    by length and cut for the least cost; ``packed``: concatenated to rows without padding. The
+    gradient is the same."""
     max_tokens_per_microbatch: Count | None = None
-    """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows times the longest row.
-    Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
+    """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
+    times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
     microbatch_overhead_slots: Annotated[
         Positive | None, OnlyWith("microbatching", ("least_padding",))
     ] = None
-    """Cost of one more microbatch for ``least_padding``, in positions. Default: 75 on CPU (measured), 400 elsewhere (an
-    estimate). ``python -m recipe_utils.benchmark.microbatch_cost`` measures it."""
+    """Cost of one more microbatch for ``least_padding``, in positions. Default: 75 on CPU
+    (measured), 400 elsewhere (an estimate). ``python -m recipe_utils.benchmark.microbatch_cost``
+    measures it."""
     balance_over_ranks: bool | None = None
     """Moves samples between ranks to balance their computation. Default: True unless ``in_order``."""
     last_update_step: Literal["train", "drop"] = "train"
@@ -47,8 +49,8 @@ class DataSettings:
     shuffle: bool = True
     """Shuffles the dataset in each epoch; the order does not depend on the number of ranks."""
     data_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of the shuffled order, and of crops and masks of images; independent of ``seed``. With 0 the order is that of
-    torchtune's sampler."""
+    """Seed of the shuffled order, and of crops and masks of images; independent of ``seed``. With 0
+    the order is that of torchtune's sampler."""
     num_workers: CountOrZero = 0
     """DataLoader worker processes; 0 loads in the background thread."""
     prefetch_update_steps: CountOrZero = 2
@@ -107,7 +109,8 @@ class DataSettings:
         """Returns the microbatches per rank and update step, before samples are regrouped.
 
         Raises:
-            ConfigError: ``global_batch_size`` is not divisible, or contradicts ``gradient_accumulation_steps``.
+            ConfigError: ``global_batch_size`` is not divisible, or contradicts
+                ``gradient_accumulation_steps``.
         """
         steps, total = self.gradient_accumulation_steps, self.global_batch_size
         if total is None:
@@ -136,8 +139,8 @@ class DataSettings:
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
         """Returns the plan of ``microbatching``.
 
-        ``max_tokens`` is the maximum of positions per microbatch; None for ``batch_size`` times the longest
-        sample.
+        ``max_tokens`` is the maximum of positions per microbatch; None for ``batch_size`` times the
+        longest sample.
         """
         arguments: dict[str, Any] = {"batch_size": self.batch_size}
         if self.plans_by_tokens:

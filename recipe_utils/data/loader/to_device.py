@@ -15,8 +15,8 @@ T = TypeVar("T")
 def to_device_ahead(trees: Iterable[T], device: torch.device) -> Iterator[T]:
     """Yields trees of tensors on ``device``, and copies the next one during the computation.
 
-    On CUDA copies use a separate stream, so that neither the host nor the computation waits for copies
-    from pinned memory. At most two trees are held. Other leaves are unchanged.
+    On CUDA copies use a separate stream, so that neither the host nor the computation waits for
+    copies from pinned memory. At most two trees are held. Other leaves are unchanged.
     """
     stream = _copy_stream(device) if device.type == "cuda" else None
     ahead: list[tuple[T, torch.cuda.Event | None]] = []

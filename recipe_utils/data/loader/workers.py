@@ -25,8 +25,8 @@ def load_batches(
 ) -> Iterator[list[Any]]:
     """Yields the samples of each batch; each worker loads whole batches, a few of them ahead.
 
-    A killed worker (for instance without memory) does not end the training: after a warning a new worker
-    loads the first missing batch alone. Then all workers resume.
+    A killed worker (for instance without memory) does not end the training: after a warning a new
+    worker loads the first missing batch alone. Then all workers resume.
 
     Args:
         dataset: map-style.

@@ -104,7 +104,7 @@ class PairCollator:
         cache: cache of reference log-probabilities.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model does not support ``microbatching: packed``.
+        ConfigError: the model does not support ``microbatching: packed``.
     """
 
     counts = (
@@ -180,7 +180,8 @@ class PairCollator:
         """Returns the pair as arrays, with its name and number of shared tokens.
 
         Raises:
-            SampleError: a key is missing, or see :func:`recipe_utils.data.text.collator.check_sample`.
+            SampleError: a key is missing, or see
+                :func:`recipe_utils.data.text.collator.check_sample`.
             SkippedSampleError: a side has no target, or the sides are equal.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}

@@ -31,8 +31,8 @@ def collate_microbatch(
 
     Args:
         samples: at least one, all from a packed dataset or none.
-        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the model's
-            forward. Not called for samples of a packed dataset, which need no padding.
+        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the
+            model's forward. Not called for samples of a packed dataset, which need no padding.
         ignore_index: label of positions that are not targets.
         merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
 
@@ -67,9 +67,9 @@ def collate_packed_microbatch(
 ) -> Microbatch:
     """Makes a microbatch of one row of concatenated samples.
 
-    Each attends only to itself, its positions start from 0 and its last token predicts nothing. Samples of
-    a packed dataset are split into documents without padding. The row is padded to a multiple of
-    ``row_multiple`` tokens with one more document.
+    Each attends only to itself, its positions start from 0 and its last token predicts nothing.
+    Samples of a packed dataset are split into documents without padding. The row is padded to a
+    multiple of ``row_multiple`` tokens with one more document.
 
     Raises:
         ValueError: a sample contains images. Other keys than those of text are ignored.
@@ -102,8 +102,8 @@ def collate_packed_microbatch(
 def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
-    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other samples
-    (images, packed rows) keep their shape.
+    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
+    samples (images, packed rows) keep their shape.
     """
     if set(sample) <= {"tokens", "labels", "mask"}:
         sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
@@ -131,8 +131,8 @@ def num_targets_of(sample: Sample, ignore_index: int) -> int:
 def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     """Returns the number of tokens that are not padding.
 
-    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of a
-    repeated token without targets.
+    Only samples of a packed dataset contain padding: torchtune appends it as one more "document" of
+    a repeated token without targets.
     """
     if "seq_lens" not in sample:
         return len(sample["tokens"])

@@ -43,7 +43,7 @@ class TextCollator:
         known: cached outputs of a teacher, added to microbatches.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model does not support ``microbatching: packed``.
+        ConfigError: the model does not support ``microbatching: packed``.
     """
 
     counts = ("target_tokens", "real_tokens", "positions")

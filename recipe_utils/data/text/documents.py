@@ -1,7 +1,7 @@
 """Document boundaries of packed rows, as numbers on the host and as tensors on the device.
 
-Shapes: b rows, s positions per row, p segments in all rows. A segment is a plain document, or one of the
-three parts of a prefix-shared pair.
+Shapes: b rows, s positions per row, p segments in all rows. A segment is a plain document, or one
+of the three parts of a prefix-shared pair.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 Document: TypeAlias = int | tuple[int, int, int]
-"""Tokens of a document, or of the parts of a prefix-shared pair: the shared prefix and two answers, which
-do not attend to each other."""
+"""Tokens of a document, or of the parts of a prefix-shared pair: the shared prefix and two answers,
+which do not attend to each other."""
 
 DocumentLengths: TypeAlias = Sequence[Sequence[Document]]
 """Tokens of each document, for each row; rows of one microbatch have the same number of positions."""
@@ -29,12 +29,12 @@ class Documents(Sequence[Sequence[Document]]):
 
     lengths: DocumentLengths
     boundaries: Tensor
-    """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the last. No
-    segment is empty, which FlashAttention's backward does not support. Without prefix-shared pairs these are
-    cumulative sequence lengths."""
+    """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the
+    last. No segment is empty, which FlashAttention's backward does not support. Without
+    prefix-shared pairs these are cumulative sequence lengths."""
     segments: Tensor | None
-    """[2, p], int32: document and branch of each segment; branch 0 is a shared prefix or a plain document, 1
-    and 2 are answers. None without prefix-shared pairs."""
+    """[2, p], int32: document and branch of each segment; branch 0 is a shared prefix or a plain
+    document, 1 and 2 are answers. None without prefix-shared pairs."""
 
     def __init__(self, lengths: DocumentLengths) -> None:
         self.lengths = lengths
@@ -64,8 +64,8 @@ class Documents(Sequence[Sequence[Document]]):
     def of_positions(self) -> tuple[Tensor, Tensor | None]:
         """Returns document and branch of each position, both [b, s] int32 on the device of the tensors.
 
-        Documents are numbered over all rows. Branches are None without prefix-shared pairs. There is no
-        device synchronization.
+        Documents are numbered over all rows. Branches are None without prefix-shared pairs. There
+        is no device synchronization.
         """
         positions = torch.arange(
             self.shape[0] * self.shape[1], dtype=torch.int32, device=self.boundaries.device
