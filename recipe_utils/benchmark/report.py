@@ -98,7 +98,7 @@ def summarize(
         steps: timed steps of all baselines and rounds.
         losses: baseline -> round -> losses of all update steps [nats per target token].
         reference: denominator of ratios.
-        other_models: baselines with another model than the reference.
+        other_models: baselines with another model.
         peak_tflops: rate of the fastest matrix product on all ranks; None if not measured.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}

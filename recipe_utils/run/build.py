@@ -34,13 +34,8 @@ def build_loaders(
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
 
-    Args:
-        cfg: whole config.
-        load: builds a dataset from its config.
-        collator: training collator; ``for_validation()`` returns that of ``dataset_val``.
-        settings: settings of the recipe.
-        ranks: ranks of the job.
-        run: enables validation.
+    ``load`` builds a dataset from its config; ``collator.for_validation()`` collates
+    ``dataset_val``.
 
     Raises:
         ConfigError: problems of both datasets.
@@ -106,11 +101,7 @@ def build_optimizer_by_depth(
 ) -> Optimizer:
     """Builds the optimizer of a vision transformer with learning rates by depth.
 
-    Args:
-        cfg: component of the optimizer.
-        model: trained model or its pipeline stages.
-        whole: whole model on any device, for the number of layers.
-        schedules: contains ``layerwise_lr_decay``.
+    ``model`` may be pipeline stages of ``whole``; ``schedules`` contains ``layerwise_lr_decay``.
     """
     num_layers = len(whole.layers)
     depth_of = partial(layer_of, num_layers=num_layers)

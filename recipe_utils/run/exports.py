@@ -43,8 +43,8 @@ def export_model(
         checkpointer: a torchtune checkpointer.
         model: model or pipeline stages, sharded or not.
         name: name of the folder.
-        settings: ``export_dtype`` and ``save_adapter_weights_only``.
-        dtype: computation dtype of the model.
+        settings: contains ``export_dtype`` and ``save_adapter_weights_only``.
+        dtype: default of ``export_dtype``.
         ranks: ranks of the job.
         group: CPU group of all ranks.
         log: receives messages and warnings.

@@ -1,4 +1,4 @@
-"""Metrics read without device synchronization, throughput, and the profiler."""
+"""Metrics read after the next update step is enqueued, throughput, and the profiler."""
 
 import time
 from collections import Counter
@@ -159,10 +159,8 @@ class Metrics:
 class UpdateStepProfiler:
     """``torch.profiler`` with a wait / warm-up / active schedule in update steps.
 
-    Args:
-        profiler: has ``start``, ``step`` and ``stop``.
-        settings: second value of ``torchtune.training.setup_torch_profiler``.
-        record_memory_history: records CUDA allocations in the active steps of the first cycle.
+    Profiler and settings are those of ``torchtune.training.setup_torch_profiler``. With
+    ``record_memory_history``, CUDA allocations are recorded in the active steps of the first cycle.
     """
 
     def __init__(self, profiler: Any, settings: DictConfig, record_memory_history: bool) -> None:

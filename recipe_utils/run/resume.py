@@ -26,13 +26,8 @@ from recipe_utils.settings.problems import ConfigError
 class Resume:
     """Newest complete checkpoint of a recipe, if training resumes. All ranks build it.
 
-    Args:
-        recipe: recipe name; checkpoints of other recipes are skipped.
-        settings: settings of the run.
-        config: whole config, resolved.
-        ranks: ranks of the job.
-        group: CPU group of all ranks.
-        log: receives warnings about skipped checkpoints.
+    Checkpoints of other recipes are skipped. ``config`` is resolved; ``group`` is a CPU group of
+    all ranks.
 
     Raises:
         ConfigError: there is no checkpoint, none is complete, or a stock recipe's state is
@@ -84,7 +79,7 @@ class Resume:
         Args:
             model: modules saved in checkpoints.
             optimizer: optimizer of the model.
-            loader: loader of the training data, which must equal the checkpoint's.
+            loader: loader of the checkpoint's training data.
             stock_checkpoint: contents of a stock recipe's checkpoint besides weights.
             frozen: fingerprints of frozen weights, which must equal the checkpoint's.
             seed: seed of this run.

@@ -40,12 +40,7 @@ class Run:
     """State and output of a training run, without model and optimizer.
 
     As a context manager it closes writer, logger, profiler and process groups, also after an error.
-
-    Args:
-        recipe: recipe name; checkpoints of other recipes are skipped.
-        settings: settings of the run.
-        ranks: ranks of the job. They leave the process group on exit.
-        cfg: whole config, saved with each checkpoint.
+    The whole ``cfg`` is saved with each checkpoint.
 
     Raises:
         ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entry, if another run writes to
@@ -253,8 +248,8 @@ class Run:
         Args:
             sums: this rank's parts of metrics, [] each, of one dtype. Means over ranks are logged.
             guard: its counts are logged, and checked when they are read.
-            lr: learning rate of the update step.
-            grad_norm: gradient norm before clipping [].
+            lr: learning rate.
+            grad_norm: norm before clipping [].
             metrics: further numbers; None is not logged.
         """
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
