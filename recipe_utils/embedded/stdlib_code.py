@@ -25,13 +25,8 @@ def code_dataset(
 ) -> Dataset[dict[str, Any]]:
     """Returns names of functions of Python's standard library as questions, with their code as answers.
 
-    Args:
-        tokenizer: tokenizes messages.
-        path: file of the (question, answer) pairs, written by the first call.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: include the question in the targets.
-        packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+    The first call writes the pairs to the file ``path``. The other arguments are those of
+    :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
 
     Raises:
         ValueError: unknown split.
@@ -43,10 +38,9 @@ def code_dataset(
 
 
 def code_pairs(path: str) -> Pairs:
-    """Returns all pairs in a fixed order; over 7,000 with Python 3.11 to 3.13.
+    """Returns all pairs of a JSON file in a fixed order; over 7,000 with Python 3.11 to 3.13.
 
-    Args:
-        path: JSON file of the pairs; written if it does not exist.
+    Writes the file if it does not exist.
     """
     return pairs_in_file(path, _collect)
 

@@ -59,13 +59,8 @@ def docstring_dataset(
 ) -> Dataset[dict[str, Any]]:
     """Returns questions about Python's standard library with their answers.
 
-    Args:
-        tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
-        path: file of the (question, answer) pairs, written by the first call.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: include the question in the targets.
-        packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+    The first call writes the pairs to the file ``path``. The other arguments are those of
+    :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
 
     Raises:
         ValueError: unknown split.
@@ -77,10 +72,9 @@ def docstring_dataset(
 
 
 def docstring_pairs(path: str) -> Pairs:
-    """Returns all pairs in a fixed order; over 5,500 with Python 3.11.
+    """Returns all pairs of a JSON file in a fixed order; over 5,500 with Python 3.11.
 
-    Args:
-        path: JSON file of the pairs; written if it does not exist.
+    Writes the file if it does not exist.
     """
     return pairs_in_file(path, _collect)
 

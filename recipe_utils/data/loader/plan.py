@@ -72,13 +72,8 @@ def plan_in_order(
 ) -> list[Microbatches]:
     """Groups samples in order, ``batch_size`` at a time, as the stock recipes do; ranks take turns.
 
-    Args:
-        lengths: tokens of each sample in the update step, [n].
-        num_ranks: number of ranks.
-        batch_size: samples per microbatch; the last one may have fewer.
-
-    Returns:
-        For each rank its microbatches of positions in ``lengths``, each position exactly once.
+    Returns the microbatches of each rank, which contain each position in ``lengths`` exactly once.
+    The last microbatch may be smaller.
     """
     positions = list(range(len(lengths)))
     starts = range(0, len(positions), batch_size)
@@ -100,8 +95,8 @@ def plan_least_padding(
     samples in every round, which limits padding, and as many as balance the totals. The longest
     samples are first, so that a lack of memory shows in the first microbatch.
 
-    The result has the form of :func:`plan_in_order`'s; every rank gets the same number of microbatches,
-    unless there are too few samples.
+    The result has the form of :func:`plan_in_order`'s; every rank gets the same number of
+    microbatches, unless there are too few samples.
 
     Args:
         lengths: tokens of each sample in the update step, [n].
