@@ -1,6 +1,7 @@
 """Conversion of vision transformers to and from the format of transformers' ``DINOv3ViTModel``.
 
-transformers itself is not needed. Shapes: d width of the model, R registers, c channels, p patch size.
+transformers itself is not needed. Shapes: d width of the model, R registers, c channels, p patch
+size.
 """
 
 import json
@@ -166,23 +167,28 @@ def _activation(is_gated: bool) -> str:
 class DINOv3Checkpointer:
     """Reads and writes a backbone as a folder of transformers' ``DINOv3ViTModel``, with its heads in a file beside it.
 
-    Has the interface of torchtune's checkpointers. Set ``model: ${model}`` to use the config's model.
+    Has the interface of torchtune's checkpointers. Set ``model: ${model}`` to use the config's
+    model.
 
     Args:
-        checkpoint_dir: folder to load, such as a download of facebook/dinov3-vits16-pretrain-lvd1689m;
-            None loads no weights, and the recipe initializes them.
+        checkpoint_dir: folder to load, such as a download of
+            facebook/dinov3-vits16-pretrain-lvd1689m; None loads no weights, and the recipe
+            initializes them.
         output_dir: folder for exported models.
-        model: component of the model, ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one
-            of its sizes.
+        model: component of the model, ``recipe_utils.model.vision.vision_transformer.dinov3_vit``
+            or one of its sizes.
         checkpoint_files: files in ``checkpoint_dir``; None finds them.
-        image_size: size to which users' images are resized [pixels]; None is that of ``checkpoint_dir``,
-            otherwise 224.
-        image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is that of
-            ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalisation for others.
+        image_size: size to which users' images are resized [pixels]; None is that of
+            ``checkpoint_dir``, otherwise 224.
+        image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is
+            that of ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalisation
+            for others.
         image_std: standard deviation of each channel; None as for ``image_mean``.
-        should_load_recipe_state: must be False; torchtune's own recipes have no state of such models.
+        should_load_recipe_state: must be False; torchtune's own recipes have no state of such
+            models.
 
-    Raises ValueError if the folder is invalid or of another model, or the model is not a ``dinov3_vit``.
+    Raises ValueError if the folder is invalid or of another model, or the model is not a
+    ``dinov3_vit``.
     """
 
     def __init__(
@@ -244,8 +250,8 @@ class DINOv3Checkpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns ``{"model": weights}``: full, on the CPU, in the files' precision, with heads if there are any.
 
-        Without a ``checkpoint_dir`` the weights are empty. Raises ValueError if a file cannot be read, or its
-        weights are of another model.
+        Without a ``checkpoint_dir`` the weights are empty. Raises ValueError if a file cannot be
+        read, or its weights are of another model.
         """
         if self._checkpoint_dir is None:
             return {training.MODEL_KEY: {}}
@@ -267,8 +273,8 @@ class DINOv3Checkpointer:
     ) -> None:
         """Writes full weights ``{"model": weights}`` to the folder ``epoch_N`` of ``output_dir``.
 
-        Names of heads start with ``output.``. Raises ValueError if one of the last two arguments is True, or if
-        the weights are of another model.
+        Names of heads start with ``output.``. Raises ValueError if one of the last two arguments is
+        True, or if the weights are of another model.
         """
         if intermediate_checkpoint or adapter_only:
             raise ValueError("a vision transformer's checkpointer saves whole models only")

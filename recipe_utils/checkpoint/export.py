@@ -14,8 +14,8 @@ from recipe_utils.files import fsync_tree
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported folder with the adapters.
 
-If PEFT is installed, transformers applies an ``adapter_config.json`` beside a model to it, but the exported model
-already has its adapters merged.
+If PEFT is installed, transformers applies an ``adapter_config.json`` beside a model to it, but the
+exported model already has its adapters merged.
 """
 
 
@@ -26,12 +26,12 @@ class ExportError(RuntimeError):
 def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     """Saves a model, its adapters or both as a folder in the checkpointer's output folder, and returns its path.
 
-    The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces an existing
-    folder of that name. Files get the mode that the umask allows.
+    The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
+    an existing folder of that name. Files get the mode that the umask allows.
 
-    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are full (unsharded)
-    tensors by torchtune's names, under torchtune's keys. If the export fails, it raises ExportError, removes its
-    files and leaves an existing folder unchanged.
+    ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are
+    full (unsharded) tensors by torchtune's names, under torchtune's keys. If the export fails, it
+    raises ExportError, removes its files and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT
@@ -68,8 +68,8 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
 def _separate_adapters(folder: Path, keep: bool) -> None:
     """Moves the adapter files of ``folder`` to :data:`ADAPTER_FOLDER`, or removes them.
 
-    Checkpointers also copy files from the folder of the initial weights, such as the ``adapter_config.json``
-    of an earlier export.
+    Checkpointers also copy files from the folder of the initial weights, such as the
+    ``adapter_config.json`` of an earlier export.
     """
     adapter = folder / ADAPTER_FOLDER
     shutil.rmtree(adapter, ignore_errors=True)

@@ -6,8 +6,8 @@
         optimizer.json  state.json   everything that is not a tensor
         complete.json                written last: names, sizes and checksums of the other files
 
-A folder is written under a temporary name and then renamed, as exported models are. JSON and safetensors
-contain only data, so an untrusted checkpoint cannot execute code.
+A folder is written under a temporary name and then renamed, as exported models are. JSON and
+safetensors contain only data, so an untrusted checkpoint cannot execute code.
 """
 
 import json
@@ -52,8 +52,9 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def publish(temporary: Path, final: Path, marker: Mapping[str, Any]) -> None:
     """Writes the marker and renames the folder, which makes it a checkpoint.
 
-    All files of ``temporary`` must be written and synced. An existing ``final`` is replaced. If it raises
-    OSError, nothing has changed outside of ``temporary``. For ``marker`` see :func:`read_marker`.
+    All files of ``temporary`` must be written and synced. An existing ``final`` is replaced. If it
+    raises OSError, nothing has changed outside of ``temporary``. For ``marker`` see
+    :func:`read_marker`.
     """
     write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
     replace_folder(temporary, final)
@@ -83,8 +84,8 @@ def replace_folder(temporary: Path, final: Path) -> None:
 def remove_leftovers(folder: Path) -> list[Path]:
     """Removes partially written and partially removed folders of a killed run, and returns their paths.
 
-    Only folders with a temporary name of this module, directly inside ``folder``. A complete checkpoint or
-    export that was about to be replaced is renamed back.
+    Only folders with a temporary name of this module, directly inside ``folder``. A complete
+    checkpoint or export that was about to be replaced is renamed back.
     """
     removed = []
     for path in sorted(folder.glob("*.tmp")):
@@ -105,8 +106,9 @@ def remove_leftovers(folder: Path) -> list[Path]:
 def move_to_backup(folder: Path, run_id: str) -> Path | None:
     """Moves the checkpoints of earlier runs, complete or not, to a subfolder named after the new run.
 
-    A resume takes the checkpoint with the most update steps, which might otherwise be one of theirs. Returns
-    the subfolder; None if there were no checkpoints or ``folder`` is missing. Raises OSError if a move fails.
+    A resume takes the checkpoint with the most update steps, which might otherwise be one of
+    theirs. Returns the subfolder; None if there were no checkpoints or ``folder`` is missing.
+    Raises OSError if a move fails.
     """
     paths = [path for _, path in _steps(folder)]
     if not paths:
@@ -122,8 +124,8 @@ def move_to_backup(folder: Path, run_id: str) -> Path | None:
 def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
     """Removes complete checkpoints of ``recipe`` from before ``step``, except the newest ``keep - 1``.
 
-    ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other recipes stay.
-    Raises OSError if a checkpoint cannot be removed.
+    ``step`` is that of the checkpoint just written. Incomplete checkpoints and those of other
+    recipes stay. Raises OSError if a checkpoint cannot be removed.
     """
     older = [
         path
@@ -159,8 +161,9 @@ def find_newest_whole(
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Finds the complete checkpoint of a recipe with the most update steps.
 
-    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may be missing.
-    With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps are considered.
+    Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may
+    be missing. With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps
+    are considered.
 
     Returns:
         Its path, or None; and the newer checkpoints that were skipped, each with a reason.

@@ -51,11 +51,11 @@ def plan_save(
 ) -> SaveLayout:
     """Assigns every part of every tensor to one rank, balanced over the ranks. Collective.
 
-    Takes a good part of a second for a thousand tensors, and more on many ranks. The result stays valid while
-    :func:`layout_of` is unchanged on all ranks.
+    Takes a good part of a second for a thousand tensors, and more on many ranks. The result stays
+    valid while :func:`layout_of` is unchanged on all ranks.
 
-    ``tensors`` are sharded, or the same on all ranks; ``group`` is a CPU (gloo) group of all ranks. Raises
-    ValueError on all ranks if a tensor cannot be saved.
+    ``tensors`` are sharded, or the same on all ranks; ``group`` is a CPU (gloo) group of all ranks.
+    Raises ValueError on all ranks if a tensor cannot be saved.
     """
     planned = _Planned(rank)
     try:
@@ -150,8 +150,8 @@ class _Planned(StorageWriter):
 def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
     """Builds the metadata of torch.distributed.checkpoint from the content of ``tensors.json``.
 
-    ``files`` are the names of the checkpoint's files; no other file is ever opened. Raises CheckpointError if
-    :func:`plan_save` could not have made the content.
+    ``files`` are the names of the checkpoint's files; no other file is ever opened. Raises
+    CheckpointError if :func:`plan_save` could not have made the content.
     """
     metadata: dict[str, Any] = {}
     storage: dict[MetadataIndex, str] = {}
@@ -183,8 +183,9 @@ def read_tensors(
 ) -> None:
     """Reads a checkpoint into tensors; each rank reads what its shards need. Collective.
 
-    ``tensors`` have the saved shapes and dtypes and may be sharded in any way; ``group`` is a CPU (gloo) group
-    of all ranks. Raises CheckpointError on all ranks if a file, named in the message, does not match the index.
+    ``tensors`` have the saved shapes and dtypes and may be sharded in any way; ``group`` is a CPU
+    (gloo) group of all ranks. Raises CheckpointError on all ranks if a file, named in the message,
+    does not match the index.
     """
     try:
         load(

@@ -1,6 +1,7 @@
 """Loading of step checkpoints: training resumes after an update step, on any number of ranks.
 
-:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their files.
+:mod:`recipe_utils.checkpoint.save` saves them, :mod:`recipe_utils.checkpoint.folder` defines their
+files.
 """
 
 import json
@@ -122,8 +123,9 @@ def load(
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
 
-    The number of ranks and the sharding may differ from those at the save. All bytes are checked first, each
-    rank a share of the files. On the same number of ranks the random number generators are restored, too.
+    The number of ranks and the sharding may differ from those at the save. All bytes are checked
+    first, each rank a share of the files. On the same number of ranks the random number generators
+    are restored, too.
 
     Args:
         path: path of a complete checkpoint.
@@ -132,19 +134,20 @@ def load(
         recipe: name of the recipe, which must be the saved one.
         data_fingerprint: compared with the saved one; None accepts any.
         frozen: see :attr:`TrainingState.frozen`; compared with the saved one.
-        config: config of this training. Its ``model`` must equal the saved one, if there is one; arguments of
-            its ``optimizer`` that differ from the saved config's override the checkpoint.
+        config: config of this training. Its ``model`` must equal the saved one, if there is one;
+            arguments of its ``optimizer`` that differ from the saved config's override the
+            checkpoint.
         group: a CPU (gloo) group of all ranks.
 
     Returns:
         The saved training state.
 
     Raises:
-        DamagedError: the checkpoint is incomplete, of another recipe or unreadable; names the file. Raised on
-            all ranks, before anything is loaded.
-        CheckpointError: it does not fit the model, optimizer or data; names what differs, with both values.
-            Raised on all ranks, before anything is loaded, unless the content of a file contradicts its
-            checksum and ``tensors.json``.
+        DamagedError: the checkpoint is incomplete, of another recipe or unreadable; names the file.
+            Raised on all ranks, before anything is loaded.
+        CheckpointError: it does not fit the model, optimizer or data; names what differs, with both
+            values. Raised on all ranks, before anything is loaded, unless the content of a file
+            contradicts its checksum and ``tensors.json``.
     """
     path = Path(path)
     rank, world_size = 0, 1

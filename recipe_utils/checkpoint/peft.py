@@ -1,7 +1,8 @@
 """Adapters in the format of PEFT and vLLM: torchtune's names and row order, converted to Hugging Face's.
 
-torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of DoRA's magnitudes
-and of Qwen2's queries and keys are in another order than the weights'. PEFT silently computes other logits.
+torchtune's own files are wrong in two ways: those of DoRA lack the DoRA flag, and the rows of
+DoRA's magnitudes and of Qwen2's queries and keys are in another order than the weights'. PEFT
+silently computes other logits.
 """
 
 import json
@@ -33,8 +34,8 @@ def write_peft(
 ) -> None:
     """Replaces the files that torchtune's checkpointer has written for PEFT, if there are any.
 
-    Only checkpointers of Hugging Face's format write them, and not for all models. ``adapters`` are full
-    (unsharded); they and ``adapter_config`` have torchtune's names.
+    Only checkpointers of Hugging Face's format write them, and not for all models. ``adapters`` are
+    full (unsharded); they and ``adapter_config`` have torchtune's names.
     """
     path = folder / "adapter_model.safetensors"
     if not isinstance(checkpointer, FullModelHFCheckpointer) or not path.is_file():
@@ -59,8 +60,8 @@ def from_peft(
 ) -> dict[str, Tensor]:
     """Returns adapters by torchtune's names and with torchtune's row order.
 
-    ``tensors`` have the names of :func:`write_peft`, written for ``checkpointer``; only ``names`` (torchtune's) are
-    converted.
+    ``tensors`` have the names of :func:`write_peft`, written for ``checkpointer``; only ``names``
+    (torchtune's) are converted.
     """
     has_other_rows = checkpointer._model_type not in _ROWS_ALIKE
     found = {}

@@ -1,6 +1,7 @@
 """Saves step checkpoints, synchronously or in the background of the next update steps.
 
-A failed save does not stop training: all ranks get its error, and the last complete checkpoint stays.
+A failed save does not stop training: all ranks get its error, and the last complete checkpoint
+stays.
 """
 
 import json
@@ -60,16 +61,16 @@ class SaveOutcome:
 class CheckpointWriter:
     """Saves step checkpoints, synchronously or in the background of the next update steps.
 
-    All methods are collective and must be called from the training thread. Construction removes partially
-    written checkpoints of killed runs from ``folder``.
+    All methods are collective and must be called from the training thread. Construction removes
+    partially written checkpoints of killed runs from ``folder``.
 
     Args:
         folder: folder for the checkpoints, shared by all ranks. Nothing outside of it is changed.
         keep_last_n: number of complete checkpoints to keep, at least 1; None keeps all.
-        group: a CPU (gloo) group of all ranks, used for nothing else. Its timeout bounds the time between the
-            fastest and the slowest rank's writes.
-        asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread writes them.
-            The copies stay allocated for the next save.
+        group: a CPU (gloo) group of all ranks, used for nothing else. Its timeout bounds the time
+            between the fastest and the slowest rank's writes.
+        asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread
+            writes them. The copies stay allocated for the next save.
 
     Raises ValueError if ``keep_last_n`` is below 1.
     """
@@ -102,12 +103,14 @@ class CheckpointWriter:
     ) -> SaveOutcome | None:
         """Saves a checkpoint as ``step_N``, after waiting for a save in flight.
 
-        Does not change the model or the optimizer, whose state may still be empty, and draws no random numbers.
-        The model is sharded, or the same on all ranks, or the pipeline stages of each rank. Returns the result
-        of this save; if asynchronous, the result of the previous save if it was in flight, else None.
+        Does not change the model or the optimizer, whose state may still be empty, and draws no
+        random numbers. The model is sharded, or the same on all ranks, or the pipeline stages of
+        each rank. Returns the result of this save; if asynchronous, the result of the previous save
+        if it was in flight, else None.
 
         Raises:
-            ValueError: the model, the optimizer or ``state`` contains something that cannot be saved.
+            ValueError: the model, the optimizer or ``state`` contains something that cannot be
+                saved.
             KeyboardInterrupt: raised after the other ranks have received the failure of this save.
         """
         finished = self.wait()

@@ -23,8 +23,8 @@ def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
     """Loads a checkpoint, with the adapters of ``adapter_checkpoint`` even if nothing is resumed.
 
-    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state. Raises ValueError if the file
-    is missing or unreadable.
+    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state. Raises
+    ValueError if the file is missing or unreadable.
     """
     loaded: dict[str, Any] = checkpointer.load_checkpoint()
     name = cfg_checkpointer.get("adapter_checkpoint")
@@ -61,8 +61,8 @@ def load_optimizer_state(
 ) -> None:
     """Loads a full (unsharded) optimizer state, as torchtune's recipes save it.
 
-    ``model`` may be sharded. For :class:`OptimizerInBackward`, ``state_dict`` has one state per parameter name.
-    Raises ConfigError if the state is that of other parameters.
+    ``model`` may be sharded. For :class:`OptimizerInBackward`, ``state_dict`` has one state per
+    parameter name. Raises ConfigError if the state is that of other parameters.
     """
     trained = trained_parameters(model)
     if isinstance(optimizer, OptimizerInBackward):
@@ -86,7 +86,8 @@ def load_optimizer_state(
 def _of_trained(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Returns the state by parameter name, without frozen parameters.
 
-    Stock LoRA recipes pass frozen parameters to the optimizer, too. The single-device recipe numbers parameters.
+    Stock LoRA recipes pass frozen parameters to the optimizer, too. The single-device recipe
+    numbers parameters.
     """
     parameters = {unwrapped(name): p.requires_grad for name, p in model.named_parameters()}
     groups = state_dict.get("param_groups", ())

@@ -31,8 +31,8 @@ _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable",
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns trained parameters and persistent buffers by their names without wrappers.
 
-    Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights occur
-    once. Frozen weights are always loaded by the checkpointer and are not included.
+    Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights
+    occur once. Frozen weights are always loaded by the checkpointer and are not included.
     """
     reshard(model)
     tensors: dict[str, Tensor] = dict(trained_parameters(model))
@@ -62,8 +62,9 @@ def optimizer_contents(
     """Returns an optimizer's state by parameter name. Initializes nothing and takes no step.
 
     Returns:
-        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None for
-        a tensor and ``[value]`` for a plain value, and ``groups``, each with ``names`` and ``options``.
+        ``PARAMETER.KEY`` -> tensor; and a description for JSON: ``state``, parameter -> key -> None
+        for a tensor and ``[value]`` for a plain value, and ``groups``, each with ``names`` and
+        ``options``.
 
     Raises:
         ValueError: a state or an option, named in the message, cannot be saved.
@@ -148,8 +149,8 @@ def restore_optimizer(
 ) -> dict[str, Tensor]:
     """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
 
-    Nothing is changed if anything does not fit. The parameter groups may differ, as they do between an
-    optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
+    Nothing is changed if anything does not fit. The parameter groups may differ, as they do between
+    an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
 
     Args:
         model: sharded or not.
@@ -260,8 +261,8 @@ def describe_mismatch(
 ) -> str:
     """Returns why a checkpoint's tensors cannot be loaded into a model; empty if they can.
 
-    ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's stages, and
-    ``names_of_other_stages`` those of the other ranks' stages.
+    ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's
+    stages, and ``names_of_other_stages`` those of the other ranks' stages.
     """
     problems = []
     missing = expected.keys() - saved.keys()

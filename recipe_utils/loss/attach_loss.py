@@ -1,10 +1,10 @@
 """Attaches loss modules to a model. Each returns sums over target tokens, which the recipe scales.
 
-A loss module runs inside the model's forward, because FSDP2 holds the output weight unsharded there. One with
-``takes_hidden_states = True`` projects hidden states itself. It is called with the model's output layer
-[..., d] -> [..., v], the last hidden states after the final norm [b, s, d], the microbatch's :class:`Targets` and
-``backward_in_parts`` (the backward runs twice, for hidden states and for weights), and returns sums [k] or []. All
-other losses are called with logits.
+A loss module runs inside the model's forward, because FSDP2 holds the output weight unsharded
+there. One with ``takes_hidden_states = True`` projects hidden states itself. It is called with the
+model's output layer [..., d] -> [..., v], the last hidden states after the final norm [b, s, d],
+the microbatch's :class:`Targets` and ``backward_in_parts`` (the backward runs twice, for hidden
+states and for weights), and returns sums [k] or []. All other losses are called with logits.
 """
 
 import os
@@ -38,12 +38,12 @@ class HiddenAtTargets:
 def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
     """Makes ``model(..., targets=targets)`` return sums [k] instead of logits.
 
-    Only the first sum is differentiated; the others are logged. Called without ``targets`` the model returns
-    logits as before.
+    Only the first sum is differentiated; the others are logged. Called without ``targets`` the
+    model returns logits as before.
 
     Args:
-        model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any model that
-            returns logits.
+        model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
+            model that returns logits.
         loss_fn: loss module, or a stock loss component, which is turned into a sum.
         backward_in_parts: True for zero-bubble schedules, which run the backward twice.
 
@@ -150,8 +150,9 @@ class SummedLoss:
 def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
     """Compiles a loss's arithmetic on a chunk of logits, in place, without the loop over chunks.
 
-    A loss compiled as a whole would be recompiled for each number of targets. A stock loss that is called with
-    all logits at once is not compiled. The backend is that of torchtune: ``TORCH_COMPILE_BACKEND``.
+    A loss compiled as a whole would be recompiled for each number of targets. A stock loss that is
+    called with all logits at once is not compiled. The backend is that of torchtune:
+    ``TORCH_COMPILE_BACKEND``.
     """
     if hasattr(loss_fn, "compile_chunks"):
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))

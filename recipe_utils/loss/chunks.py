@@ -14,8 +14,8 @@ from torchtune.modules.tied_linear import TiedLinear
 
 OfChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, the slice of its rows in all rows, and True if a gradient
-is needed. Returns sums over the rows [k], and the gradient of the first sum for the logits [c, v]. It may
-overwrite the logits."""
+is needed. Returns sums over the rows [k], and the gradient of the first sum for the logits [c, v].
+It may overwrite the logits."""
 
 
 def sum_over_chunks(
@@ -30,25 +30,25 @@ def sum_over_chunks(
 ) -> Tensor:
     """Returns the sums of ``of_chunk`` over all chunks, [k], at least fp32; the first has a gradient.
 
-    No more than one chunk of logits exists at a time: each chunk's gradient is computed along with its sums
-    (three matrix products, none twice). Chunking over tokens follows torchtune (pull 1390), computing
-    gradients in the forward follows Liger Kernel (arXiv:2410.10989).
+    No more than one chunk of logits exists at a time: each chunk's gradient is computed along with
+    its sums (three matrix products, none twice). Chunking over tokens follows torchtune (pull
+    1390), computing gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
-    If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards on its own,
-    an output layer with a bias or of another class), each chunk is projected by the output layer itself and
-    recomputed in the backward.
+    If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards
+    on its own, an output layer with a bias or of another class), each chunk is projected by the
+    output layer itself and recomputed in the backward.
 
     Args:
         output: the model's output layer, [..., d] -> [..., v].
-        hidden: hidden states at the target positions, [n, d]. If n = 0, the sums are 0, with a graph through
-            ``hidden`` and the output weight.
+        hidden: hidden states at the target positions, [n, d]. If n = 0, the sums are 0, with a
+            graph through ``hidden`` and the output weight.
         of_chunk: see :data:`OfChunk`.
         num_sums: k.
         tokens_per_chunk: rows projected at once.
-        num_output_chunks: number of chunks if the output layer is called as a module; fixed, because all
-            FSDP ranks must call it equally often.
-        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as in zero-bubble
-            schedules. Needs a second copy of both gradients.
+        num_output_chunks: number of chunks if the output layer is called as a module; fixed,
+            because all FSDP ranks must call it equally often.
+        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as in
+            zero-bubble schedules. Needs a second copy of both gradients.
     """
     weight = plain_weight(output)
     if weight is not None:

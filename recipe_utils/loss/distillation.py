@@ -126,11 +126,12 @@ def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes log-probabilities of c rows over o outcomes, log_q of the student and log_p of the teacher, and
-p = exp(log_p), all [c, o]. Returns the divergence of each row [c] in nats, and h = dD / d log_q [c, o].
+p = exp(log_p), all [c, o]. Returns the divergence of each row [c] in nats, and h = dD / d log_q [c,
+o].
 
-An outcome is a token or a set of tokens. For logits z with softmax q, dD / dz = h - q * sum(h); h may
-omit a multiple of q, which cancels there. ``log_p`` and ``p`` may be overwritten. The logarithm of
-probability 0 is a large negative number, not minus infinity."""
+An outcome is a token or a set of tokens. For logits z with softmax q, dD / dz = h - q * sum(h); h
+may omit a multiple of q, which cancels there. ``log_p`` and ``p`` may be overwritten. The logarithm
+of probability 0 is a large negative number, not minus infinity."""
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +163,8 @@ def jensen_shannon(
 ) -> tuple[Tensor, Tensor]:
     """Returns b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = ``part_of_teacher``.
 
-    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649, equation
-    1); b is TRL's ``beta`` and must be above 0 and below 1.
+    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649,
+    equation 1); b is TRL's ``beta`` and must be above 0 and below 1.
     """
     b = torch.tensor(part_of_teacher, dtype=log_q.dtype, device=log_q.device)
     log_m = torch.logaddexp(log_p + torch.logit(b), log_q).add_((1 - b).log())
@@ -176,9 +177,10 @@ def jensen_shannon(
 class LinearDistillationLoss(nn.Module):
     """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
-    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1; T^2 keeps the
-    gradient as large as that of the cross-entropy) and are normalised over the m common tokens. No more
-    than one chunk of logits of each side exists; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1; T^2
+    keeps the gradient as large as that of the cross-entropy) and are normalised over the m common
+    tokens. No more than one chunk of logits of each side exists; see
+    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
         divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :data:`Divergence`.
@@ -247,7 +249,8 @@ class LinearDistillationLoss(nn.Module):
     def compile_chunks(self, backend: Any) -> None:
         """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length.
 
-        A chunk is not split into few rows then: the compiled code keeps intermediate results in caches.
+        A chunk is not split into few rows then: the compiled code keeps intermediate results in
+        caches.
         """
         self._compiled = torch.compile(self._of_logits, dynamic=True, backend=backend)
 
@@ -260,8 +263,9 @@ class LinearDistillationLoss(nn.Module):
     ) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
-        ``targets`` have the teacher's outputs attached. Without targets the sums are 0, with a graph through
-        ``hidden`` and the output weight. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
+        ``targets`` have the teacher's outputs attached. Without targets the sums are 0, with a
+        graph through ``hidden`` and the output weight. For the arguments see
+        :mod:`recipe_utils.loss.attach_loss`.
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)
@@ -278,7 +282,8 @@ class LinearDistillationLoss(nn.Module):
     ) -> Tensor:
         """Returns SUMS over the rows of ``hidden`` [n, d]; see :meth:`forward`.
 
-        ``labels`` [n] may be None if ``kd_ratio`` is 1. ``row_weights`` [n] multiply all sums; None is 1.
+        ``labels`` [n] may be None if ``kd_ratio`` is 1. ``row_weights`` [n] multiply all sums; None
+        is 1.
         """
 
         def of_chunk(
@@ -367,7 +372,8 @@ class LinearDistillationLoss(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns SUMS of each row, [5, c], and the loss's gradient for the logits, [c, v] or None.
 
-        ``log_p`` [c, m] or [c, k + 1] is overwritten; ``label`` [c, 1] may be None if ``kd_ratio`` is 1.
+        ``log_p`` [c, m] or [c, k + 1] is overwritten; ``label`` [c, 1] may be None if ``kd_ratio``
+        is 1.
         """
         ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
         ce_loss = logits.new_zeros(len(logits))
@@ -455,8 +461,9 @@ def make_distillation_loss(
     Args:
         loss_fn: :class:`LinearCrossEntropyLoss`, ``torch.nn.CrossEntropyLoss`` or
             ``CEWithChunkedOutputLoss``; sets the ``ignore_index``.
-        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six, whose divergence is used
-            (without the teacher's entropy that they do not subtract). None is the default loss.
+        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six, whose divergence is
+            used (without the teacher's entropy that they do not subtract). None is the default
+            loss.
         kd_ratio: r, the weight of the divergence.
 
     Raises:

@@ -1,8 +1,9 @@
 """KoLeo loss: spreads images over the sphere by the distance of each to its nearest neighbour.
 
--log of the distance to the nearest neighbour in a group (Kozachenko and Leonenko's entropy estimate; Sablayrolles
-et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2, arXiv:2304.07193). The images of a group are
-coupled: microbatches must not split a group, or must have all embeddings first (:func:`gradient_of_all`).
+-log of the distance to the nearest neighbour in a group (Kozachenko and Leonenko's entropy
+estimate; Sablayrolles et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2,
+arXiv:2304.07193). The images of a group are coupled: microbatches must not split a group, or must
+have all embeddings first (:func:`gradient_of_all`).
 
 Shapes: n images, v crops of each, d width of an embedding.
 """
@@ -21,9 +22,9 @@ _SMALLEST = 1e-8
 def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
     """Returns the sum over images of the mean over crops of -log(distance to the nearest neighbour), [].
 
-    A crop is compared with the same crop of other images. An image that is alone in its group adds 0.
-    At least fp32. Only the directions of ``embeddings`` [n, v, d] are compared. ``groups`` [n] are integers;
-    images in a group below 0 are ignored.
+    A crop is compared with the same crop of other images. An image that is alone in its group adds
+    0. At least fp32. Only the directions of ``embeddings`` [n, v, d] are compared. ``groups`` [n]
+    are integers; images in a group below 0 are ignored.
     """
     if len(embeddings) == 0:
         return embeddings.sum()  # 0, with a graph
@@ -46,12 +47,13 @@ def gradient_of_all(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradient of :func:`koleo_loss` for this rank's images, with all images of all ranks as one group.
 
-    The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983): embeddings
-    are computed without a graph, then their gradient; the second pass computes the images with a graph and
-    backpropagates that gradient.
+    The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983):
+    embeddings are computed without a graph, then their gradient; the second pass computes the
+    images with a graph and backpropagates that gradient.
 
-    Returns the gradient [n, v, d] for ``embeddings`` [n, v, d] of this rank, and the mean of the loss over all
-    images, []. ``max_images`` is an upper bound of n over all ranks of ``group``; None is this rank alone.
+    Returns the gradient [n, v, d] for ``embeddings`` [n, v, d] of this rank, and the mean of the
+    loss over all images, []. ``max_images`` is an upper bound of n over all ranks of ``group``;
+    None is this rank alone.
     """
     own = embeddings.detach().to(sum_dtype(embeddings))
     groups = torch.zeros(len(own), dtype=torch.int64, device=own.device)

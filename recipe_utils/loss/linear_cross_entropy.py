@@ -1,6 +1,7 @@
 """Output projection and cross-entropy in one loss module.
 
-Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, c of a chunk.
+Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, c of a
+chunk.
 """
 
 from typing import Any
@@ -19,7 +20,8 @@ class LinearCrossEntropyLoss(nn.Module):
     Only target positions are projected; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
-        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32 numbers.
+        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32
+            numbers.
         num_output_chunks: number of chunks if the output layer is called as a module.
         ignore_index: label of positions that are no targets.
     """
@@ -53,8 +55,8 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32.
 
-        Without targets the loss is 0, with a graph through ``hidden`` and the output weight. For the
-        arguments see :mod:`recipe_utils.loss.attach_loss`.
+        Without targets the loss is 0, with a graph through ``hidden`` and the output weight. For
+        the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
 

@@ -1,6 +1,7 @@
 """Log-probabilities of target tokens and of whole answers, computed from hidden states in chunks.
 
-Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, p pairs.
+Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, p
+pairs.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_
 class LinearLogProbs(nn.Module):
     """Loss module for ``attach_loss`` that returns the log-probability of each target token.
 
-    Logits of all chunks but the last are recomputed in the backward, because the factor of each token's
-    gradient is only known then: four matrix products, where a summed loss takes three. If the output weight is
-    not a plain tensor, each chunk is projected by the output layer itself; see
+    Logits of all chunks but the last are recomputed in the backward, because the factor of each
+    token's gradient is only known then: four matrix products, where a summed loss takes three. If
+    the output weight is not a plain tensor, each chunk is projected by the output layer itself; see
     :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     The logits take ``tokens_per_chunk * v`` fp32 numbers.
@@ -49,8 +50,9 @@ class LinearLogProbs(nn.Module):
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
-        Without targets the result is empty, with a graph through ``hidden`` and the output weight. For the
-        arguments see :mod:`recipe_utils.loss.attach_loss`. Raises ValueError if ``backward_in_parts`` is True.
+        Without targets the result is empty, with a graph through ``hidden`` and the output weight.
+        For the arguments see :mod:`recipe_utils.loss.attach_loss`. Raises ValueError if
+        ``backward_in_parts`` is True.
         """
         if backward_in_parts:
             raise ValueError(
@@ -149,8 +151,9 @@ def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:
 def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
     """Returns sums over the targets of each chosen and each rejected answer, [2, p] in fp64.
 
-    ``of_tokens`` are log-probabilities [n]; targets of a shared prefix count for both answers. In fp64,
-    because a loss takes differences of large sums; in a fixed order, so that equal models give equal sums.
+    ``of_tokens`` are log-probabilities [n]; targets of a shared prefix count for both answers. In
+    fp64, because a loss takes differences of large sums; in a fixed order, so that equal models
+    give equal sums.
     """
     lengths = pairs.segment_lengths
     # unsafe: the check would synchronize with the device, and fails without pairs.

@@ -1,8 +1,8 @@
 """Preference losses with the signature of torchtune's ``DPOLoss`` and ``RSOLoss``.
 
-Each takes log-probabilities [p] of the policy's chosen and rejected answers and of the reference's, and
-returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes define the
-inputs: ``normalizes_length = True`` (means over an answer's targets instead of sums) and
+Each takes log-probabilities [p] of the policy's chosen and rejected answers and of the reference's,
+and returns the loss of each pair [p] and the detached rewards of both answers [p]. Two attributes
+define the inputs: ``normalizes_length = True`` (means over an answer's targets instead of sums) and
 ``needs_reference = False`` (zeros as reference log-probabilities).
 """
 
@@ -37,12 +37,13 @@ class PreferenceSettings:
 class IPOLoss(nn.Module):
     """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036, equation 17).
 
-    Squared distance of the log-ratio to 1 / (2 tau), so that the margin of a pair does not grow without bound.
+    Squared distance of the log-ratio to 1 / (2 tau), so that the margin of a pair does not grow
+    without bound.
 
     Args:
         tau: strength of the reference, the paper's regularisation; TRL's ``beta``.
-        normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses sums, as the
-            equation does.
+        normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses
+            sums, as the equation does.
     """
 
     def __init__(self, tau: float = 0.1, normalizes_length: bool = True) -> None:
@@ -68,8 +69,8 @@ class IPOLoss(nn.Module):
 class RobustDPOLoss(nn.Module):
     """DPO for labels of which a known fraction is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
 
-    Unbiased: its expectation over wrong labels is the loss of the correct ones. The conservative variant,
-    ``DPOLoss`` with ``label_smoothing``, is biased.
+    Unbiased: its expectation over wrong labels is the loss of the correct ones. The conservative
+    variant, ``DPOLoss`` with ``label_smoothing``, is biased.
 
     Args:
         beta: strength of the reference.
@@ -106,7 +107,8 @@ class RobustDPOLoss(nn.Module):
 class NormalizedDPOLoss(DPOLoss):
     """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
 
-    Long answers, whose sums are large, weigh no more than short ones. Means need a larger ``beta`` than sums.
+    Long answers, whose sums are large, weigh no more than short ones. Means need a larger ``beta``
+    than sums.
     """
 
     normalizes_length = True
@@ -156,8 +158,8 @@ METRICS = (
 class PreferenceLoss(nn.Module):
     """Loss module for ``attach_loss`` that computes a preference loss from the answers' log-probabilities.
 
-    Without reference log-probabilities attached to a microbatch it returns the model's own, so that a
-    reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`.
+    Without reference log-probabilities attached to a microbatch it returns the model's own, so that
+    a reference model can use it. Make ``loss_fn`` with :func:`make_preference_loss`.
     """
 
     takes_hidden_states = True
@@ -180,8 +182,8 @@ class PreferenceLoss(nn.Module):
     ) -> Tensor:
         """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 
-        ``targets`` may have reference log-probabilities [2, p] attached; ``backward_in_parts`` must be False.
-        For the arguments see :mod:`recipe_utils.loss.attach_loss`.
+        ``targets`` may have reference log-probabilities [2, p] attached; ``backward_in_parts`` must
+        be False. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         assert targets.pairs is not None
         of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
@@ -209,9 +211,10 @@ def _check_positive(name: str, value: float) -> None:
 def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
-    The recipe sums losses over the pairs of an update step, however they are split over microbatches. This
-    is exact only if the loss of a pair does not depend on other pairs. Raises ValueError if it does, or if the
-    loss does not take log-probabilities of pairs and return a loss and two rewards for each.
+    The recipe sums losses over the pairs of an update step, however they are split over
+    microbatches. This is exact only if the loss of a pair does not depend on other pairs. Raises
+    ValueError if it does, or if the loss does not take log-probabilities of pairs and return a loss
+    and two rewards for each.
     """
     loss_fn = make()
     name = type(loss_fn).__name__

@@ -1,7 +1,7 @@
 """DINOv3's objective: a student learns from its moving average by crops, masked patches, KoLeo and Gram.
 
-Shapes: g images of a microbatch, each with 2 global and L local crops; m masked patches, P patches of a
-global crop; d width of the backbone, b of a bottleneck.
+Shapes: g images of a microbatch, each with 2 global and L local crops; m masked patches, P patches
+of a global crop; d width of the backbone, b of a bottleneck.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ HeadArguments = Annotated[
 class PrototypeHead(nn.Module):
     """MLP to a bottleneck of length 1, and the prototypes that the loss compares it with.
 
-    The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU between
-    them, then normalisation. The prototypes are a plain matrix, as in DINOv3 (arXiv:2508.10104). Raises
-    ValueError if an argument is below 1.
+    The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU
+    between them, then normalisation. The prototypes are a plain matrix, as in DINOv3
+    (arXiv:2508.10104). Raises ValueError if an argument is below 1.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ SUMS = (
     "loss", "dino_local_loss", "dino_global_loss", "ibot_loss", "koleo_loss", "gram_loss", "target_entropy",
 )  # fmt: skip
 """Names of the sums over images that the loss returns: differentiated loss; cross-entropy [nats] of local
-crops, of global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only the
-first is weighted."""
+crops, of global crops and of masked patches; KoLeo; Gram; entropy of a crop's target [nats]. Only
+the first is weighted."""
 
 _KL, _ENTROPY = 0, 3  # indices into recipe_utils.loss.distillation.SUMS
 
@@ -189,13 +189,14 @@ class TeacherViews(NamedTuple):
 class SelfDistillationLoss:
     """Sum over images of w_d DINO + w_i iBOT + w_k KoLeo + w_g Gram; each is a mean within its image.
 
-    DINO is the mean over all pairs of a student's crop and another, global crop of the teacher (Caron et
-    al., arXiv:2104.14294, equation 2). iBOT is the mean over masked patches of a crop, then over both global
-    crops (Zhou et al., arXiv:2111.07832, equation 2); a crop without a masked patch adds 0. Both are
-    cross-entropies with Sinkhorn-Knopp's targets.
+    DINO is the mean over all pairs of a student's crop and another, global crop of the teacher
+    (Caron et al., arXiv:2104.14294, equation 2). iBOT is the mean over masked patches of a crop,
+    then over both global crops (Zhou et al., arXiv:2111.07832, equation 2); a crop without a masked
+    patch adds 0. Both are cross-entropies with Sinkhorn-Knopp's targets.
 
-    For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]: the first
-    of KoLeo's two passes. ``rows_per_chunk`` rows are multiplied with all prototypes at once.
+    For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]:
+    the first of KoLeo's two passes. ``rows_per_chunk`` rows are multiplied with all prototypes at
+    once.
     """
 
     takes_hidden_states = True
@@ -346,7 +347,8 @@ def _pairs_of_crops(
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones.
 
-    The cls tokens of a microbatch are ordered image by image: first 2 global crops each, then the local ones.
+    The cls tokens of a microbatch are ordered image by image: first 2 global crops each, then the
+    local ones.
     """
     of_teacher = torch.arange(2 * num_images, device=device)
     local = torch.arange(num_images * num_local, device=device)
@@ -358,8 +360,9 @@ def _pairs_of_crops(
 def gram_loss(patches: Tensor, of_teacher: Tensor) -> Tensor:
     """Returns the sum over crops of the mean squared difference between cosines of all pairs of patches, [].
 
-    Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself. ``patches``
-    [crops, patches, d] are the student's, ``of_teacher`` those of the teacher, whose d may differ.
+    Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself.
+    ``patches`` [crops, patches, d] are the student's, ``of_teacher`` those of the teacher, whose d
+    may differ.
     """
     if len(patches) == 0:
         return patches.sum()  # 0, with a graph

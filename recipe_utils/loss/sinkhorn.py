@@ -1,13 +1,14 @@
 """Sinkhorn-Knopp's targets over a whole update step, with no more than a chunk of logits at a time.
 
-Targets Q [n, k] of n crops or patches over k prototypes are exp(logits / t) with rows and columns scaled so that
-each row sums to 1 and all prototypes get the same total (Cuturi, arXiv:1306.0895; Caron et al.,
-arXiv:2006.09882, equation 3). After iterations that end with scaling the rows
+Targets Q [n, k] of n crops or patches over k prototypes are exp(logits / t) with rows and columns
+scaled so that each row sums to 1 and all prototypes get the same total (Cuturi, arXiv:1306.0895;
+Caron et al., arXiv:2006.09882, equation 3). After iterations that end with scaling the rows
 
     Q = softmax(logits / t + dual),    dual [k],
 
-so a row depends on the others only through dual. Each iteration needs one sum over all rows for each prototype,
-accumulated over microbatches and ranks: k numbers each time, however the rows are split.
+so a row depends on the others only through dual. Each iteration needs one sum over all rows for
+each prototype, accumulated over microbatches and ranks: k numbers each time, however the rows are
+split.
 
 Shapes: n rows, d width of the bottleneck, k prototypes, c rows of a chunk.
 """
@@ -38,8 +39,8 @@ def sinkhorn(
         rows: bottlenecks of this rank's microbatches, each [n, d]; n may be 0.
         weight: prototypes, [k, d].
         temperature: t of the teacher.
-        num_iterations: number of iterations, at least 1; each scales prototypes, then rows. DINOv3 uses 3
-            (arXiv:2508.10104).
+        num_iterations: number of iterations, at least 1; each scales prototypes, then rows. DINOv3
+            uses 3 (arXiv:2508.10104).
         group: ranks with different rows, all of which must call this; None for this rank alone.
         rows_per_chunk: rows projected at once.
     """
@@ -67,8 +68,8 @@ def num_prototypes_used(
 ) -> Tensor:
     """Returns the number of prototypes that are the most likely of some row on some rank, [].
 
-    A small number indicates a collapse. ``biases`` are the dual variables [k] of each microbatch; for the
-    other arguments see :func:`sinkhorn`.
+    A small number indicates a collapse. ``biases`` are the dual variables [k] of each microbatch;
+    for the other arguments see :func:`sinkhorn`.
     """
     is_used = torch.zeros_like(biases[0])
     for each, bias in zip(rows, biases, strict=True):

@@ -1,7 +1,7 @@
 """Skips optimizer steps with NaN or infinite gradients.
 
-All ranks have the same gradient norm, and a NaN or infinite loss makes it NaN or infinite, too. So every rank
-decides alike, without communication.
+All ranks have the same gradient norm, and a NaN or infinite loss makes it NaN or infinite, too. So
+every rank decides alike, without communication.
 """
 
 import torch
@@ -18,8 +18,9 @@ class NonfiniteError(RuntimeError):
 class NonfiniteGuard:
     """Keeps non-finite gradients from the weights, and counts the update steps that are skipped.
 
-    Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler sets, without
-    a device synchronization. For other optimizers the host reads one number per update step.
+    Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler
+    sets, without a device synchronization. For other optimizers the host reads one number per
+    update step.
 
     Args:
         optimizer: one that steps in the backward is not guarded.
@@ -46,8 +47,8 @@ class NonfiniteGuard:
     def should_step(self, grad_norm: Tensor | None) -> bool:
         """Returns False if ``grad_norm`` [] is NaN or infinite.
 
-        Always True with a fused optimizer, whose next step is then a no-op, and for None (an optimizer that
-        steps in the backward).
+        Always True with a fused optimizer, whose next step is then a no-op, and for None (an
+        optimizer that steps in the backward).
         """
         if grad_norm is None:
             return True

@@ -138,8 +138,9 @@ class OptimizerSettings:
 class OptimizerInBackward(OptimizerInBackwardWrapper):
     """Steps each parameter within the backward and frees its gradient; ``step`` and ``zero_grad`` do nothing.
 
-    The loss is scaled before the backward, so gradients are final when the hooks use them. An update step must
-    have one microbatch, and gradients cannot be clipped or checked: they never exist all at once.
+    The loss is scaled before the backward, so gradients are final when the hooks use them. An
+    update step must have one microbatch, and gradients cannot be clipped or checked: they never
+    exist all at once.
 
     Args:
         model: each trained parameter gets its own optimizer.
