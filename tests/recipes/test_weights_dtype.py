@@ -67,7 +67,7 @@ def bf16_gradients(model, microbatch, scale):
     leaves = {name: p.detach().bfloat16().requires_grad_() for name, p in model.named_parameters()}
     if FSDP2_KEEPS_WIDER_GRADIENTS:
         for leaf in leaves.values():
-            leaf.grad_dtype = torch.float32
+            leaf.grad_dtype = None
     sums = functional_call(
         model, leaves, kwargs={**microbatch.inputs, "targets": microbatch.targets}
     )
