@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +77,26 @@ class Run:
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
-        self._resume = Resume(recipe, settings, self._config, ranks, self._group, self._log)
-        self.resumes_from_stock = self._resume.from_stock
         if ranks.is_zero:
             config.log_config(recipe, cfg)
 
     def __enter__(self) -> "Run":
         self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._ranks.leave)
-        self._lock_folder()
-        # After the lock: the writer removes incomplete files of killed runs.
-        self._checkpoints = CheckpointWriter(
-            self.settings.output_dir,
-            keep_last_n=self.settings.keep_last_n_checkpoints,
-            group=self._group,
-            asynchronous=self.settings.enable_async_checkpointing,
-        )
+        try:
+            self._lock_folder()
+            # After the lock, because the writer removes files of killed runs; before the search for
+            # checkpoints, because it also restores one that was being replaced.
+            self._checkpoints = CheckpointWriter(
+                self.settings.output_dir,
+                keep_last_n=self.settings.keep_last_n_checkpoints,
+                group=self._group,
+                asynchronous=self.settings.enable_async_checkpointing,
+            )
+            _ = self._resume  # what cannot be resumed is refused before anything is built
+        except BaseException:
+            self._at_exit.close()
+            raise
         self._at_exit.callback(lambda: self._report(self._checkpoints.close()))
         self._at_exit.callback(self.metrics.close)
         return self
@@ -100,6 +105,17 @@ class Run:
         self._at_exit.__exit__(*reason)
 
     # ---- Position ---------------------------------------------------------------------------------
+
+    @property
+    def resumes_from_stock(self) -> bool:
+        """The run resumes from a ``recipe_state.pt`` of a stock recipe."""
+        return self._resume.from_stock
+
+    @cached_property
+    def _resume(self) -> Resume:
+        return Resume(
+            self._recipe, self.settings, self._config, self._ranks, self._group, self._log
+        )
 
     def resume(
         self,
@@ -466,5 +482,4 @@ class Run:
                 self.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
         problem = gather_objects(problem, self._group)[0]
         if problem is not None:
-            self._at_exit.close()
             raise ConfigError(problem)

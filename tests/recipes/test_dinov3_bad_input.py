@@ -36,7 +36,7 @@ REFUSED = {
     ),
     "a group that is cut": (
         {"batch_size": 8, "koleo_group_size": 3},
-        "koleo_group_size=3: .* batch_size=8 is no multiple .* set batch_size to 9",
+        "koleo_group_size=3: .* batch_size=8 is not a multiple .* set batch_size to 9",
     ),
     "the group's default and a small batch": (
         {"batch_size": 4, "koleo_group_size": 16},
@@ -155,7 +155,7 @@ REFUSED = {
     # ---- Data
     "text": (
         {"dataset": {"_component_": "tiny.samples_dataset", "tokenizer": None}},
-        "dataset: .*labels.* and no image; set it to one of images",
+        "dataset: .*labels.* and no image; set it to a dataset of images",
     ),
     "no image": ({"dataset": {"_component_": "tiny.tiny_images", "num_images": 0}}, "dataset: it has 0 samples"),
     "neighbours without labels": (

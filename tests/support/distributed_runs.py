@@ -183,6 +183,8 @@ def _answer(
     import numpy as np
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
@@ -198,6 +200,9 @@ def _answer(
         dist.barrier()  # nobody leaves while others still read from it
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Cached specs hold the mesh, and so the groups, of the call that they were made in.
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(timeout_seconds)

@@ -190,3 +190,17 @@ def test_a_second_run_in_a_folder_in_use_deletes_nothing_of_the_first(started):
             path.write_text("in the making")
         run_distributed(start_second_run, 1, OmegaConf.to_container(cfg))
         assert all(path.exists() for path in parts)
+
+
+def test_a_checkpoint_that_was_being_replaced_when_its_run_was_killed_is_resumed(started):
+    start, _ = started
+    first, cfg = start(save_every_n_steps=1, max_steps_per_epoch=2)
+    with first.run:
+        first.setup(cfg)
+        first.train()
+    for path in Path(cfg.output_dir).glob("step_*"):
+        path.rename(path.with_name(path.name + ".old.tmp"))
+    second, cfg = start(resume_from_checkpoint="auto", max_steps_per_epoch=2, epochs=2)
+    with second.run:
+        second.setup(cfg)
+        assert second.run.global_step == 2

@@ -215,8 +215,8 @@ def test_ways_that_a_cpu_has_not_are_refused_by_key(settings, words):
 def test_compiled_layers_are_refused_where_triton_lacks_something(monkeypatch):
     monkeypatch.setenv("PATH", "")
     (problem,) = ModelSettings(compile=True)._problems_of_kernels(CUDA)
-    assert problem.startswith("compile=True: Triton needs ")
-    assert problem.endswith("set compile=False")
+    assert str(problem).startswith("compile=True: Triton needs ")
+    assert problem.text.endswith("set compile=False")
 
 
 def test_packed_rows_are_refused_by_their_kinds(monkeypatch):

@@ -8,6 +8,7 @@ from torch.torch_version import TorchVersion
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.model.pipeline.schedule import SCHEDULES, PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.settings.problems import ConfigError
 
 
 def settings(schedule="1F1B", split_points=None):
@@ -54,12 +55,12 @@ def test_split_points_that_make_no_such_number_of_stages_are_refused(
     schedule, split_points, parts, monkeypatch
 ):
     pipeline = settings(schedule, split_points)
-    with pytest.raises(ValueError, match="pipeline_parallel_split_points") as raised:
+    with pytest.raises(ConfigError, match="pipeline_parallel_split_points") as raised:
         pipeline.num_stages(4)
     for part in parts:
         assert part in str(raised.value)
-    told = problems(pipeline, monkeypatch, world_size=4, pipeline_parallel_dim=4)
-    assert told == [str(raised.value)]
+    found = problems(pipeline, monkeypatch, world_size=4, pipeline_parallel_dim=4)
+    assert found == [str(problem) for problem in raised.value.problems]
 
 
 @pytest.mark.parametrize(
