@@ -47,6 +47,7 @@ def test_they_are_collected_once_and_read_again_equal(path, pairs):
     assert code_pairs(path) == pairs
 
 
+@pytest.mark.slow
 def test_the_embedded_model_takes_the_longest_ones_whole(tmp_path, path, pairs):
     docstrings_path = str(tmp_path / "docstrings.json")
     tokenizer = docstring_tokenizer(str(tmp_path / "tokenizer.model"), docstrings_path)

@@ -157,6 +157,7 @@ def test_another_size_of_the_validation_split_is_the_beginning_of_the_same_order
     assert [validation[i] for i in range(30)] == [built.validation[i] for i in range(30)]
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_makes_the_same_pairs(built):
     program = """
 import sys
@@ -180,6 +181,7 @@ for question, answer in first_paragraphs(docstring_pairs(sys.argv[1]))[::100]:
         assert found.stdout == here
 
 
+@pytest.mark.slow
 def test_no_side_is_truncated_to_the_embedded_model_s_512_tokens(built, tmp_path):
     tokenizer = docstring_tokenizer(str(tmp_path / "tokenizer.model"), built.path)
     longest = max(len(answer) for _, answer in first_paragraphs(docstring_pairs(built.path)))

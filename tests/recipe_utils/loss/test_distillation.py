@@ -392,6 +392,7 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(opt
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_what_the_compiler_fuses_gives_the_same_in_fp32():
     """In-place operations included; the default compiler, not a stand-in."""
     eager, compiled = (

@@ -88,6 +88,7 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_what_the_compiler_fuses_gives_the_same(dtype):
     """In-place operations included; the default compiler, not a stand-in."""
     eager, compiled = (LinearLogProbs(tokens_per_chunk=16) for _ in range(2))
@@ -101,6 +102,7 @@ def test_what_the_compiler_fuses_gives_the_same(dtype):
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_compiled_training_has_the_curve_of_an_eager_one(tiny_dpo_config, monkeypatch):
     seen = []
     compile_chunks = LinearLogProbs.compile_chunks
