@@ -91,7 +91,9 @@ def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
 def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
     """Returns a new gloo group of all ranks, separate from that of the model's collectives."""
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    return dist.new_group(backend="gloo", timeout=timeout)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # -100 stands for a rank outside the group
+    return group
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:

@@ -192,6 +192,7 @@ class Ranks:
             return None
         by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, self.dp_degree)
         own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
+        assert isinstance(own, dist.ProcessGroup)  # every rank is in one of them
         return own
 
     def leave(self) -> None:

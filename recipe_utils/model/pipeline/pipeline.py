@@ -380,7 +380,7 @@ def _group_of_first_and_last(group: dist.ProcessGroup) -> dist.ProcessGroup | No
     dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
     ends = sorted({(ranks[0], ranks[-1]) for ranks in pipelines})
     own, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in ends])
-    return own
+    return own if isinstance(own, dist.ProcessGroup) else None
 
 
 def build_pipeline(
