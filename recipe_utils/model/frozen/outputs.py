@@ -1,8 +1,4 @@
-"""Outputs of a frozen model for the microbatches of update steps, computed at each step or cached on disk.
-
-References and teachers differ in the stored part of the outputs and in how it is attached; see
-:class:`OutputKind`.
-"""
+"""Outputs of a frozen model for the microbatches of update steps, computed at each step or cached on disk."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +27,7 @@ _SECONDS_TO_LOSE = 60.0
 
 
 class OutputKind(NamedTuple):
-    """Conversions between a frozen model's outputs, cached values and the loss module's targets."""
+    """Difference between a teacher and a reference: the stored part of their outputs, and its use."""
 
     name: str
     """Name of the model, for messages."""
@@ -64,23 +60,26 @@ class FrozenOutputs:
         self._build: Callable[[], FrozenModel] | None = None
         self.model: FrozenModel | None = None
         """None until it is needed."""
-        self._output: Any = None  # the output layer alone, where the model is not built
+        self._output_layer: Any = None  # without the model, for values from a cache
         self._cache: OutputCache | None = None
         self._is_precomputing = False
         self._has_new = False  # on any rank
         self._written_seconds: float | None = None  # by rank 0's clock
-        self._stopwatch = _Stopwatch(ranks.device)
+        self._spans: list[tuple[Any, Any]] = []  # start and stop of the model's forwards
 
     def set_up(
-        self, build: Callable[[], FrozenModel], context: Mapping[str, Any], output: Any = None
+        self,
+        build: Callable[[], FrozenModel],
+        context: Mapping[str, Any],
+        output_layer: Any = None,
     ) -> None:
         """Opens the cache; without one builds the model.
 
         ``build`` is called at most once, when outputs must be computed. ``context`` are plain
-        values that outputs depend on besides the sample; ``output`` is the output layer alone, if
-        values from a cache need it.
+        values that outputs depend on besides the sample; ``output_layer`` projects values from a
+        cache, if they need it.
         """
-        self._build, self._output = build, output
+        self._build, self._output_layer = build, output_layer
         if self._folder is None:
             self.model = build()
             return
@@ -108,7 +107,7 @@ class FrozenOutputs:
         keys = [self._cache.key_of(self._kind.numbers_of(sample)) for sample in samples]
         if self._is_precomputing or self._kind.is_small:
             # The training loop reads them, so that all ranks of a pipeline have the same missing samples.
-            num_missing = int((~self._cache.contains(keys)).sum())
+            num_missing = self._cache.contains(keys).count(False)
             return CacheKeys(tuple(keys), tuple(num_rows), num_missing)
         return self._cache.find(keys) if self._ranks.has_last_stage else {}
 
@@ -129,9 +128,10 @@ class FrozenOutputs:
             return
         if self._cache is None:
             assert self.model is not None
-            with self._stopwatch:
-                outputs = self.model.outputs(step.microbatches)
-            with self._output_layer(self.model) as layer:
+            start = self._now()
+            outputs = self.model.outputs(step.microbatches)
+            self._spans.append((start, self._now()))
+            with self._gathered_output_layer(self.model) as layer:
                 values = {
                     index: self._kind.to_values(output, layer, step.microbatches[index])
                     for index, output in outputs.items()
@@ -141,7 +141,7 @@ class FrozenOutputs:
         computed = self._compute_missing(step)
         if step.is_last_of_epoch or step.stop_requested:
             self.flush()
-        yield self._attach(step, computed, self._output)
+        yield self._attach(step, computed, self._output_layer)
 
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
         """Computes the missing outputs of all samples of ``num_epochs`` epochs.
@@ -155,9 +155,8 @@ class FrozenOutputs:
         for loader in filter(None, loaders):
             num_steps, steps = loader.one_pass(num_epochs)
             with steps:
-                for step in tqdm(
-                    steps, self._kind.name, num_steps, disable=not self._ranks.is_zero
-                ):
+                name, is_quiet = self._kind.name, not self._ranks.is_zero
+                for step in tqdm(steps, name, num_steps, disable=is_quiet):
                     self._compute_missing(step)
         self._has_new = True
         self.flush()
@@ -177,8 +176,20 @@ class FrozenOutputs:
         self._has_new = False
 
     def read_seconds(self) -> float | None:
-        """Returns mean seconds of a model's forward passes per update step since the last call; None if none ran."""
-        return self._stopwatch.read_and_restart()
+        """Returns mean seconds of a model's forward passes per update step since the last call; None if none ran.
+
+        Without a device synchronization: only forwards that the device has finished count.
+        """
+        is_cuda = self._ranks.device.type == "cuda"
+        done = [(start, stop) for start, stop in self._spans if not is_cuda or stop.query()]
+        self._spans = self._spans[len(done) :]
+        seconds = [a.elapsed_time(b) / 1000 if is_cuda else b - a for a, b in done]
+        return sum(seconds) / len(seconds) if seconds else None
+
+    def _now(self) -> Any:
+        if self._ranks.device.type == "cuda":
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
 
     def _compute_missing(self, step: UpdateStep) -> dict[int, Values]:
         """Computes and caches the missing outputs of an update step.
@@ -193,7 +204,7 @@ class FrozenOutputs:
             index: microbatch.targets.teacher
             for index, microbatch in enumerate(step.microbatches)
             if isinstance(microbatch.targets.teacher, CacheKeys)
-            and not self._cache.contains(microbatch.targets.teacher.keys).all()
+            and not all(self._cache.contains(microbatch.targets.teacher.keys))
         }
         # Every rank must run the same number of forwards; outputs of surplus ones are dropped.
         most = 0
@@ -204,13 +215,13 @@ class FrozenOutputs:
         if self.model is None:
             assert self._build is not None
             self.model = self._build()
-        asked = [step.microbatches[index] for index in missing]
-        asked += [step.microbatches[0]] * (most - len(missing))
-        outputs = self.model.outputs(asked)
+        microbatches = [step.microbatches[index] for index in missing]
+        microbatches += [step.microbatches[0]] * (most - len(missing))
+        outputs = self.model.outputs(microbatches)
         computed = {}
-        with self._output_layer(self.model) as layer, self._naming_cache():
+        with self._gathered_output_layer(self.model) as layer, self._naming_cache():
             for place, (index, wanted) in enumerate(missing.items() if outputs else ()):
-                values = self._kind.to_values(outputs[place], layer, asked[place])
+                values = self._kind.to_values(outputs[place], layer, microbatches[place])
                 self._cache.add(wanted.keys, wanted.num_rows, values)
                 if not self._is_precomputing:
                     computed[index] = self._with_known_rows(wanted, values)
@@ -229,9 +240,9 @@ class FrozenOutputs:
         values = {name: rows.cpu() for name, rows in values.items()}
         is_known = self._cache.contains(wanted.keys)
         known = self._cache.find(list(compress(wanted.keys, is_known)))
-        rows_known = torch.from_numpy(is_known.repeat(wanted.num_rows))
+        is_row_known = torch.tensor(is_known).repeat_interleave(torch.tensor(wanted.num_rows))
         for name, rows in known.items():
-            values[name][rows_known] = rows
+            values[name][is_row_known] = rows
         return values
 
     def _attach(
@@ -248,7 +259,7 @@ class FrozenOutputs:
             attached.append(microbatch.with_teacher(self._kind.attach(found, layer)))
         return attached
 
-    def _output_layer(self, model: FrozenModel) -> AbstractContextManager[Any]:
+    def _gathered_output_layer(self, model: FrozenModel) -> AbstractContextManager[Any]:
         return model.output_layer() if self._kind.needs_output_layer else nullcontext()
 
     def _write(self) -> None:
@@ -264,29 +275,3 @@ class FrozenOutputs:
     def _naming_cache(self) -> AbstractContextManager[None]:
         """Converts errors to problems of the folder's key, except for small outputs, which are computed again."""
         return naming(self._kind.cache_key) if not self._kind.is_small else nullcontext()
-
-
-class _Stopwatch:
-    """Timer of code blocks, without device synchronizations."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-
-    def _now(self) -> Any:
-        if self._is_cuda:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return time.perf_counter()
-
-    def __enter__(self) -> None:
-        self._start = self._now()
-
-    def __exit__(self, *_: Any) -> None:
-        self._spans.append((self._start, self._now()))
-
-    def read_and_restart(self) -> float | None:
-        """Returns mean seconds of blocks finished on the device since the last call; None without any."""
-        done = [(a, b) for a, b in self._spans if not self._is_cuda or b.query()]
-        self._spans = self._spans[len(done) :]
-        seconds = [a.elapsed_time(b) / 1000 if self._is_cuda else b - a for a, b in done]
-        return sum(seconds) / len(seconds) if seconds else None

@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import sys
-import zlib
 from threading import Thread
 
 import numpy as np
@@ -25,7 +24,7 @@ MIB = 1 << 20
 
 
 def key(number):
-    return number.to_bytes(15, "little") + b"\0"  # a key may well end with zeros
+    return number.to_bytes(15, "little") + b"\0"
 
 
 def num_rows(number):
@@ -33,7 +32,7 @@ def num_rows(number):
 
 
 def values(*numbers):
-    """Rows of samples one after the other, another in each place."""
+    """Rows of samples one after the other, distinct in each place."""
     rows = [number + torch.arange(num_rows(number)) / 8 for number in numbers]
     column = torch.cat([torch.zeros(0), *rows])
     return {
@@ -55,8 +54,8 @@ def added(cache, *numbers):
     return cache
 
 
-def filled(folder, *numbers, context=CONTEXT):
-    return added(opened(folder, context), *numbers)
+def filled(folder, *numbers):
+    return added(opened(folder), *numbers)
 
 
 def opened(folder, context=CONTEXT, group=None, **options):
@@ -64,7 +63,7 @@ def opened(folder, context=CONTEXT, group=None, **options):
 
 
 def known(cache, *numbers):
-    return [number for number in numbers if cache.contains([key(number)]).all()]
+    return [number for number in numbers if all(cache.contains([key(number)]))]
 
 
 def assert_found(cache, *numbers):
@@ -76,66 +75,40 @@ def assert_found(cache, *numbers):
         assert torch.equal(found[name], rows), name
 
 
-def test_what_was_added_is_found_to_the_last_bit_in_any_order_and_more_than_once(tmp_path):
+def test_outputs_are_found_to_the_last_bit_in_any_order_and_more_than_once(tmp_path):
     numbers = [7, 3, 11, 256, 65_536, 5]
     for cache in (filled(tmp_path, *numbers), opened(tmp_path)):
         assert len(cache) == 6
         assert_found(cache, *numbers)
         assert_found(cache, 256, 5, 5, 11, 256)
         assert known(cache, 1, 3, 5, 9, 70_000) == [3, 5]
-        assert cache.contains([key(3), key(5)]).all()
-        assert not cache.contains([key(3), key(4)]).all()
-        assert cache.contains([]).all()
+        assert cache.contains([key(3), key(4), key(5)]) == [True, False, True]
 
 
-def test_what_is_found_is_a_copy(tmp_path):
-    cache = filled(tmp_path, 3)
-    cache.find([key(3)])["rest"].zero_()
+def test_the_cache_shares_no_memory_with_its_callers(tmp_path):
+    cache, given = opened(tmp_path), values(3)
+    cache.add([key(3)], [3], given)
+    given["rest"].zero_()
+    added(cache).find([key(3)])["rest"].zero_()
     assert_found(cache, 3)
-
-
-def test_what_is_added_is_a_copy(tmp_path):
-    cache, mine = opened(tmp_path), values(3)
-    cache.add([key(3)], [3], mine)
-    for rows in mine.values():
-        rows.zero_()
-    assert_found(added(cache), 3)
 
 
 def test_samples_without_rows_and_no_samples_have_values_of_no_rows(tmp_path):
     for cache in (filled(tmp_path / "few", 4, 8), filled(tmp_path / "more", 4, 5, 8)):
         for numbers in ([], [4], [8, 4, 4]):
-            assert cache.contains([key(number) for number in numbers]).all()
             assert_found(cache, *numbers)
+    empty = filled(tmp_path / "new")
+    assert empty.find([]) == {}
+    assert known(empty, 1, 2) == list((tmp_path / "new").iterdir()) == []
 
 
-def test_nothing_is_found_in_an_empty_one(tmp_path):
-    cache = filled(tmp_path / "new")
-    assert len(cache) == 0
-    assert known(cache, 1, 2) == []
-    assert cache.find([]) == {}
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_keys_that_differ_in_zeros_only_are_not_confused(tmp_path):
-    cache = opened(tmp_path)
-    keys = [bytes(16), b"\0" * 15 + b"\1", b"\1" + bytes(15), b"\1\0\1" + bytes(13)]
-    for number, each in enumerate(keys, start=1):
-        cache.add([each], [num_rows(number)], values(number))
-    cache.write()
-    cache.reload()
-    for number, each in enumerate(keys, start=1):
-        assert torch.equal(cache.find([each])["rest"], values(number)["rest"])
-    assert not cache.contains([b"\1\0\0\1" + bytes(12)]).all()
-
-
-def test_a_sample_that_is_not_known_is_said_to_be_another(tmp_path):
+def test_an_unknown_sample_is_refused(tmp_path):
     cache = filled(tmp_path, 1, 2)
     with pytest.raises(CheckpointError, match=r"another sample than.*; train without a cache"):
         cache.find([key(1), key(3)])
 
 
-def test_what_was_not_written_and_reloaded_is_not_found(tmp_path):
+def test_outputs_are_found_after_they_are_written_and_reloaded(tmp_path):
     cache = filled(tmp_path, 1)
     add(cache, 2)
     cache.reload()
@@ -146,7 +119,7 @@ def test_what_was_not_written_and_reloaded_is_not_found(tmp_path):
     assert_found(cache, 2, 1)
 
 
-def test_what_is_known_is_not_written_again(tmp_path):
+def test_known_outputs_are_not_written_again(tmp_path):
     cache = opened(tmp_path)
     for _ in range(3):
         add(cache, 1)
@@ -156,7 +129,7 @@ def test_what_is_known_is_not_written_again(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_parts_are_written_as_soon_as_enough_waits(tmp_path):
+def test_parts_are_written_at_their_maximum_size(tmp_path):
     cache = opened(tmp_path, max_part_bytes=2 * MIB)
     for number in range(1, 11):
         cache.add([key(number)], [1], {"hidden": torch.full((1, MIB), number, dtype=torch.uint8)})
@@ -167,27 +140,16 @@ def test_parts_are_written_as_soon_as_enough_waits(tmp_path):
     assert cache.find([key(n) for n in (10, 1, 5)])["hidden"][:, -1].tolist() == [10, 1, 5]
 
 
-def test_values_that_are_not_alike_are_refused(tmp_path):
-    cache = filled(tmp_path, 1)
-    for other in (
-        {"rest": torch.zeros(2)},
-        {**values(2), "rest": torch.zeros(2)},
-        {**values(2), "rest": torch.zeros(3, dtype=torch.float64)},
-    ):
-        with pytest.raises((ValueError, RuntimeError), match=r"outputs are|split_with_sizes"):
-            cache.add([key(2)], [2], other)
-
-
-def test_of_another_context_nothing_is_found(tmp_path):
+def test_nothing_is_found_with_another_context(tmp_path):
     filled(tmp_path, 1, 2)
     other = opened(tmp_path, {**CONTEXT, "kind": "hidden"})
     assert len(other) == 0
     sample = {"tokens": [1, 2], "labels": [2, 3]}
     assert other.key_of(sample) != opened(tmp_path).key_of(sample)
-    assert opened(tmp_path, dict(reversed(CONTEXT.items()))).contains([key(1), key(2)]).all()
+    assert known(opened(tmp_path, dict(reversed(CONTEXT.items()))), 1, 2) == [1, 2]
 
 
-def test_a_key_is_of_the_numbers_of_a_sample_whatever_holds_them(tmp_path):
+def test_a_key_depends_on_all_numbers_of_a_sample_and_not_on_their_container(tmp_path):
     cache = opened(tmp_path)
     sample = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
     own = cache.key_of(sample)
@@ -218,10 +180,6 @@ def torn(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def torn_in_its_header(file):
-    file.write_bytes(file.read_bytes()[:50])
-
-
 def empty(file):
     file.write_bytes(b"")
 
@@ -250,45 +208,22 @@ def foreign(file):
     save_file({"weight": torch.zeros(3)}, file)
 
 
-def of_foreign_kinds(file):
+def keys_of_another_dtype(file):
     rewrite(file, keys=torch.zeros(2, 16, dtype=torch.bfloat16))
 
 
-def forge(file, new_num_rows):
-    """Another number of rows, with a checksum that is right for it."""
-    content = load_file(file)
-    names = sorted(name for name in content if name.startswith("values."))
-    layout = [
-        (name.removeprefix("values."), (content[name].dtype, tuple(content[name].shape[1:])))
-        for name in names
-    ]
-    checksum = zlib.crc32(str(layout).encode())
-    content["num_rows"] = torch.tensor(new_num_rows)
-    for name in ("keys", "num_rows", "crc32"):
-        checksum = zlib.crc32(content[name].numpy().tobytes(), checksum)
-    save_file({**content, "index_crc32": torch.tensor(checksum)}, file)
-
-
-def forged_beyond_the_values(file):
-    forge(file, [1, 1000])
-
-
-def forged_to_wrap_around(file):
-    forge(file, [2**63 - 1, -(2**63) + 4])
-
-
-def a_column_shorter(file):
+def a_shorter_column(file):
     rewrite(file, **{"values.rest": load_file(file)["values.rest"][:-1]})
 
 
-DAMAGE = [
-    torn, torn_in_its_header, empty, a_folder, another_key, other_rows, another_dtype, foreign,
-    of_foreign_kinds, forged_beyond_the_values, forged_to_wrap_around, a_column_shorter,
+DAMAGES = [
+    torn, empty, a_folder, another_key, other_rows, another_dtype, foreign, keys_of_another_dtype,
+    a_shorter_column,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_part_is_passed_over_once_and_computed_again(damage, tmp_path, caplog):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_skipped_once_and_computed_again(damage, tmp_path, caplog):
     filled(tmp_path, 1, 2)
     (file,) = tmp_path.iterdir()
     damage(file)
@@ -301,14 +236,7 @@ def test_a_damaged_part_is_passed_over_once_and_computed_again(damage, tmp_path,
     assert str(file) in caplog.text
 
 
-def test_where_nothing_is_forged_a_part_is_read(tmp_path):
-    filled(tmp_path, 1, 2)
-    (file,) = tmp_path.iterdir()
-    forge(file, [1, 2])
-    assert_found(opened(tmp_path), 2, 1)
-
-
-def test_a_part_with_other_columns_than_the_others_is_passed_over(tmp_path, caplog):
+def test_a_part_with_other_columns_than_the_others_is_skipped(tmp_path, caplog):
     for number, columns in ((1, values(1)), (2, {"hidden": torch.zeros(2, 5)})):
         cache = opened(tmp_path / str(number))
         cache.add([key(number)], [len(next(iter(columns.values())))], columns)
@@ -320,7 +248,7 @@ def test_a_part_with_other_columns_than_the_others_is_passed_over(tmp_path, capl
 
 
 @pytest.mark.parametrize("already_open", [False, True])
-def test_one_flipped_bit_in_the_values_is_found_when_they_are_asked_for(already_open, tmp_path):
+def test_a_flipped_bit_in_a_sample_s_values_is_found_when_they_are_read(already_open, tmp_path):
     cache = filled(tmp_path, 1, 2, 3)
     (file,) = tmp_path.iterdir()
     wanted = values(2)["rest"].numpy().tobytes()
@@ -331,10 +259,7 @@ def test_one_flipped_bit_in_the_values_is_found_when_they_are_asked_for(already_
     if not already_open:
         cache = opened(tmp_path)
     assert_found(cache, 1, 3)
-    with pytest.raises(
-        CheckpointError,
-        match=re.escape(str(file)) + r": .*checksum.*; delete the file; the next start",
-    ):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(file))}: .*; delete the file"):
         cache.find([key(3), key(2)])
     file.unlink()
     assert len(opened(tmp_path)) == 0
@@ -343,33 +268,30 @@ def test_one_flipped_bit_in_the_values_is_found_when_they_are_asked_for(already_
 # ---- Writers that die, and full disks ----------------------------------------------------------------
 
 
-def write_and_die_at(event_of_death, folder):
+def write_and_die_before_the_rename(folder):
     cache = filled(folder, 1, 2)
     add(cache, 3)
 
     def die(event, _):
-        if event == event_of_death:
+        if event == "os.rename":
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
     cache.write()
 
 
-def test_a_writer_that_is_killed_leaves_what_was_there_and_no_part(tmp_path, caplog):
-    process = fork_context.Process(target=write_and_die_at, args=("os.rename", tmp_path))
+def test_a_killed_writer_leaves_earlier_parts_and_an_unfinished_one(tmp_path, caplog):
+    process = fork_context.Process(target=write_and_die_before_the_rename, args=(tmp_path,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    part, unfinished = sorted(tmp_path.iterdir(), key=lambda file: file.name.startswith("."))
-    assert unfinished.name.endswith(".unfinished")
+    (unfinished,) = tmp_path.glob(".*.unfinished")
     cache = opened(tmp_path)
     assert len(cache) == 2
-    assert_found(cache, 2, 1)
-    assert_found(added(cache, 3), 3, 1)
+    assert_found(added(cache, 3), 3, 1, 2)
     assert not caplog.text
     # It might be another training's, so it stays.
     assert unfinished.exists()
-    assert part.exists()
 
 
 def write_with_disk_full(folder):
@@ -384,7 +306,7 @@ def write_with_disk_full(folder):
     return len(list(folder.iterdir()))
 
 
-def test_a_full_disk_leaves_nothing_and_what_waits_can_be_written_later(tmp_path):
+def test_after_a_full_disk_no_part_is_left_and_the_outputs_can_be_written_later(tmp_path):
     with fork_context.Pool(1) as pool:
         assert pool.apply(write_with_disk_full, (tmp_path,)) == 2
 
@@ -405,41 +327,18 @@ def add_on_ranks(folder, gathers):
     return before, numbers
 
 
-@pytest.mark.parametrize(("gathers", "num_files"), [(False, 3), (True, 2)])
-def test_all_ranks_find_what_one_has_written(gathers, num_files, tmp_path):
+@pytest.mark.parametrize(("gathers", "num_files"), [(False, 4), (True, 3)])
+def test_all_ranks_find_outputs_of_all_and_skip_the_same_damaged_parts(
+    gathers, num_files, tmp_path
+):
+    filled(tmp_path, 28)
+    (file,) = tmp_path.iterdir()
+    torn(file)
     filled(tmp_path, 29)
     for before, after in run_distributed(add_on_ranks, 3, tmp_path, gathers):
         assert before == [29]
         assert after == [0, 2, 10, 12, 20, 29]
     assert len(list(tmp_path.iterdir())) == num_files
-
-
-def test_a_write_writes_what_is_new_only(tmp_path):
-    """Ten writes of ten samples each write ten times as much as one, not 55 times."""
-    cache = opened(tmp_path, gathers=True)
-    sizes = []
-    for first in range(0, 100, 10):
-        before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
-        added(cache, *range(first, first + 10))
-        after = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
-        assert before.items() < after.items()
-        (new,) = after.keys() - before.keys()
-        sizes.append(new.stat().st_size)
-    assert max(sizes) < 1.1 * min(sizes)
-    assert_found(cache, *range(100))
-
-
-def open_on_ranks(folder):
-    cache = opened(folder, group=new_cpu_group(30))
-    return known(cache, *range(10))
-
-
-def test_ranks_agree_on_damaged_parts(tmp_path):
-    filled(tmp_path, 1, 2)
-    (file,) = tmp_path.iterdir()
-    torn(file)
-    filled(tmp_path, 3)
-    assert run_distributed(open_on_ranks, 2, tmp_path) == [[3], [3]]
 
 
 def test_a_thread_finds_samples_while_others_are_added(tmp_path):
@@ -462,14 +361,14 @@ def test_a_thread_finds_samples_while_others_are_added(tmp_path):
 
 
 def anonymous_bytes():
-    """Of this process: not what is mapped from files."""
+    """Memory of this process that is not mapped from files."""
     gc.collect()
     with open("/proc/self/smaps_rollup") as facts:
         (line,) = [line for line in facts if line.startswith("Anonymous:")]
     return int(line.split()[1]) * 1024
 
 
-def memory_to_find_a_few(folder):
+def memory_of_reads(folder):
     """Bytes in memory for a few samples, and for all."""
     torch.zeros(1).clone()
     before = anonymous_bytes()
@@ -481,16 +380,16 @@ def memory_to_find_a_few(folder):
     return few, anonymous_bytes() - before, everything["hidden"].nbytes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its memory")
-def test_a_part_of_100_mb_is_not_loaded_to_find_a_few_samples(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
+def test_a_part_of_100_mb_is_not_loaded_to_read_a_few_samples(tmp_path):
     cache = opened(tmp_path, max_part_bytes=200 * MIB)
     for number in range(100):
         rows = torch.full((16, MIB // 16), number, dtype=torch.uint8)
         cache.add([key(number)], [16], {"hidden": rows})
     cache.write()
     assert len(list(tmp_path.iterdir())) == 1
-    with fork_context.Pool(1) as pool:  # a process that has freed no memory it could use again
-        few, everything, num_bytes = pool.apply(memory_to_find_a_few, (tmp_path,))
+    with fork_context.Pool(1) as pool:  # a process without freed memory that it could use again
+        few, everything, num_bytes = pool.apply(memory_of_reads, (tmp_path,))
     assert num_bytes == 100 * MIB
     assert few < 5 * MIB
     assert 100 * MIB <= everything < 110 * MIB
