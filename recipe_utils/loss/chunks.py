@@ -12,23 +12,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
-OfChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""Takes the logits of a chunk [c, v], at least fp32, the slice of its rows in all rows, and True if a gradient
-is needed. Returns sums over the rows [k], and the gradient of the first sum for the logits [c, v].
-It may overwrite the logits."""
+ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
+and True if a gradient is needed. Returns sums [k], and the first one's gradient for the logits [c, v]."""
 
 
 def sum_over_chunks(
     output: nn.Module | TiedLinear,
     hidden: Tensor,
-    of_chunk: OfChunk,
+    chunk_loss: ChunkLoss,
     *,
     num_sums: int,
     tokens_per_chunk: int,
     num_output_chunks: int,
     backward_in_parts: bool = False,
 ) -> Tensor:
-    """Returns the sums of ``of_chunk`` over all chunks, [k], at least fp32; the first has a gradient.
+    """Returns the sums of a loss over all chunks, [k], at least fp32; the first has a gradient.
 
     No more than one chunk of logits exists at a time: each chunk's gradient is computed along with
     its sums (three matrix products, none twice). Chunking over tokens follows torchtune (pull
@@ -42,47 +41,49 @@ def sum_over_chunks(
         output: the model's output layer, [..., d] -> [..., v].
         hidden: hidden states at the target positions, [n, d]. If n = 0, the sums are 0, with a
             graph through ``hidden`` and the output weight.
-        of_chunk: see :data:`OfChunk`.
+        chunk_loss: see :data:`ChunkLoss`.
         num_sums: k.
         tokens_per_chunk: rows projected at once.
         num_output_chunks: number of chunks if the output layer is called as a module; fixed,
             because all FSDP ranks must call it equally often.
-        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight, as in
-            zero-bubble schedules. Needs a second copy of both gradients.
+        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight (zero-bubble
+            schedules). Needs a second copy of both gradients.
     """
     weight = plain_weight(output)
     if weight is not None:
         if not torch.is_grad_enabled():
             weight = weight.detach()  # otherwise validation would compute its gradient
-        sums: Tensor = _OfPlainWeight.apply(
-            hidden, weight, of_chunk, num_sums, tokens_per_chunk, backward_in_parts
+        sums: Tensor = _SumsOfPlainWeight.apply(
+            hidden, weight, chunk_loss, num_sums, tokens_per_chunk, backward_in_parts
         )
         return sums
     sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
     start = 0
     for part in hidden.tensor_split(num_output_chunks):
         rows = slice(start, start + len(part))
-        sums = sums + checkpoint(_of_output, output, part, rows, of_chunk, use_reentrant=False)
+        sums = sums + checkpoint(
+            _sums_of_output, output, part, rows, chunk_loss, use_reentrant=False
+        )
         start = rows.stop
     return sums
 
 
-def compiled_for_all_lengths(of_rows: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """Compiles a function of a chunk's rows (logits [c, v], ...) once for any number of rows."""
-    compiled = torch.compile(of_rows, dynamic=True, backend=backend)
+    compiled = torch.compile(function, dynamic=True, backend=backend)
 
-    def of_any_length(logits: Tensor, *others: Any) -> Any:
+    def call(logits: Tensor, *others: Any) -> Any:
         # The compiler would specialise on 0 and 1 rows, and on the sizes of tensors that the others are slices of.
         if len(logits) < 2:
-            return of_rows(logits, *others)
+            return function(logits, *others)
         return compiled(
             logits, *(each.clone() if isinstance(each, Tensor) else each for each in others)
         )
 
-    return of_any_length
+    return call
 
 
-class _OfPlainWeight(torch.autograd.Function):
+class _SumsOfPlainWeight(torch.autograd.Function):
     """Sums over hidden @ weight.T, with gradients computed in the forward."""
 
     @staticmethod
@@ -90,7 +91,7 @@ class _OfPlainWeight(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        of_chunk: OfChunk,
+        chunk_loss: ChunkLoss,
         num_sums: int,
         tokens_per_chunk: int,
         backward_in_parts: bool,
@@ -101,11 +102,11 @@ class _OfPlainWeight(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
         for rows in chunks_of(len(hidden), tokens_per_chunk):
-            # The logits have no name here, so that of_chunk can free them.
-            of_rows, grad_logits = of_chunk(
+            # The logits have no name here, so that chunk_loss can free them.
+            of_chunk, grad_logits = chunk_loss(
                 (hidden[rows] @ weight.t()).to(sums.dtype), rows, needs_hidden or needs_weight
             )
-            sums += of_rows
+            sums += of_chunk
             if grad_logits is None:
                 continue
             grad_logits = grad_logits.to(hidden.dtype)
@@ -114,7 +115,7 @@ class _OfPlainWeight(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             del grad_logits
-        # Attributes, not saved tensors: hooks that offload activations must leave these alone.
+        # Attributes, not saved tensors: hooks that offload activations must not move these.
         ctx.grads = (grad_hidden, grad_weight)
         ctx.backward_in_parts = backward_in_parts
         return sums
@@ -134,19 +135,19 @@ class _OfPlainWeight(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _of_output(output: Any, hidden: Tensor, rows: slice, of_chunk: OfChunk) -> Tensor:
+def _sums_of_output(output: Any, hidden: Tensor, rows: slice, chunk_loss: ChunkLoss) -> Tensor:
     logits = output(hidden)
-    sums: Tensor = _OfLogits.apply(logits.to(sum_dtype(logits)), rows, of_chunk)
+    sums: Tensor = _SumsOfLogits.apply(logits.to(sum_dtype(logits)), rows, chunk_loss)
     return sums
 
 
-class _OfLogits(torch.autograd.Function):
+class _SumsOfLogits(torch.autograd.Function):
     """Sums over logits [c, v] that a module has computed."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: slice, of_chunk: OfChunk) -> Tensor:
-        # A copy, because of_chunk may overwrite it and the logits belong to the module.
-        sums, grad_logits = of_chunk(logits.clone(), rows, ctx.needs_input_grad[0])
+    def forward(ctx: Any, logits: Tensor, rows: slice, chunk_loss: ChunkLoss) -> Tensor:
+        # A copy, because chunk_loss may overwrite it and the logits belong to the module.
+        sums, grad_logits = chunk_loss(logits.clone(), rows, ctx.needs_input_grad[0])
         if grad_logits is not None:
             # A saved tensor, unlike above: checkpointing drops and recomputes it.
             ctx.save_for_backward(grad_logits)

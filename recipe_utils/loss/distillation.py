@@ -13,15 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import chunks_of, sum_over_chunks
+from recipe_utils.loss.chunks import chunks_of, sum_dtype, sum_over_chunks
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
-_log = get_logger("INFO")
-
-_OfRows = Callable[..., tuple[Tensor, Tensor | None]]
 Kind = Literal["forward", "reverse", "symmetric", "js"]
 
 SUMS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
@@ -47,24 +43,13 @@ class TeacherHidden(NamedTuple):
     bias: Tensor | None = None
     """Dual variable of Sinkhorn-Knopp, [v_t]: the targets are softmax(logits / t + bias)."""
 
-    def of_rows(self, rows: slice) -> "TeacherHidden":
-        """Returns the teacher of a chunk's rows."""
-        return self._replace(hidden=self.hidden[rows])
-
-    def logits_like(self, logits: Tensor, temperature: float) -> Tensor:
+    def logits_like(self, logits: Tensor, rows: slice, temperature: float) -> Tensor:
         """Returns logits / temperature + bias of the m tokens, [c, m], in the dtype of ``logits`` [c, v]."""
-        of_teacher = self.output(self.hidden)[:, : logits.size(1)].to(logits.dtype)
+        of_teacher = self.output(self.hidden[rows])[:, : logits.size(1)].to(logits.dtype)
         if temperature != 1:
             of_teacher /= temperature
         if self.bias is not None:
             of_teacher += self.bias[: logits.size(1)]
-        return of_teacher
-
-    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
-        """Returns log-probabilities of the m tokens, [c, m], in the dtype of ``logits`` [c, v]."""
-        of_teacher = self.logits_like(logits, temperature)
-        for few in _few_rows_of(of_teacher):
-            of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
         return of_teacher
 
 
@@ -78,28 +63,10 @@ class TeacherTopK(NamedTuple):
     num_tokens: int
     """m; the student is normalised over the same m tokens."""
 
-    def of_rows(self, rows: slice) -> "TeacherTopK":
-        """Returns the teacher of a chunk's rows."""
-        return self._replace(token_ids=self.token_ids[rows].long(), log_probs=self.log_probs[rows])
-
-    def log_probs_like(self, logits: Tensor, temperature: float) -> Tensor:
-        """Returns ``log_probs`` in the dtype of ``logits``; ``temperature`` is not used."""
-        return self.log_probs.to(logits.dtype, copy=True).clamp_(min=_LOG_OF_NOTHING)
-
-
-class _KnownTokens(NamedTuple):
-    """Tokens whose log-probabilities are given."""
-
-    num_tokens: int
-    """m, the number of tokens that both sides are normalised over."""
-    token_ids: Tensor | None
-    """Ids of the k most likely tokens, [c, k]; None if all m are given."""
-
-
-def _known_tokens(teacher: TeacherHidden | TeacherTopK, num_columns: int) -> _KnownTokens:
-    if isinstance(teacher, TeacherTopK):
-        return _KnownTokens(teacher.num_tokens, teacher.token_ids)
-    return _KnownTokens(num_columns, None)
+    def log_probs_like(self, logits: Tensor, rows: slice) -> Tensor:
+        """Returns a copy of the log-probabilities of a chunk's rows, in the dtype of ``logits``."""
+        of_rows = self.log_probs[rows].to(logits.dtype, copy=True)
+        return of_rows.clamp_(min=_LOG_OF_NOTHING)
 
 
 def _few_rows_of(logits: Tensor) -> list[slice]:
@@ -113,10 +80,8 @@ def top_k_of(teacher: TeacherHidden, k: int, num_tokens: int, temperature: float
 
     All logits of ``teacher``'s rows exist at once: pass one chunk at a time.
     """
-    like = teacher.hidden.new_empty(
-        0, num_tokens, dtype=torch.promote_types(teacher.hidden.dtype, torch.float32)
-    )
-    log_probs = teacher.log_probs_like(like, temperature)
+    like = teacher.hidden.new_empty(0, num_tokens, dtype=sum_dtype(teacher.hidden))
+    log_probs = F.log_softmax(teacher.logits_like(like, slice(None), temperature), dim=-1)
     of_top, token_ids = log_probs.topk(k, dim=1)
     rest = log_probs.scatter_(1, token_ids, float("-inf")).logsumexp(1, keepdim=True)
     return TeacherTopK(token_ids.int(), torch.cat([of_top, rest], dim=1), num_tokens)
@@ -219,10 +184,8 @@ class LinearDistillationLoss(nn.Module):
             raise ValueError(
                 f"kd_loss.divergence={divergence}: unknown; set it to one of {', '.join(divergences)}"
             )
-        for name, value in (
-            ("temperature", temperature),
-            ("teacher_temperature", teacher_temperature),
-        ):
+        temperatures = {"temperature": temperature, "teacher_temperature": teacher_temperature}
+        for name, value in temperatures.items():
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"kd_loss.{name}={value}: it must be above 0")
         if not 0 <= mixture <= 1 or (divergence == "js" and mixture in (0, 1)):
@@ -244,7 +207,7 @@ class LinearDistillationLoss(nn.Module):
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
-        self._compiled: _OfRows | None = None
+        self._compiled: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
     def compile_chunks(self, backend: Any) -> None:
         """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length.
@@ -252,7 +215,14 @@ class LinearDistillationLoss(nn.Module):
         A chunk is not split into few rows then: the compiled code keeps intermediate results in
         caches.
         """
-        self._compiled = torch.compile(self._of_logits, dynamic=True, backend=backend)
+
+        def normalize_and_sum(
+            logits: Tensor, of_teacher: Tensor, token_ids: Tensor | None, *others: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            log_p = F.log_softmax(of_teacher, dim=-1) if token_ids is None else of_teacher
+            return self._sums_and_gradient(logits, log_p, token_ids, *others)
+
+        self._compiled = torch.compile(normalize_and_sum, dynamic=True, backend=backend)
 
     def forward(
         self,
@@ -269,9 +239,9 @@ class LinearDistillationLoss(nn.Module):
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)
-        return self.of_rows(output, hidden, labels, targets.teacher, None, backward_in_parts)
+        return self.sum_rows(output, hidden, labels, targets.teacher, None, backward_in_parts)
 
-    def of_rows(
+    def sum_rows(
         self,
         output: nn.Module | TiedLinear,
         hidden: Tensor,
@@ -286,14 +256,22 @@ class LinearDistillationLoss(nn.Module):
         is 1.
         """
 
-        def of_chunk(
+        def chunk_loss(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            of_teacher = teacher.of_rows(rows)
-            label = labels[rows].unsqueeze(1) if labels is not None else None
+            if isinstance(teacher, TeacherTopK):
+                of_teacher = teacher.log_probs_like(logits, rows)
+                token_ids, num_tokens = teacher.token_ids[rows].long(), teacher.num_tokens
+            else:
+                of_teacher = teacher.logits_like(logits, rows, self.teacher_temperature)
+                token_ids, num_tokens = None, of_teacher.size(1)
+            # A copy: the compiler would specialise on the size of the tensor that it is a slice of.
+            label = labels[rows].unsqueeze(1).clone() if labels is not None else None
             # The compiler would specialise on 0 and 1 rows.
-            of_rows = self._of_chunk if self._compiled is None or len(logits) < 2 else self._fused
-            sums, gradient = of_rows(logits, of_teacher, label, needs_gradient)
+            compute = self._compiled if self._compiled and len(logits) > 1 else self._in_slices
+            sums, gradient = compute(
+                logits, of_teacher, token_ids, label, num_tokens, needs_gradient
+            )
             if row_weights is not None:
                 sums *= row_weights[rows]
                 if gradient is not None:
@@ -303,77 +281,52 @@ class LinearDistillationLoss(nn.Module):
         return sum_over_chunks(
             output,
             hidden,
-            of_chunk,
+            chunk_loss,
             num_sums=len(SUMS),
             tokens_per_chunk=self.tokens_per_chunk,
             num_output_chunks=self.num_output_chunks,
             backward_in_parts=backward_in_parts,
         )
 
-    def _of_chunk(
+    def _in_slices(
         self,
         logits: Tensor,
-        teacher: TeacherHidden | TeacherTopK,
+        of_teacher: Tensor,
+        token_ids: Tensor | None,
         label: Tensor | None,
+        num_tokens: int,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Calls :meth:`_of_few_rows` on slices that fit into caches; the gradient overwrites the logits."""
-        log_p = teacher.log_probs_like(logits, self.teacher_temperature)
+        """Splits a chunk's rows so that intermediate results fit into caches; the gradient overwrites the logits."""
         sums = logits.new_empty(len(SUMS), len(logits))
         for few in _few_rows_of(logits):
-            sums[:, few], gradient = self._of_few_rows(
+            if token_ids is None:
+                of_teacher[few] = F.log_softmax(of_teacher[few], dim=-1)
+            sums[:, few], gradient = self._sums_and_gradient(
                 logits[few],
-                log_p[few],
-                _known_tokens(teacher.of_rows(few), log_p.size(1)),
-                label[few] if label is not None else None,
+                of_teacher[few],
+                None if token_ids is None else token_ids[few],
+                None if label is None else label[few],
+                num_tokens,
                 needs_gradient,
             )
             if gradient is not None:
                 logits[few] = gradient
         return sums, logits if needs_gradient else None
 
-    def _fused(
-        self,
-        logits: Tensor,
-        teacher: TeacherHidden | TeacherTopK,
-        label: Tensor | None,
-        needs_gradient: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the same as :meth:`_of_chunk`, compiled."""
-        assert self._compiled is not None
-        if isinstance(teacher, TeacherHidden):
-            of_teacher = teacher.logits_like(logits, self.teacher_temperature)
-        else:
-            of_teacher = teacher.log_probs_like(logits, self.teacher_temperature)
-        # A copy: the compiler would specialise on the size of the tensor that labels are a slice of.
-        label = label.clone() if label is not None else None
-        known = _known_tokens(teacher, of_teacher.size(1))
-        return self._compiled(logits, of_teacher, known, label, needs_gradient)
-
-    def _of_logits(
-        self,
-        logits: Tensor,
-        of_teacher: Tensor,
-        known: "_KnownTokens",
-        label: Tensor | None,
-        needs_gradient: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Calls :meth:`_of_few_rows`; ``of_teacher`` are logits [c, m] if all tokens are given."""
-        log_p = of_teacher if known.token_ids is not None else F.log_softmax(of_teacher, dim=-1)
-        return self._of_few_rows(logits, log_p, known, label, needs_gradient)
-
-    def _of_few_rows(
+    def _sums_and_gradient(
         self,
         logits: Tensor,
         log_p: Tensor,
-        known: "_KnownTokens",
+        token_ids: Tensor | None,
         label: Tensor | None,
+        num_tokens: int,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns SUMS of each row, [5, c], and the loss's gradient for the logits, [c, v] or None.
 
-        ``log_p`` [c, m] or [c, k + 1] is overwritten; ``label`` [c, 1] may be None if ``kd_ratio``
-        is 1.
+        ``log_p`` [c, m], or [c, k + 1] with ``token_ids`` [c, k], is overwritten. ``label`` [c, 1]
+        may be None if ``kd_ratio`` is 1.
         """
         ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
         ce_loss = logits.new_zeros(len(logits))
@@ -382,7 +335,6 @@ class LinearDistillationLoss(nn.Module):
             log_probs = F.log_softmax(logits, dim=-1)
             ce_loss = -log_probs.gather(1, label).squeeze(1)
 
-        num_tokens = known.num_tokens
         shares_softmax = bool(ce_weight) and self.temperature == 1 and num_tokens == logits.size(1)
         if shares_softmax:
             log_q = log_probs
@@ -393,14 +345,14 @@ class LinearDistillationLoss(nn.Module):
             )
         p = log_p.exp()
         entropy = -(p * log_p).sum(1)
-        if known.token_ids is not None:
-            likeliest = known.token_ids[:, :1]
-            kd_loss, h = self._of_buckets(log_q, log_p, p, known.token_ids)
+        if token_ids is not None:
+            most_likely = token_ids[:, :1]
+            kd_loss, h = self._divergence_of_buckets(log_q, log_p, p, token_ids)
         else:
-            likeliest = log_p.argmax(1, keepdim=True)
+            most_likely = log_p.argmax(1, keepdim=True)
             kd_loss, h = self.divergence(log_q, log_p, p)
         # Twice as fast as a second argmax.
-        agrees = (log_q.gather(1, likeliest).squeeze(1) == log_q.amax(1)).to(log_q.dtype)
+        agrees = (log_q.gather(1, most_likely).squeeze(1) == log_q.amax(1)).to(log_q.dtype)
         loss = kd_weight * kd_loss
         if ce_weight:
             loss += ce_weight * ce_loss
@@ -425,7 +377,7 @@ class LinearDistillationLoss(nn.Module):
             gradient.scatter_add_(1, label, gradient.new_full((), -ce_weight).expand_as(label))
         return sums, gradient
 
-    def _of_buckets(
+    def _divergence_of_buckets(
         self, log_q: Tensor, log_p: Tensor, p: Tensor, token_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the divergence over k tokens and one outcome of all others, and h for each token."""
@@ -488,13 +440,6 @@ def make_distillation_loss(
             raise ValueError(
                 f"kd_loss: {type(kd_loss_fn).__name__} is unknown; set it to "
                 "recipe_utils.loss.LinearDistillationLoss, or one of torchtune's KD losses"
-            )
-        of_both = [getattr(each, "num_output_chunks", None) for each in (kd_loss_fn, loss_fn)]
-        if None not in of_both and of_both[0] != of_both[1]:
-            log_rank_zero(
-                _log,
-                f"kd_loss.num_output_chunks={of_both[0]}: loss has {of_both[1]}; that of kd_loss is taken where "
-                "an output layer is called as a module, and everywhere else tokens_per_chunk",
             )
         kd_loss_fn = LinearDistillationLoss(
             kind,

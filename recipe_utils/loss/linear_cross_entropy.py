@@ -60,7 +60,7 @@ class LinearCrossEntropyLoss(nn.Module):
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
 
-        def of_chunk(
+        def chunk_loss(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
             given = [logits]
@@ -70,7 +70,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return sum_over_chunks(
             output,
             hidden.flatten(0, 1).index_select(0, targets.positions),
-            of_chunk,
+            chunk_loss,
             num_sums=1,
             tokens_per_chunk=self.tokens_per_chunk,
             num_output_chunks=self.num_output_chunks,

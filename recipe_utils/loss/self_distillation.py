@@ -243,7 +243,7 @@ class SelfDistillationLoss:
             return cls_of_global
 
         def of_rows(head: Any, rows: Tensor, said: TeacherHidden, weights: Any = None) -> Tensor:
-            found: Tensor = self._divergence.of_rows(
+            found: Tensor = self._divergence.sum_rows(
                 head.prototypes, rows, None, said, weights, backward_in_parts
             )
             return found

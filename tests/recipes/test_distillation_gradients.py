@@ -195,12 +195,11 @@ def targets_counted_before_they_are_shifted(patches):
     patches.setattr(UpdateStep, "scale", lambda step, count: 1 / (step.totals[count] + 16))
 
 
-def both_sides_over_the_teachers_tokens(patches):
-    def log_probs_like(self, logits, temperature):
-        of_teacher = self.output(self.hidden).to(logits.dtype) / temperature
-        return torch.log_softmax(of_teacher, -1)[:, : logits.size(1)]
-
-    patches.setattr(distillation.TeacherHidden, "log_probs_like", log_probs_like)
+def a_temperature_of_the_student_alone(patches):
+    logits_like = distillation.TeacherHidden.logits_like
+    patches.setattr(
+        distillation.TeacherHidden, "logits_like", lambda *args: logits_like(*args[:-1], 1.0)
+    )
 
 
 def a_teacher_that_drops_out(patches):
@@ -221,7 +220,7 @@ MUTANTS = [
     outputs_of_another_microbatch,
     no_square_of_the_temperature,
     targets_counted_before_they_are_shifted,
-    both_sides_over_the_teachers_tokens,
+    a_temperature_of_the_student_alone,
     a_teacher_that_drops_out,
 ]
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torchtune.modules import loss as stock
 
+from recipe_utils.loss import distillation
 from recipe_utils.loss.distillation import (
     SUMS,
     LinearDistillationLoss,
@@ -26,7 +27,7 @@ DIVERGENCES = ("forward", "reverse", "symmetric", "js")
 
 
 def plain_divergence(kind, q, p, mixture=0.5):
-    """Of probabilities [n, o], in the definitions' own words."""
+    """Returns the definitions' divergences of probabilities [n, o]."""
 
     def kl(a, b):
         return (a * (a / b).log()).sum(1)
@@ -52,7 +53,6 @@ class Case:
     with_row_weights: bool = False
     num_rows: int = 37
     output: str = "linear"
-    vocab: int = V
 
     def __post_init__(self):
         self.hidden = torch.randn(self.num_rows, D, requires_grad=True)
@@ -75,12 +75,12 @@ class Case:
         return make_distillation_loss(LinearCrossEntropyLoss(), kd_loss, self.kd_ratio)
 
     def ours(self, **changes):
-        return self.loss_fn(**changes).of_rows(
+        return self.loss_fn(**changes).sum_rows(
             self.layer, self.hidden, self.labels, self.teacher, self.weights
         )
 
     def expected(self):
-        num_common = min(self.vocab, self.teacher_vocab)
+        num_common = min(V, self.teacher_vocab)
         logits = self.layer(self.hidden)
         of_teacher = self.teacher.output(self.teacher.hidden)
         of_teacher = of_teacher / (self.teacher_temperature or self.temperature)
@@ -113,10 +113,15 @@ def assert_is_the_plain_sum(case, **changes):
     )
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("kd_ratio", [0.3, 1.0])
-@pytest.mark.parametrize("teacher_vocab", [V, V + 13, V - 13], ids=["equal", "larger", "smaller"])
+@pytest.mark.parametrize(
+    ("divergence", "temperature", "kd_ratio", "teacher_vocab"),
+    [  # every pair of values at least once
+        ("forward", 1.0, 0.3, V), ("forward", 2.0, 1.0, V - 13), ("forward", 2.0, 0.3, V + 13),
+        ("reverse", 2.0, 1.0, V), ("reverse", 1.0, 0.3, V + 13), ("reverse", 1.0, 0.3, V - 13),
+        ("symmetric", 1.0, 1.0, V + 13), ("symmetric", 2.0, 0.3, V), ("symmetric", 2.0, 0.3, V - 13),
+        ("js", 2.0, 0.3, V), ("js", 2.0, 0.3, V + 13), ("js", 1.0, 1.0, V - 13),
+    ],
+)  # fmt: skip
 def test_sums_and_gradients_are_those_of_whole_logits(
     divergence, temperature, kd_ratio, teacher_vocab
 ):
@@ -124,57 +129,34 @@ def test_sums_and_gradients_are_those_of_whole_logits(
     assert_is_the_plain_sum(case)
 
 
-@pytest.mark.parametrize("output", ["linear", "tied", "bias"])
-@pytest.mark.parametrize("num_rows", [0, 1, 37])
-def test_with_every_output_layer_and_number_of_rows(output, num_rows):
-    for tokens_per_chunk in (1, 7, 1000):
-        case = Case(temperature=2.0, num_rows=num_rows, output=output)
-        assert_is_the_plain_sum(
-            case, tokens_per_chunk=tokens_per_chunk, num_output_chunks=tokens_per_chunk
-        )
+@pytest.mark.parametrize(
+    ("output", "num_rows", "tokens_per_chunk"),
+    [
+        ("linear", 0, 7), ("linear", 37, 1), ("tied", 0, 1), ("tied", 37, 7), ("tied", 1, 1000),
+        ("bias", 0, 7), ("bias", 1, 7), ("bias", 37, 7), ("bias", 37, 1000),
+    ],
+)  # fmt: skip
+def test_every_output_layer_number_of_rows_and_size_of_chunks(output, num_rows, tokens_per_chunk):
+    case = Case(temperature=2.0, num_rows=num_rows, output=output)
+    assert_is_the_plain_sum(
+        case, tokens_per_chunk=tokens_per_chunk, num_output_chunks=tokens_per_chunk
+    )
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_teacher_s_bias_row_weights_and_temperatures_of_both_sides(divergence):
-    """What self-supervised losses are made of: targets softmax(l / t + dual), each row with its weight."""
     assert_is_the_plain_sum(
         Case(1.0, 0.1, divergence, 0.3, V, 0.07, with_bias=True, with_row_weights=True)
     )
 
 
-def test_a_ratio_of_zero_is_cross_entropy_alone():
-    case = Case(kd_ratio=0.0)
-    labels, positions = case.labels.view(1, -1), torch.arange(37)
-    targets = make_targets(labels)._replace(positions=positions)
-    expected = LinearCrossEntropyLoss(tokens_per_chunk=7)(case.layer, case.hidden[None], targets)
-    assert_close(case.ours()[0], expected)
-
-
-def test_a_microbatch_has_the_sums_of_its_targets(hidden_and_targets):
-    hidden, targets = hidden_and_targets
-    case = Case(num_rows=len(targets.positions))
-    loss_fn = case.loss_fn()
-    of_rows = hidden.flatten(0, 1)[targets.positions]
-    labels = targets.labels.flatten()[targets.positions]
-    expected = loss_fn.of_rows(case.layer, of_rows, labels, case.teacher)
-    assert_close(loss_fn(case.layer, hidden, targets._replace(teacher=case.teacher)), expected)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_equal_sides_have_no_divergence_and_no_gradient(divergence):
-    case = Case(1.0, 2.0, divergence)
-    case.teacher = TeacherHidden(case.hidden.detach(), case.layer)
-    with torch.no_grad():
-        sums = dict(zip(SUMS, case.ours().tolist(), strict=True))
-    assert abs(sums["kd_loss"]) < 1e-12
-    assert sums["teacher_agreement"] == 37
-    for gradient in torch.autograd.grad(case.ours()[0], case.inputs):
-        assert gradient.abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("k", [1, 8, V])
-@pytest.mark.parametrize("teacher_vocab", [V, V + 13])
+@pytest.mark.parametrize(
+    ("divergence", "k", "teacher_vocab"),
+    [
+        ("forward", 1, V + 13), ("forward", V, V), ("reverse", 8, V + 13), ("reverse", V, V),
+        ("symmetric", 8, V), ("symmetric", V, V + 13), ("js", 1, V), ("js", 8, V + 13),
+    ],
+)  # fmt: skip
 def test_top_k_is_a_divergence_over_k_tokens_and_all_others_as_one(divergence, k, teacher_vocab):
     case = Case(0.3, 1.5, divergence, teacher_vocab=teacher_vocab)
     whole = case.teacher
@@ -201,7 +183,7 @@ def test_top_k_is_a_divergence_over_k_tokens_and_all_others_as_one(divergence, k
 def test_a_backward_in_two_parts_gives_each_part_its_gradient(output):
     case = Case(temperature=2.0, output=output)
     loss_fn = case.loss_fn()
-    ours = loss_fn.of_rows(case.layer, case.hidden, case.labels, case.teacher, None, True)[0]
+    ours = loss_fn.sum_rows(case.layer, case.hidden, case.labels, case.teacher, None, True)[0]
     expected = case.expected()[0]
     for inputs in (case.inputs[:1], case.inputs[1:]):
         assert_close(
@@ -221,22 +203,12 @@ def test_no_more_than_one_chunk_of_each_side_s_logits_is_worked_on(divergence):
     assert watch.most_alive <= 7 * rows
 
 
-@pytest.mark.parametrize("needs_gradient", [True, False])
-def test_a_chunk_whose_rows_are_worked_on_a_few_at_a_time(needs_gradient):
-    vocab, rows = 2**19, 5
-    case = Case(0.3, 2.0, num_rows=rows, with_row_weights=True)
-    whole = [torch.randn(rows, vocab) for _ in range(2)]
-    case.labels, case.hidden = torch.randint(vocab, (rows,)), torch.eye(rows, requires_grad=True)
-    case.layer, of_teacher = (nn.Linear(rows, vocab, bias=False) for _ in whole)
-    for linear, logits in zip((case.layer, of_teacher), whole, strict=True):
-        linear.weight.data.copy_(logits.t())
-    case.teacher, case.inputs = TeacherHidden(torch.eye(rows), of_teacher), [case.hidden]
-    case.vocab = case.teacher_vocab = vocab
-    if needs_gradient:
-        assert_is_the_plain_sum(case)
-    else:
-        with torch.no_grad():
-            assert_close(case.ours(), case.expected())
+def test_a_chunk_is_computed_in_slices_that_fit_into_caches(monkeypatch):
+    monkeypatch.setattr(distillation, "_LOGITS_IN_CACHES", 2 * V)
+    case = Case(0.3, 2.0, with_row_weights=True)
+    assert_is_the_plain_sum(case)
+    with torch.no_grad():
+        assert_close(case.ours(), case.expected())
 
 
 def test_low_precision_hidden_states_give_fp32_sums():
@@ -244,7 +216,7 @@ def test_low_precision_hidden_states_give_fp32_sums():
     exact = case.ours()
     hidden, teacher = case.hidden.detach().bfloat16(), case.teacher
     low = TeacherHidden(teacher.hidden.bfloat16(), teacher.output.bfloat16())
-    sums = case.loss_fn().of_rows(case.layer.bfloat16(), hidden, case.labels, low)
+    sums = case.loss_fn().sum_rows(case.layer.bfloat16(), hidden, case.labels, low)
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums[:4].double(), exact[:4], rtol=0.01, atol=0)
 
@@ -260,14 +232,13 @@ STOCK = {
 
 
 @pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize("ce", ["CEWithChunkedOutputLoss", "CrossEntropyLoss"])
-def test_torchtune_s_losses_are_ours_and_their_forward_ones_hold_the_teacher_s_entropy(name, ce):
+def test_torchtune_s_losses_are_ours_and_their_forward_ones_include_the_teacher_s_entropy(name):
     torch.set_default_dtype(torch.float32)  # theirs compute in it
     case = Case()
     stock_loss = getattr(stock, name)(**STOCK[name])
-    ce_loss = stock.CEWithChunkedOutputLoss() if "Chunked" in ce else nn.CrossEntropyLoss()
+    ce_loss = stock.CEWithChunkedOutputLoss() if "Chunked" in name else nn.CrossEntropyLoss()
     ours = make_distillation_loss(ce_loss, stock_loss, 0.3)
-    sums = ours.of_rows(case.layer, case.hidden, case.labels, case.teacher)
+    sums = ours.sum_rows(case.layer, case.hidden, case.labels, case.teacher)
     named = dict(zip(SUMS, (sums / 37).tolist(), strict=True))
     logits, of_teacher = case.layer(case.hidden), case.teacher.output(case.teacher.hidden)
     if "Chunked" in name:
@@ -283,8 +254,7 @@ def test_torchtune_s_losses_are_ours_and_their_forward_ones_hold_the_teacher_s_e
     assert named["ce_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("beta", "temperature"), [(0.1, 1.0), (0.5, 2.0), (0.9, 2.0)])
 def test_js_is_trl_s(beta, temperature):
     trl = pytest.importorskip("trl.experimental.gkd")
     case = Case(1.0, temperature, "js", beta)
@@ -349,11 +319,6 @@ def test_samples_without_targets_give_zero_with_a_graph():
 # ---- Compiled -----------------------------------------------------------------------------------------
 
 
-def case_of(num_rows, **options):
-    torch.manual_seed(num_rows)
-    return Case(num_rows=num_rows, **options)
-
-
 @pytest.mark.parametrize(
     ("is_top_k", "options"),
     [
@@ -368,18 +333,17 @@ def case_of(num_rows, **options):
     ids=str,
 )
 def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(options, is_top_k):
-    """With and without a gradient; no row and one are left out."""
     torch._dynamo.reset()  # other cases' variants of the same function count for its limit
     counter = CompileCounter()
-    eager, compiled = (case_of(2, **options).loss_fn() for _ in range(2))
+    eager, compiled = (Case(**options).loss_fn() for _ in range(2))
     compiled.compile_chunks(counter)
     for num_rows in (3, 7, 9, 14, 1, 5, 0, 37, 28):
-        case = case_of(num_rows, **options)
+        case = Case(num_rows=num_rows, **options)
         teacher = case.teacher
         if is_top_k:
             teacher = top_k_of(teacher, 4, min(V, case.teacher_vocab), 1.0)
         args = (case.layer, case.hidden, case.labels, teacher, case.weights)
-        (sums, expected) = (loss.of_rows(*args) for loss in (compiled, eager))
+        (sums, expected) = (loss.sum_rows(*args) for loss in (compiled, eager))
         assert_close(sums, expected)
         if num_rows:
             assert_close(
@@ -388,13 +352,12 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(opt
             )
         with torch.no_grad():
             args = (case.layer, case.hidden.detach(), *args[2:])
-            assert_close(compiled.of_rows(*args), eager.of_rows(*args))
-    assert counter.frame_count == 2
+            assert_close(compiled.sum_rows(*args), eager.sum_rows(*args))
+    assert counter.frame_count == 2  # with and without a gradient
 
 
 @pytest.mark.slow
-def test_what_the_compiler_fuses_gives_the_same_in_fp32():
-    """In-place operations included; the default compiler, not a stand-in."""
+def test_inductor_gives_the_same_in_fp32():
     eager, compiled = (
         LinearDistillationLoss("forward", 2.0, tokens_per_chunk=16) for _ in range(2)
     )
@@ -408,6 +371,6 @@ def test_what_the_compiler_fuses_gives_the_same_in_fp32():
         found = []
         for loss in (compiled, eager):
             loss.kd_ratio = 0.3
-            sums = loss.of_rows(layer, hidden, torch.arange(num_rows), teacher)
+            sums = loss.sum_rows(layer, hidden, torch.arange(num_rows), teacher)
             found.append((sums, *torch.autograd.grad(sums[0], [hidden, layer.weight])))
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
