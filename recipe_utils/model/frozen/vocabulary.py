@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 from torchtune.modules.transforms.tokenizers import (
     SentencePieceBaseTokenizer,
     TikTokenBaseTokenizer,
@@ -23,10 +24,9 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
     BPE tokens are in the characters that represent bytes: a leading space is ``Ġ``.
     """
     vocabulary = _without_special_tokens(tokenizer)
-    if vocabulary is not None:
-        special_tokens = getattr(tokenizer, "special_tokens", None)
-        if isinstance(special_tokens, dict):
-            vocabulary |= {index: token for token, index in special_tokens.items()}
+    special_tokens = getattr(tokenizer, "special_tokens", None)
+    if vocabulary is not None and isinstance(special_tokens, dict):
+        vocabulary |= {index: token for token, index in special_tokens.items()}
     return vocabulary
 
 
@@ -50,7 +50,7 @@ def _without_special_tokens(tokenizer: Any) -> Vocabulary | None:
 
 
 def _of_tiktoken(encoding: Any) -> Vocabulary:
-    printable = _printable_of_byte()
+    printable = bytes_to_unicode()
     vocabulary = {}
     for index in range(encoding.n_vocab):
         try:
@@ -62,18 +62,6 @@ def _of_tiktoken(encoding: Any) -> Vocabulary:
     return vocabulary | {
         encoding.encode_single_token(token): token for token in encoding.special_tokens_set
     }
-
-
-def _printable_of_byte() -> list[str]:
-    """Returns the characters that represent the 256 bytes in byte-level BPE.
-
-    Visible Latin-1 characters represent themselves, other bytes the characters after Latin-1 in
-    order.
-    """
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 256)]
-    seen.remove(0xAD)  # the soft hyphen
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
 
 
 def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | None) -> str | None:
@@ -113,23 +101,17 @@ def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | N
             "torchtune's tokenizers"
         )
     for index in range(min(max(own), max(other)) + 1):
-        if _differ(own.get(index), other.get(index)):
+        pair = own.get(index), other.get(index)
+        if pair[0] != pair[1] and not any(map(_is_reserved, pair)):
+            of_student, of_teacher = ("missing" if each is None else repr(each) for each in pair)
             raise ValueError(
-                f"{name}: token {index} is {_named(own, index)} in the student's and "
-                f"{_named(other, index)} in the teacher's; both must share one tokenizer, since their "
-                "distributions are compared token by token"
+                f"{name}: token {index} is {of_student} in the student's and {of_teacher} in the "
+                "teacher's; both must share one tokenizer, since their distributions are compared token by "
+                "token"
             )
     return None
-
-
-def _differ(own: str | None, other: str | None) -> bool:
-    return own != other and not _is_reserved(own) and not _is_reserved(other)
 
 
 def _is_reserved(token: str | None) -> bool:
     """Returns True for a special token without a meaning yet, but not for the word "reserved" itself."""
     return token is not None and token[:1] in ("<", "[") and "reserved" in token.lower()
-
-
-def _named(vocabulary: Vocabulary, index: int) -> str:
-    return repr(vocabulary[index]) if index in vocabulary else "missing"
