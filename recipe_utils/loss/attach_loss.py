@@ -44,10 +44,10 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     Args:
         model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
             model that returns logits.
-        loss_fn: loss module, or a stock loss component, which is turned into a sum.
+        loss_fn: loss module, or a stock loss component; see :class:`SummedLoss`.
         backward_in_parts: True for zero-bubble schedules, which run the backward twice.
 
-    Raises ValueError if the loss does not fit the model; see also :class:`SummedLoss`.
+    Raises ValueError if the loss does not fit the model.
     """
     decoder: Any = getattr(model, "decoder", model)
     targets_in_forward: list[Targets] = []
@@ -73,12 +73,12 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
         def unembed(hidden: Tensor) -> Any:
             if not targets_in_forward:
                 return logits_of(hidden)
-            found: Any = loss_fn(
+            sums: Any = loss_fn(
                 decoder.output, decoder.norm(hidden), targets_in_forward.pop(), backward_in_parts
             )
-            if isinstance(found, Tensor) and found.dim() == 0:
-                return torch.stack([found])  # not a view, for which FSDP2 warns
-            return found
+            if isinstance(sums, Tensor) and sums.dim() == 0:
+                return torch.stack([sums])  # not a view, for which FSDP2 warns
+            return sums
 
         decoder.unembed = unembed
         return
@@ -108,10 +108,8 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
 class SummedLoss:
     """Turns a stock loss component, a mean over the labels it does not ignore, into their sum.
 
-    Args:
-        loss_fn: called with (logits, labels) in the shapes that the stock recipes use: flattened
-            [b * s, v] and [b * s], or, where the model returns a list of chunks
-            (``CEWithChunkedOutputLoss``), that list and [b, s].
+    ``loss_fn`` is called as in the stock recipes: with logits [b * s, v] and labels [b * s], or, if
+    the model returns a list of chunks (``CEWithChunkedOutputLoss``), with that list and [b, s].
 
     Raises ValueError if the loss's mean is not an unweighted average over target tokens.
     """
@@ -150,9 +148,8 @@ class SummedLoss:
 def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
     """Compiles a loss's arithmetic on a chunk of logits, in place, without the loop over chunks.
 
-    A loss compiled as a whole would be recompiled for each number of targets. A stock loss that is
-    called with all logits at once is not compiled. The backend is that of torchtune:
-    ``TORCH_COMPILE_BACKEND``.
+    A loss compiled as a whole would be recompiled for each number of targets. Not for a stock loss
+    without chunks. ``TORCH_COMPILE_BACKEND`` is the backend, as in torchtune.
     """
     if hasattr(loss_fn, "compile_chunks"):
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))

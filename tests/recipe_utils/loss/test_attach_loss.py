@@ -1,4 +1,4 @@
-"""A model's forward ends in sums over the targets; the first has the gradients of the plain sum."""
+"""A model's forward returns sums over the targets; the first has the gradients of the plain sum."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.attach_loss import attach_loss
+from recipe_utils.loss.attach_loss import SummedLoss, attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 SIZES = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL}
@@ -40,8 +40,13 @@ def assert_close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("loss_name", ["linear", *STOCK_LOSSES])
+LOSSES_AND_SIZES = [
+    ("linear", "tied"), ("linear", "untied"), ("chunked", "tied"), ("chunked", "untied"),
+    ("mean", "tied"), ("sum", "untied"), ("smoothed", "tied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss_name", "sizes"), LOSSES_AND_SIZES)
 def test_a_models_loss_and_gradients_are_those_of_the_plain_sum(sizes, loss_name):
     samples = tiny.make_samples(6, num_without_targets=1)
     longest = 43  # no multiple of the number of output chunks
@@ -66,8 +71,9 @@ def test_a_models_loss_and_gradients_are_those_of_the_plain_sum(sizes, loss_name
     assert_close(tuple(p.grad for p in model.parameters()), gradients)
 
 
-@pytest.mark.parametrize("sizes", [*SIZES, "bias"])
-@pytest.mark.parametrize("loss_name", ["linear", *STOCK_LOSSES])
+@pytest.mark.parametrize(
+    ("loss_name", "sizes"), [*LOSSES_AND_SIZES, ("linear", "bias"), ("chunked", "bias")]
+)
 def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(sizes, loss_name):
     model = tiny.tiny_model(SIZES.get(sizes, tiny.UNTIED_MODEL))
     if sizes == "bias":
@@ -81,8 +87,7 @@ def test_a_microbatch_without_targets_gives_every_parameter_a_zero_gradient(size
         assert not parameter.grad.any()  # NaN would count as non-zero
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("loss_name", ["linear", *STOCK_LOSSES])
+@pytest.mark.parametrize(("loss_name", "sizes"), LOSSES_AND_SIZES)
 def test_a_model_called_without_targets_returns_logits(sizes, loss_name):
     model, tokens = tiny.tiny_model(SIZES[sizes]), torch.randint(tiny.VOCAB_SIZE, (2, 11))
     expected = model(tokens)
@@ -102,13 +107,13 @@ def test_a_forward_that_failed_leaves_no_targets_behind():
     assert_close(model(tokens), expected)
 
 
-def test_a_loss_that_projects_itself_is_refused_on_a_model_that_is_no_decoder():
+def test_a_loss_of_hidden_states_is_refused_on_a_model_that_is_no_decoder():
     with pytest.raises(ValueError, match="needs a torchtune TransformerDecoder, Linear is none"):
         attach_loss(nn.Linear(2, 2), LinearCrossEntropyLoss())
 
 
-class CrossEntropyAndTeacher:
-    """Three sums: the cross-entropy, what a teacher says weighs, and how often the label is the best."""
+class ThreeSums:
+    """Cross-entropy, a product with the teacher's outputs, and the number of correct predictions."""
 
     takes_hidden_states = True
 
@@ -116,49 +121,56 @@ class CrossEntropyAndTeacher:
         self.backward_in_parts = backward_in_parts
         logits = output(hidden).flatten(0, 1)[targets.positions]
         labels = targets.labels.flatten()[targets.positions]
-        cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
-        teacher = targets.teacher["logits"]
         return torch.stack(
-            [cross_entropy, (logits * teacher).sum(), (logits.argmax(-1) == labels).sum()]
+            [
+                F.cross_entropy(logits, labels, reduction="sum"),
+                (logits * targets.teacher).sum(),
+                (logits.argmax(-1) == labels).sum(),
+            ]
         )
 
 
-def head_of_three_sums(model, tokens, labels):
-    """What a model with such a head returns, and what it should, computed from its logits."""
-    targets = make_targets(labels)
-    teacher = torch.randn(len(targets.positions), tiny.VOCAB_SIZE)
-    logits = model(tokens)
-    logits_of_targets = logits.flatten(0, 1)[targets.positions]
-    best = logits_of_targets.argmax(-1) == labels.flatten()[targets.positions]
-    expected = [plain_sum(logits, targets), (logits_of_targets * teacher).sum(), best.sum()]
-    attach_loss(model, CrossEntropyAndTeacher())
-    return model(tokens, targets=targets._replace(teacher={"logits": teacher})), expected
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_of_several_sums_only_the_gradient_of_the_differentiated_one_flows(sizes):
-    model = tiny.tiny_model(SIZES[sizes])
-    parameters = list(model.parameters())
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_only_the_first_of_several_sums_has_a_gradient(in_parts):
+    model, loss_fn = tiny.tiny_model(), ThreeSums()
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9))
     labels = torch.randint(tiny.VOCAB_SIZE, (2, 9))
     labels[1, 4:] = tiny.IGNORE
-    sums, expected = head_of_three_sums(model, tokens, labels)
-    assert sums.shape == (3,)
-    assert_close(sums.detach(), torch.stack([value.detach().double() for value in expected]))
-    gradients = torch.autograd.grad(expected[0], parameters, retain_graph=True)
-    of_second = torch.autograd.grad(expected[1], parameters)
+    targets = make_targets(labels)
+    targets = targets._replace(teacher=torch.randn(len(targets.positions), tiny.VOCAB_SIZE))
+    expected = loss_fn(torch.nn.Identity(), model(tokens), targets, in_parts)
+    gradients = torch.autograd.grad(expected[0], list(model.parameters()))
+    attach_loss(model, loss_fn, in_parts)
+    sums = model(tokens, targets=targets)
+    assert loss_fn.backward_in_parts is in_parts
+    assert_close(sums.detach(), expected.detach())
     sums[0].backward()
-    assert_close(tuple(p.grad for p in parameters), gradients)
-    assert any(
-        (p.grad - other).abs().max() > 1e-3 for p, other in zip(parameters, of_second, strict=True)
-    )
+    assert_close(tuple(p.grad for p in model.parameters()), gradients)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_head_is_told_whether_its_backward_comes_in_parts(in_parts):
-    model, head = tiny.tiny_model(), CrossEntropyAndTeacher()
-    attach_loss(model, head, in_parts)
-    targets = no_targets(1, 4)._replace(teacher={"logits": torch.zeros(0, tiny.VOCAB_SIZE)})
-    sums = model(torch.ones(1, 4, dtype=torch.long), targets=targets)
-    assert sums.tolist() == [0, 0, 0]
-    assert head.backward_in_parts is in_parts
+# ---- Stock losses, means over the labels that they do not ignore ------------------------------------
+
+
+@pytest.mark.parametrize("loss_name", STOCK_LOSSES)
+def test_a_stock_loss_keeps_its_own_ignore_index(loss_name):
+    logits, labels = torch.randn(2, 6, 53), torch.randint(1, 53, (2, 6))
+    labels[0, 3] = 0
+    summed = SummedLoss(STOCK_LOSSES[loss_name](ignore_index=0))
+    assert summed.ignore_index == 0
+    targets = Targets(labels, (labels.flatten() != 0).nonzero().squeeze(1))
+    options = {"label_smoothing": 0.1} if loss_name == "smoothed" else {}
+    expected = plain_sum(logits, targets, ignore_index=0, **options)
+    given = list(logits.chunk(8, dim=1)) if loss_name == "chunked" else logits
+    assert_close(summed(given, targets), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "loss.weight"),
+        (nn.CrossEntropyLoss(reduction="none"), "loss.reduction=none"),
+    ],
+)
+def test_a_loss_without_a_mean_over_targets_is_refused(loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        SummedLoss(loss_fn)
