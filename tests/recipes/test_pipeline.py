@@ -276,7 +276,7 @@ BAD = {
     "schedule": ({"pipeline_parallel_schedule": "2F2B"}, "pipeline_parallel_schedule=2F2B: unknown"),
     "too many points": ({"pipeline_parallel_split_points": [1, 2]}, "they make 3 stages"),
     "points outside": ({"pipeline_parallel_split_points": [4]}, "between 1 and 3"),
-    "tensor parallel": ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}, "tensor_parallel_dim=2: it does not go with pipeline_parallel_dim=2"),
+    "tensor parallel": ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}, "tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2"),
     "in backward": ({"optimizer_in_bwd": True}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
     "ranks": ({"pipeline_parallel_dim": 3}, "pipeline_parallel_dim=3: they make 3 ranks, but 2 run"),
     "no ranks": ({"pipeline_parallel_dim": 0}, "pipeline_parallel_dim=0: it must be at least 1"),

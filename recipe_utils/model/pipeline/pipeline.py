@@ -6,7 +6,6 @@ with p ranks and m microbatches; m is all microbatches of the update step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,16 +45,14 @@ class Pipeline:
             :meth:`outputs`.
         num_stages: stages of the whole pipeline.
         schedule: key of :data:`SCHEDULES`.
-        embed_dim: width of the hidden states.
-        dtype: dtype of the hidden states.
-        device: device of the stages.
+        embed_dim: width of the hidden states, which are of ``dtype``.
         group: ranks of this pipeline, in the order of their stages.
         output_is_tied: the first stage's embeddings and the last stage's output share their weight.
             Each has a copy, whose gradients are summed.
-        num_sums: k, required on ranks without the last stage; unused by :meth:`outputs`.
+        num_sums: k, also on ranks without the last stage; unused by :meth:`outputs`.
     """
 
-    def __init__(  # the layout of a pipeline, what passes between its stages, and what it gives
+    def __init__(
         self,
         stages: Mapping[int, nn.Module],
         *,
@@ -80,28 +77,16 @@ class Pipeline:
         self.group = group
         self._num_ranks = dist.get_world_size(group)
         self._num_sums = num_sums
-        self._num_to_run = partial(
-            num_microbatches_to_run,
-            schedule=schedule,
-            num_ranks=self._num_ranks,
-            num_stages=num_stages,
-        )
+        self._shape = schedule, self._num_ranks, num_stages
         self._device = device
         self._schedules: dict[tuple[int, bool], Any] = {}
-        self._tied_group: dist.ProcessGroup | None = None
-        self._copies_of_tied: list[nn.Module] = []
-        if output_is_tied:
-            self._tied_group = _group_of_first_and_last(group)
-            self._copies_of_tied = [
-                stage.submod.tok_embeddings
-                for stage in self._stages
-                if stage.is_first or stage.is_last
-            ]
+        self._tied_group = _group_of_first_and_last(group) if output_is_tied else None
+        ends = [stage for stage in self._stages if stage.is_first or stage.is_last]
+        ends = ends if output_is_tied else []
+        self._tied_weights = [stage.submod.tok_embeddings.weight for stage in ends]
         # The rank of the first stage adds their norm.
         self.tied_copies = frozenset(
-            id(stage.submod.tok_embeddings.weight)
-            for stage in self._stages
-            if stage.is_last and output_is_tied
+            id(stage.submod.tok_embeddings.weight) for stage in ends if stage.is_last
         )
 
     def forward_backward(
@@ -110,20 +95,18 @@ class Pipeline:
         """Runs forwards and backwards of an update step; gradients accumulate in the stages' parameters.
 
         Args:
-            microbatches: on the CPU, pinned for a CUDA device; the same on every rank of the
-                pipeline, equally many on all ranks, at least
-                :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`.
-            objective: maps a microbatch's sums [k] to the scalar to backpropagate, []. Called once
-                per microbatch, on the rank of the last stage.
+            microbatches: on the CPU, the same on every rank of the pipeline, equally many on all
+                ranks, as :func:`recipe_utils.model.pipeline.schedule.num_microbatches_to_run`.
+            objective: maps a microbatch's sums [k] to the scalar to backpropagate, [], on the rank
+                of the last stage.
 
         Returns:
             Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of
-            ranks on the last stage and 0 elsewhere, so that their mean over the pipeline is the
-            sums.
+            ranks on the last stage and 0 elsewhere: their mean over the pipeline is the sums.
 
         Raises:
-            PipelineError: a stage or the objective failed on this rank, or there are not
-                ``num_sums`` sums; the other ranks' receives fail or time out.
+            PipelineError: a stage or the objective failed on this rank; the other ranks' receives
+                fail or time out.
         """
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 
@@ -132,11 +115,9 @@ class Pipeline:
             return objective(self._add_sums(totals, output)).clone()
 
         self._run(microbatches, begin_backward, has_backward=True)
-        for copy in self._copies_of_tied:
-            gradient: Any = copy.weight.grad
-            if gradient is None:  # frozen, on both ranks alike
-                continue
-            dist.all_reduce(local(gradient), group=self._tied_group)
+        for weight in self._tied_weights:
+            if weight.grad is not None:  # frozen, on both ranks alike
+                dist.all_reduce(local(weight.grad), group=self._tied_group)
         return totals * self._num_ranks
 
     @torch.no_grad()
@@ -153,21 +134,19 @@ class Pipeline:
         """Returns the last stage's output for each microbatch by index, on the device, without gradients.
 
         Empty on ranks without the last stage. No barrier follows: ranks of the first stages may
-        continue while the last ones still compute. FSDP stages are resharded at the end, so reading
-        a weight afterwards needs an unshard.
-
-        Args:
-            microbatches: see :meth:`forward_backward`, but at least one; the first one is repeated
-                where the schedule needs more.
-
-        Raises:
-            PipelineError: a stage on this rank failed; the other ranks' receives fail or time out.
+        continue while the last ones still compute. FSDP stages are resharded at the end. See
+        :meth:`forward_backward`, but one microbatch is enough: the first one is repeated where the
+        schedule needs more.
         """
         outputs: dict[int, Any] = {}
-        num_asked = len(microbatches)
-        repeated = [microbatches[0]] * (self._num_to_run(num_asked) - num_asked)
-        self._run([*microbatches, *repeated], outputs.__setitem__, has_backward=False)
-        return {index: output for index, output in outputs.items() if index < num_asked}
+        num_wanted = len(microbatches)
+        num_missing = num_microbatches_to_run(num_wanted, *self._shape) - num_wanted
+        self._run(
+            [*microbatches, *[microbatches[0]] * num_missing],
+            outputs.__setitem__,
+            has_backward=False,
+        )
+        return {index: output for index, output in outputs.items() if index < num_wanted}
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
@@ -184,25 +163,24 @@ class Pipeline:
     ) -> None:
         """Runs microbatches through all stages.
 
-        ``take`` is called on the rank of the last stage with a microbatch's index and the stage's
-        output; with ``has_backward`` it returns the scalar to backpropagate, [].
+        ``take`` is called on the rank of the last stage with a microbatch's index and output; with
+        ``has_backward`` it returns the scalar to backpropagate, [].
         """
+        self._take = take
         for stage in self._stages:
             stage.expect(microbatches, has_backward)
-        _run_schedule(
-            self._schedule_of(len(microbatches), has_backward),
-            [partial(self._name_failures, take, index) for index in range(len(microbatches))],
-            has_backward,
-        )
+        num_microbatches = len(microbatches)
+        schedule = self._schedule_of(num_microbatches, has_backward)
+        _run_schedule(schedule, list(range(num_microbatches)), has_backward)
         for stage in self._stages:
             stage.clear_runtime_states()
             if not has_backward:
                 reshard(stage.submod)
 
-    def _name_failures(self, take: Callable[[int, Any], Any], index: int, output: Any) -> Any:
+    def _take_output(self, output: Any, index: int) -> Any:
         last = next(stage for stage in self._stages if stage.is_last)
         with last.naming("objective", index):
-            return take(index, output)
+            return self._take(index, output)
 
     def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
         key = num_microbatches, has_backward
@@ -210,26 +188,25 @@ class Pipeline:
             self._schedules[key] = self._schedule_class(
                 self._stages[0] if self._takes_one_stage else self._stages,
                 num_microbatches,
-                loss_fn=lambda output, take: take(output),
+                loss_fn=self._take_output,
                 scale_grads=False,  # the default divides by the number of microbatches
             )
         return self._schedules[key]
 
 
-def _run_schedule(schedule: Any, takes: list[Callable[[Any], Any]], has_backward: bool) -> None:
-    """Runs a schedule once, on the microbatches that its stages expect.
+def _run_schedule(schedule: Any, indices: list[int], has_backward: bool) -> None:
+    """Runs a schedule once; its loss function is called with outputs and microbatch indices.
 
-    ``takes`` are passed to the schedule's loss function as targets, one per microbatch.
     ``has_backward`` must be equal for all runs of one schedule, or its ranks would synchronize
     their setup again.
     """
     if TorchVersion(torch.__version__) >= "2.14":
         run = schedule.step if has_backward else schedule.eval
-        run(target_mbs=takes, return_outputs=False)
+        run(target_mbs=indices, return_outputs=False)
     else:
         # step() would split one large batch into microbatches of one shape.
         schedule._has_backward = has_backward
-        schedule._step_microbatches(target_mbs=takes, return_outputs=False)
+        schedule._step_microbatches(target_mbs=indices, return_outputs=False)
 
 
 class _Stage(PipelineStage):
@@ -268,7 +245,7 @@ class _Stage(PipelineStage):
         )
         self._like = hidden
         self._shapes: list[torch.Size] = []
-        self._coming: Iterator[tuple[int, dict[str, Any]]] = iter(())
+        self._inputs: Iterator[tuple[int, dict[str, Any]]] = iter(())
         self._activations: dict[int, Tensor] = {}
         self._to_send: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
@@ -280,17 +257,16 @@ class _Stage(PipelineStage):
         self.chunks = len(microbatches)
         self._shapes = [microbatch.inputs["tokens"].shape[:2] for microbatch in microbatches]
         # In the order of their forwards: all schedules forward microbatches in order.
-        needed = ((i, self._needed_of(microbatch)) for i, microbatch in enumerate(microbatches))
-        self._coming = to_device_ahead(needed, self.device)
+        inputs = ((i, self._inputs_of(microbatch)) for i, microbatch in enumerate(microbatches))
+        self._inputs = to_device_ahead(inputs, self.device)
 
-    def _needed_of(self, microbatch: Microbatch) -> dict[str, Any]:
-        """Returns the inputs of this stage's forward."""
-        needed = dict(microbatch.inputs)
+    def _inputs_of(self, microbatch: Microbatch) -> dict[str, Any]:
+        inputs = dict(microbatch.inputs)
         if not self.is_first:
-            del needed["tokens"]
+            del inputs["tokens"]
         if self.is_last:
-            needed["targets"] = microbatch.targets
-        return needed
+            inputs["targets"] = microbatch.targets
+        return inputs
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -301,7 +277,7 @@ class _Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        self._activations[fwd_chunk_id] = self._room_for(fwd_chunk_id)
+        self._activations[fwd_chunk_id] = self._empty_hidden(fwd_chunk_id)
         return [self._op(dist.irecv, self._activations[fwd_chunk_id], self.stage_index - 1)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -312,7 +288,7 @@ class _Stage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
-        self._gradients[bwd_chunk_id] = self._room_for(bwd_chunk_id)
+        self._gradients[bwd_chunk_id] = self._empty_hidden(bwd_chunk_id)
         return [self._op(dist.irecv, self._gradients[bwd_chunk_id], self.stage_index + 1)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -330,14 +306,14 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
         with self.naming("forward", fwd_chunk_id):
-            index, inputs = next(self._coming)
+            index, inputs = next(self._inputs)
             assert index == fwd_chunk_id, f"microbatch {index} comes before {fwd_chunk_id}"
             args = (inputs.pop("tokens"),) if self.is_first else ()
             output = super().forward_one_chunk(
                 fwd_chunk_id, args, inputs, save_forward_output=False
             )
         if not self.has_backward:
-            super().clear_runtime_states()  # frees what is kept for a backward
+            super().clear_runtime_states()  # frees what a backward would need
         if not self.is_last:
             self._to_send[fwd_chunk_id] = output.detach()
         return output
@@ -362,7 +338,7 @@ class _Stage(PipelineStage):
                 f"{self.chunks}: its {what} failed ({type(cause).__name__}: {cause})"
             ) from cause
 
-    def _room_for(self, chunk_id: int) -> Tensor:
+    def _empty_hidden(self, chunk_id: int) -> Tensor:
         return self._like.new_empty((*self._shapes[chunk_id], self._like.shape[-1]))
 
     def _op(self, op: Any, tensor: Tensor, stage: int) -> dist.P2POp:
@@ -390,12 +366,9 @@ def build_pipeline(
     ranks: Ranks,
     num_sums: int = 1,
 ) -> Pipeline | None:
-    """Builds the pipeline of the stages of :func:`recipe_utils.model.build.build.build_model`.
+    """Returns the pipeline of a materialized model of ``build_model``; None if it has no stages.
 
-    ``model`` is materialized; ``dtype`` is that of hidden states.
-
-    Returns:
-        The pipeline; None for a model without stages.
+    ``dtype`` is that of hidden states, ``num_sums`` the number of the loss module's sums.
     """
     if not isinstance(model, Stages):
         return None

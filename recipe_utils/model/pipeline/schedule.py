@@ -53,10 +53,8 @@ class PipelineSettings:
         Raises:
             ConfigError: the split points do not fit the ranks and the schedule.
         """
-        schedule, split_points = (
-            self.pipeline_parallel_schedule,
-            self.pipeline_parallel_split_points,
-        )
+        schedule = self.pipeline_parallel_schedule
+        split_points = self.pipeline_parallel_split_points
         several = has_several_stages_per_rank(schedule)
         if split_points is None:
             return num_ranks * (2 if several else 1)
@@ -68,7 +66,7 @@ class PipelineSettings:
                 Problem(
                     "pipeline_parallel_split_points",
                     f"they make {num_stages} stages, but "
-                    f"pipeline_parallel_schedule={schedule} wants {wanted} on each of {num_ranks} ranks; "
+                    f"pipeline_parallel_schedule={schedule} needs {wanted} on each of {num_ranks} ranks; "
                     f"give {num_ranks * (2 if several else 1) - 1} points",
                     split_points,
                     ("pipeline_parallel_schedule",),
@@ -76,32 +74,24 @@ class PipelineSettings:
             )
         return num_stages
 
-    def num_microbatches_to_run(self, num_microbatches: int, num_ranks: int) -> int:
-        """Returns :func:`num_microbatches_to_run` of this schedule."""
-        return num_microbatches_to_run(
-            num_microbatches,
-            schedule=self.pipeline_parallel_schedule,
-            num_ranks=num_ranks,
-            num_stages=self.num_stages(num_ranks),
-        )
-
     def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
         """Returns a function from microbatches of the data to those that the schedule runs; None without a pipeline."""
         num_ranks = ranks.dims.pp
         if num_ranks == 1:
             return None
+        schedule, num_stages = self.pipeline_parallel_schedule, self.num_stages(num_ranks)
         # Checked at the first update step only, which is full; validation and an epoch's end may be short.
-        is_asked = not ranks.is_zero
+        is_checked = not ranks.is_zero
 
         def to_run(num_microbatches: int) -> int:
-            nonlocal is_asked
-            if num_microbatches < num_ranks and not is_asked:
+            nonlocal is_checked
+            if num_microbatches < num_ranks and not is_checked:
                 _log.warning(
                     f"pipeline_parallel_dim={num_ranks}: a step of {num_microbatches} microbatches "
                     "leaves most ranks idle; set a smaller max_tokens_per_microbatch or batch_size"
                 )
-            is_asked = True
-            return self.num_microbatches_to_run(num_microbatches, num_ranks)
+            is_checked = True
+            return num_microbatches_to_run(num_microbatches, schedule, num_ranks, num_stages)
 
         return to_run
 
@@ -135,7 +125,7 @@ class PipelineSettings:
         if ranks.tensor_parallel_dim > 1:
             yield Problem(
                 "tensor_parallel_dim",
-                f"it does not go with {name}; set one of the two to 1",
+                f"it cannot be combined with {name}; set one of the two to 1",
                 ranks.tensor_parallel_dim,
             )
         if not data.plans_by_tokens and dims is not None:
@@ -143,23 +133,19 @@ class PipelineSettings:
                 num_microbatches = data.num_accumulated(dims.dp_degree)
             except ValueError:
                 return
-            to_run = self.num_microbatches_to_run(max(num_microbatches, num_ranks), num_ranks)
+            schedule, least = self.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
+            to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
             if num_microbatches != to_run:
                 samples = num_microbatches * data.batch_size
                 yield Problem(
                     "gradient_accumulation_steps",
-                    f"{name} with {num_stages} stages "
-                    f"and pipeline_parallel_schedule={self.pipeline_parallel_schedule} needs {to_run} "
+                    f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
                     f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
                     f"samples ({samples} on each of {dims.dp_degree} data-parallel ranks, "
                     f"{samples * dims.dp_degree} in all); set gradient_accumulation_steps={to_run} (and a "
                     "smaller batch_size)",
                     num_microbatches,
-                    depends_on=(
-                        "pipeline_parallel_schedule",
-                        "batch_size",
-                        "global_batch_size",
-                    ),
+                    depends_on=("pipeline_parallel_schedule", "batch_size", "global_batch_size"),
                 )
 
 
@@ -174,7 +160,7 @@ def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
 
 
 def num_microbatches_to_run(
-    num_microbatches: int, *, schedule: str, num_ranks: int, num_stages: int
+    num_microbatches: int, schedule: str, num_ranks: int, num_stages: int
 ) -> int:
     """Returns the smallest number of microbatches, at least ``num_microbatches``, that a schedule accepts.
 

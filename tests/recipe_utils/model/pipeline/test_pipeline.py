@@ -1,18 +1,12 @@
 import gc
-import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
-from recipe_utils.data.loader import to_device
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.schedule import SCHEDULES, num_microbatches_to_run, stages_of_rank
@@ -21,10 +15,7 @@ DIM = 8
 
 
 class CountingStage(nn.Module):
-    """A linear stage that knows how many of its microbatches wait for their backward.
-
-    The last one returns three sums.
-    """
+    """A linear stage that counts its microbatches without a backward; the last returns three sums."""
 
     def __init__(self, index, num_stages, seed=0):
         super().__init__()
@@ -40,13 +31,13 @@ class CountingStage(nn.Module):
         if torch.is_grad_enabled():
             self.num_live += 1
             self.most_live = max(self.most_live, self.num_live)
-            out.register_hook(self.one_less)
+            out.register_hook(self.count_backward)
         return self.head(out, targets) if self.is_last else out
 
     def head(self, out, targets):
         return torch.stack([out.square().sum(), out.abs().sum(), targets.labels.sum().float()])
 
-    def one_less(self, _):
+    def count_backward(self, _):
         self.num_live -= 1
 
 
@@ -54,7 +45,7 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
     made = []
     for i in range(num):
         tokens = torch.full(shapes[i % len(shapes)], i + 1)
-        # Every other one, so that there are other numbers of targets, too.
+        # Different numbers of targets.
         targets = Targets(tokens + 1, torch.arange(0, tokens.numel(), 1 + i % 2))
         input_pos = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         inputs = {"tokens": tokens, "input_pos": input_pos}
@@ -63,7 +54,7 @@ def microbatches(num, shapes=((2, 3), (1, 5))):
 
 
 def through_all(stages, microbatch):
-    """What the stages give one after the other, in one process."""
+    """Returns the output of all stages one after the other, in one process."""
     hidden, targets = microbatch.inputs["tokens"], microbatch.targets
     for stage in stages:
         hidden = stage(hidden, microbatch.inputs["input_pos"], targets)
@@ -90,8 +81,8 @@ def make_pipeline(schedule, num_stages, make_stage=CountingStage, num_sums=3):
     return pipeline, stages
 
 
-def room_of_receives():
-    """Numbers in the tensors of hidden states that are alive now, but for the examples."""
+def numel_of_hidden_states():
+    """Returns the number of elements of all live tensors of hidden states."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     return sum(t.numel() for t in tensors if t.dim() == 3 and t.shape[-1] == DIM)
@@ -106,14 +97,14 @@ def live_microbatches(schedule, num_stages, numbers):
         pipeline.forward_backward(microbatches(num), scaled)
         assert all(stage.num_live == 0 for stage in stages.values())
         most.append(max(stage.most_live for stage in stages.values()))
-        left.append(room_of_receives())
+        left.append(numel_of_hidden_states())
     return most, left
 
 
 @pytest.mark.parametrize(
     ("schedule", "of_first_rank"), [("1F1B", [2, 2, 2]), ("GPipe", [4, 8, 16])]
 )
-def test_under_1f1b_no_more_microbatches_live_however_many_there_are(schedule, of_first_rank):
+def test_live_microbatches_of_1f1b_do_not_depend_on_their_number(schedule, of_first_rank):
     (first, left), (last, _) = run_distributed(live_microbatches, 2, schedule, 2, [4, 8, 16])
     assert first == of_first_rank
     assert last == ([1, 1, 1] if schedule == "1F1B" else of_first_rank)
@@ -124,7 +115,7 @@ NUM_STAGES = {schedule: 4 if "Interleaved" in schedule else 2 for schedule in SC
 
 
 def on_two_ranks(function, schedules=tuple(SCHEDULES)):
-    """A fixture of what ``function(schedule)`` returns on each of two ranks, by the schedule."""
+    """Returns a fixture: results of ``function(schedule)`` on each of two ranks, by schedule."""
 
     @pytest.fixture(scope="module")
     def by_schedule():
@@ -162,7 +153,7 @@ results = on_two_ranks(results_by_number)
 def test_microbatches_of_different_shapes_give_sums_and_gradients_of_the_stages_in_a_row(
     schedule, num, results
 ):
-    """The sums are not scaled, and the gradients those of the first sum alone, scaled."""
+    """Sums are not scaled; gradients are those of the first sum, scaled."""
     stages = [CountingStage(i, NUM_STAGES[schedule]) for i in range(NUM_STAGES[schedule])]
     expected = torch.zeros(3)
     for microbatch in microbatches(num):
@@ -177,7 +168,7 @@ def test_microbatches_of_different_shapes_give_sums_and_gradients_of_the_stages_
             torch.testing.assert_close(grad, stages[index].linear.weight.grad)
     for of_first_rank, of_last_rank in zip(*(r[:3] for r in of_ranks), strict=True):
         assert not of_first_rank.any()
-        # Of both ranks the mean, which counts the one without the last stage as 0.
+        # The mean over both ranks: the one without the last stage counts as 0.
         torch.testing.assert_close((of_first_rank + of_last_rank) / 2, expected.double())
 
 
@@ -192,8 +183,8 @@ def train_with_a_view():
     return sums, {i: stage.linear.weight.grad for i, stage in stages.items()}
 
 
-def test_a_head_may_return_a_scalar_and_an_objective_an_entry_as_it_is():
-    """Zero-bubble schedules detach what the backward starts from in place."""
+def test_a_stage_may_return_a_scalar_and_an_objective_an_entry_of_the_sums():
+    """Zero-bubble schedules detach the objective in place, which is an error for a view."""
     stages = [StageOfOneSum(i, 4) for i in range(4)]
     total = sum(through_all(stages, microbatch) for microbatch in microbatches(4))
     total.backward()
@@ -203,31 +194,8 @@ def test_a_head_may_return_a_scalar_and_an_objective_an_entry_as_it_is():
         torch.testing.assert_close(grad, stages[index].linear.weight.grad)
 
 
-def train_with_wrong_number_of_sums(make_stage, num_sums):
-    pipeline, _ = make_pipeline("1F1B", 2, make_stage, num_sums)
-    pipeline.forward_backward(microbatches(2), lambda sums: sums[0])
-
-
-@pytest.mark.parametrize(
-    ("make_stage", "returned", "num_sums"), [(CountingStage, 3, 1), (StageOfOneSum, 1, 3)]
-)
-def test_another_number_of_sums_than_announced_is_refused(make_stage, returned, num_sums):
-    _, refused = run_distributed(
-        train_with_wrong_number_of_sums,
-        2,
-        make_stage,
-        num_sums,
-        timeout_seconds=15,
-        expect_failures=True,
-    )
-    assert (
-        "PipelineError: pipeline stage 1 of 2, microbatch 0 of 2: its objective failed "
-        f"(ValueError: the last stage returned {returned} sums, num_sums={num_sums})"
-    ) in refused
-
-
 class TeacherStage(CountingStage):
-    """Ends in the hidden states at target positions, [n, d]."""
+    """Returns the hidden states at target positions, [n, d]."""
 
     def __init__(self, index, num_stages):
         super().__init__(index, num_stages, seed=1)
@@ -263,103 +231,19 @@ def test_outputs_are_those_of_the_stages_in_a_row_by_index(schedule, outputs):
         torch.testing.assert_close(reversed_order[5 - index], hidden)
 
 
-def teach_and_train(sharded):
-    def make_sharded(make_stage):
-        def make(index, num_stages):
-            stage = make_stage(index, num_stages)
-            if make_stage is TeacherStage:
-                stage.requires_grad_(False)
-            if sharded:
-                mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
-                fully_shard(stage, mesh=mesh["dp_shard"])
-            return stage
-
-        return make
-
-    teacher, of_teacher = make_pipeline("GPipe", 2, make_sharded(TeacherStage))
-    student, stages = make_pipeline("Interleaved1F1B", 4, make_sharded(CountingStage))
-    taught = []
-    for _ in range(2):
-        taught.append(teacher.outputs(microbatches(4)))
-        for stage in of_teacher.values():  # the unsharded weights are let go
-            assert isinstance(stage.linear.weight, DTensor) == sharded
-        student.forward_backward(microbatches(4), scaled)
-    grads = {i: stage.linear.weight.grad for i, stage in stages.items()}
-    return taught, {i: grad.to_local() if sharded else grad for i, grad in grads.items()}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_teacher_s_outputs_go_before_a_student_s_update_on_the_same_ranks(sharded):
-    teacher = [TeacherStage(i, 2) for i in range(2)]
-    student = [CountingStage(i, 4) for i in range(4)]
-    for microbatch in 2 * microbatches(4):
-        (through_all(student, microbatch)[0] * 0.25).backward()
-    (nothing, first_grads), (taught, last_grads) = run_distributed(teach_and_train, 2, sharded)
-    assert nothing == [{}, {}]
-    for outputs in taught:
-        for index, microbatch in enumerate(microbatches(4)):
-            torch.testing.assert_close(outputs[index], through_all(teacher, microbatch).detach())
-    for index, grad in {**first_grads, **last_grads}.items():
-        torch.testing.assert_close(grad, student[index].linear.weight.grad)
-
-
-class CountingCopies:
-    """In place of the copy to the device: on a CPU that would be no copy."""
-
-    def __init__(self):
-        self.copies = []
-        self.most_alive = 0
-
-    def __call__(self, kind, _, tree):
-        index, inputs = tree_map_only(kind, torch.clone, tree)
-        self.copies.append((set(inputs), weakref.ref(inputs["input_pos"])))
-        self.most_alive = max(self.most_alive, self.num_alive())
-        return index, inputs
-
-    def num_alive(self):
-        return sum(ref() is not None for _, ref in self.copies)
-
-
-def copies_of_eight(schedule):
-    pipeline, _ = make_pipeline(schedule, NUM_STAGES[schedule])
-    counted = []
-    for run in (pipeline.forward, lambda some: pipeline.forward_backward(some, scaled)):
-        to_device.tree_map_only = counting = CountingCopies()
-        run(microbatches(8))
-        (needed,) = {tuple(sorted(names)) for names, _ in counting.copies}
-        counted.append((needed, len(counting.copies), counting.most_alive, counting.num_alive()))
-    return counted
-
-
-copies = on_two_ranks(copies_of_eight, ("1F1B", "GPipe"))
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-def test_a_stage_copies_what_it_needs_of_a_microbatch_when_it_needs_it(schedule, copies):
-    """One ahead of those that wait for their backward; GPipe has all of them wait."""
-    first, last = copies[schedule]
-    of_first, of_last = ("input_pos", "tokens"), ("input_pos", "targets")
-    waiting = {"1F1B": (2, 1), "GPipe": (8, 8)}[schedule]
-    most_of_first, most_of_last = (min(num + 1, 8) for num in waiting)
-    assert first == [(of_first, 8, 2, 0), (of_first, 8, most_of_first, 0)]
-    assert last == [(of_last, 8, 2, 0), (of_last, 8, most_of_last, 0)]
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_number_of_microbatches_is_the_least_that_pytorch_accepts(schedule, num_ranks):
     several = "Interleaved" in schedule
     num_stages = num_ranks * (2 if several else 1)
     for num in range(1, 20):
-        to_run = num_microbatches_to_run(
-            num, schedule=schedule, num_ranks=num_ranks, num_stages=num_stages
-        )
+        to_run = num_microbatches_to_run(num, schedule, num_ranks, num_stages)
         accepted = (n for n in range(num, 60) if accepts(schedule, num_ranks, num_stages, n))
         assert to_run == next(accepted)
 
 
 def accepts(schedule, num_ranks, num_stages, num_microbatches):
-    """By PyTorch's own class, with no more of a stage than it looks at."""
+    """Calls the constructor of PyTorch's class with the attributes of a stage that it reads."""
     schedule_class = SCHEDULES[schedule]
     stage = type(
         "Stage", (), {"group_size": num_ranks, "group_rank": 0, "num_stages": num_stages}
@@ -380,17 +264,23 @@ class FailingStage(CountingStage):
         return super().head(out, targets)
 
 
-def fail_in_the_second_microbatch():
-    pipeline, _ = make_pipeline("1F1B", 2, FailingStage)
+def train_with_sums(make_stage, num_sums):
+    pipeline, _ = make_pipeline("1F1B", 2, make_stage, num_sums)
     pipeline.forward_backward(microbatches(4), scaled)
 
 
-def test_a_failing_stage_is_named_with_its_microbatch_and_no_rank_hangs():
+@pytest.mark.parametrize(
+    ("make_stage", "num_sums", "text"),
+    [
+        (FailingStage, 3, "microbatch 1 of 4: its forward failed (ArithmeticError: planted)"),
+        (CountingStage, 1, "its objective failed (ValueError: the last stage returned 3 sums, num"),
+        (StageOfOneSum, 3, "its objective failed (ValueError: the last stage returned 1 sums, num"),
+    ],
+)
+def test_a_failing_stage_is_named_with_its_microbatch_and_no_rank_hangs(make_stage, num_sums, text):
     waiting, failing = run_distributed(
-        fail_in_the_second_microbatch, 2, timeout_seconds=15, expect_failures=True
+        train_with_sums, 2, make_stage, num_sums, timeout_seconds=15, expect_failures=True
     )
-    assert (
-        "PipelineError: pipeline stage 1 of 2, microbatch 1 of 4: its forward failed "
-        "(ArithmeticError: planted)"
-    ) in failing
+    assert "PipelineError: pipeline stage 1 of 2, microbatch" in failing
+    assert text in failing
     assert "RuntimeError" in waiting

@@ -55,7 +55,7 @@ def test_the_output_layer_counts_and_the_embedding_does_not():
         (2, [0], r"split_points=\[0\]"),
     ],
 )
-def test_a_cut_that_cannot_be_is_refused_with_both_numbers(num_stages, split_points, message):
+def test_an_impossible_cut_is_refused_with_both_numbers(num_stages, split_points, message):
     with pytest.raises(ValueError, match=message):
         layers_of_stages(tiny.tiny_model(tiny.DEEP_MODEL), num_stages, split_points)
 
