@@ -1,7 +1,6 @@
-"""Distillation through the recipe: what it equals, what is logged, kept and resumed, what is refused."""
+"""Distillation through the recipe: equivalences, metrics, cache, resume, and refused configs."""
 
 import math
-import os
 import shutil
 import signal
 from functools import partial
@@ -18,7 +17,6 @@ from recipe_runs import (
     recipe_class,
     run_compiled_recipe,
     run_recipe,
-    run_recipe_keeping_warnings,
     run_stock_recipe,
     with_adapters,
 )
@@ -26,8 +24,6 @@ from recipe_runs import tiny_kd_config as tiny_kd_config_of
 from safetensors.torch import load_file
 from torchtune.modules.peft import get_adapter_params
 
-from recipe_utils.checkpoint.folder import read_marker
-from recipe_utils.parallel import process_group
 from recipe_utils.settings.problems import ConfigError
 
 METRICS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
@@ -54,7 +50,6 @@ def run_all(configs):
 
 
 def figures(logged, *names):
-    """In the order of the log."""
     names = names or (*METRICS, *(f"val_{name}" for name in METRICS))
     return [(m["step"], name, m[name]) for m in logged for name in names if name in m]
 
@@ -84,11 +79,16 @@ def curve_config(tiny_kd_config, **changes):
     )
 
 
-# ---- What it equals --------------------------------------------------------------------------------
+# ---- Equivalences --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["recipe_utils.loss.LinearCrossEntropyLoss", "torchtune.modules.loss.CEWithChunkedOutputLoss"])  # fmt: skip
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "world_size"),
+    [
+        ("recipe_utils.loss.LinearCrossEntropyLoss", 2),
+        slow("torchtune.modules.loss.CEWithChunkedOutputLoss", 1),
+    ],
+)
 def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
     loss, world_size, tiny_kd_config, tiny_config
 ):
@@ -103,11 +103,10 @@ def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
         assert torch.equal(weight, of_ours[name])
 
 
-@pytest.mark.parametrize("divergence", ["forward", slow("reverse"), slow("symmetric"), slow("js")])
-def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(divergence, tiny_kd_config):
+def test_a_student_that_is_its_teacher_has_a_divergence_and_a_gradient_of_zero(tiny_kd_config):
     config = tiny_kd_config(
         teacher_sizes=tiny.MODEL,
-        kd_loss={**OURS, "divergence": divergence},
+        kd_loss=OURS,
         kd_ratio=1.0,
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
     )
@@ -118,29 +117,18 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(divergence, 
         assert metrics["grad_norm"] <= 1e-6
 
 
-def test_with_a_ratio_of_one_microbatches_without_targets_train_on(tiny_kd_config):
-    config = tiny_kd_config(
-        dataset={**DATA, "num_samples": 12, "num_without_targets": 5}, kd_ratio=1.0, batch_size=1
-    )
-    logged = run({**config, "gradient_accumulation_steps": 4})
-    assert all(math.isfinite(m["loss"]) and "ce_loss" not in m for m in logged)
-    assert len(logged) == 3
-
-
 LAYOUTS = {
     "fsdp-2": (2, {"microbatching": "least_padding"}),
     "fsdp-2, packed": (2, {"microbatching": "packed", "balance_over_ranks": False}),
     "pp-2": (2, PP_2),
     "pp-2, packed": (2, {**PP_2, "microbatching": "packed", "max_tokens_per_microbatch": 64}),
-    "pp-2, interleaved": (2, {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
-    "pp-2-fsdp-2": (4, PP_2),
+    "pp-2-fsdp-2": (4, {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     "own cut": (2, {**PP_2, "teacher_pipeline_parallel_split_points": [4]}),
 }
 
 
 @pytest.fixture(scope="module")
 def curve(weights_folder, tmp_path_factory):
-    """What one process logs, validations included."""
     config = curve_config(partial(tiny_kd_config_of, weights_folder))
     folder = str(tmp_path_factory.mktemp("curve"))
     config["output_dir"] = config["checkpointer"]["output_dir"] = folder
@@ -163,22 +151,12 @@ def test_the_curve_and_validation_are_those_of_one_process(layout, tiny_kd_confi
     world_size, changes = LAYOUTS[layout]
     logged = run_distributed(run, world_size, curve_config(tiny_kd_config, **changes))[0]
     found = figures(logged)
-    # Before any weight has moved the same to fp32's last digits; afterwards Adam's steps follow the sign
-    # of tiny gradients.
+    # Equal to fp32's last digits before the first update; afterwards Adam's steps follow the sign of tiny
+    # gradients.
     first = [figure for figure in curve if figure[0] == 1]
     assert_same(found[: len(first)], first, rel=1e-6)
     assert_same(found, curve, rel=2e-4)
     assert all(m["teacher_seconds"] > 0 for m in logged if "loss" in m)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp-2", "pp-2", "pp-2-fsdp-2"])
-def test_validation_of_unchanged_weights_is_that_of_one_process(layout, tiny_kd_config):
-    world_size, changes = LAYOUTS[layout]
-    still = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}}
-    one = run_distributed(run, 1, curve_config(tiny_kd_config, **still))[0]
-    more = run_distributed(run, world_size, curve_config(tiny_kd_config, **still, **changes))[0]
-    assert_same(figures(more), figures(one), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -188,8 +166,7 @@ def test_compiled_layers_and_loss_give_the_same_curve(tiny_kd_config, curve):
     assert_same(figures(logged), curve, rel=2e-4)
 
 
-def as_stock_has_it(config):
-    """The keys that the stock recipe asks for."""
+def with_keys_of_the_stock_recipe(config):
     stock = {key: value for key, value in config.items() if key != "process_group_timeout_seconds"}
     needed = {
         "epochs": 1, "max_steps_per_epoch": None, "resume_from_checkpoint": False,
@@ -203,30 +180,29 @@ def as_stock_has_it(config):
     return {**needed, **stock}
 
 
-@pytest.mark.parametrize("kind", ["ForwardKL", slow("ReverseKL"), slow("SymmetricKL")])
-def test_of_one_microbatch_stock_s_losses_are_ours_and_the_teacher_s_entropy(
-    kind, tiny_kd_config, tmp_path
+def test_of_one_microbatch_stock_losses_are_ours_plus_the_teacher_s_entropy(
+    tiny_kd_config, tmp_path
 ):
     config = tiny_kd_config(
         model=tiny.adapted(tiny.MODEL),
         loss={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        kd_loss={"_component_": f"torchtune.modules.loss.{kind}WithChunkedOutputLoss"},
+        kd_loss={"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
         batch_size=8,
         gradient_accumulation_steps=1,
         max_steps_per_epoch=1,
     )
     adapters = get_adapter_params(tiny.adapted_model(config["model"]))
-    (theirs,) = run_stock_recipe(as_stock_has_it(config), "knowledge_distillation", adapters)
+    stock = with_keys_of_the_stock_recipe(config)
+    (theirs,) = run_stock_recipe(stock, "knowledge_distillation", adapters)
     (ours,) = run(with_adapters(config, tmp_path))
-    part_of_forward = {"F": 1.0, "R": 0.0, "S": 0.5}[kind[0]]
-    kd_loss = ours["kd_loss"] + part_of_forward * ours["teacher_entropy"]
+    kd_loss = ours["kd_loss"] + ours["teacher_entropy"]
     assert theirs["class_loss"] == pytest.approx(ours["ce_loss"], rel=1e-5)
     assert theirs["kd_loss"] == pytest.approx(kd_loss, rel=1e-5)
 
 
-# ---- What is kept ---------------------------------------------------------------------------------
+# ---- Cache -------------------------------------------------------------------------------------------
 
-KEPT = {
+CACHES = {
     "hidden": {"teacher_cache": "hidden"},
     "all tokens": {
         "teacher_cache": "top_k",
@@ -237,20 +213,19 @@ KEPT = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "kept"),
+    ("layout", "cache"),
     [
         ("pp-2", "hidden"),
         slow("one-process", "all tokens"),
         slow("fsdp-2, packed", "hidden"),
-        slow("fsdp-2, packed", "all tokens"),
         slow("pp-2-fsdp-2", "all tokens"),
     ],
 )
-def test_what_is_kept_is_what_is_said(kept, layout, tiny_kd_config):
+def test_metrics_with_a_cache_are_those_without(cache, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))
     still = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "epochs": 2}
     live = curve_config(tiny_kd_config, **still, **changes)
-    found, expected = run_distributed(run_all, world_size, [{**live, **KEPT[kept]}, live])[0]
+    found, expected = run_distributed(run_all, world_size, [{**live, **CACHES[cache]}, live])[0]
     assert_same(figures(found), figures(expected), rel=1e-6)
     assert not any("teacher_seconds" in metrics for metrics in found)
 
@@ -264,32 +239,29 @@ def num_samples_in(files):
 
 
 @pytest.mark.slow
-def test_it_is_asked_once_about_each_sample_that_is_trained_or_validated_on(tiny_kd_config):
+def test_outputs_of_each_trained_or_validated_sample_are_computed_once(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", microbatching="packed")
     run({**config, "max_steps_per_epoch": 1})
     first = files_of(config)
     assert num_samples_in(first) == 8 + 13
-    logged = run({**config, "max_steps_per_epoch": 2, "epochs": 2})
-    assert set(first) < set(files_of(config))
-    assert 8 + 13 < num_samples_in(files_of(config)) <= 38 + 13
+    config["max_steps_per_epoch"] = 2
+    logged = run({**config, "epochs": 2})
     known = files_of(config)
-    again = run({**config, "max_steps_per_epoch": 2, "epochs": 2, "kd_ratio": 0.5})
+    assert set(first) < set(known)
+    assert 8 + 13 < num_samples_in(known) <= 38 + 13
+    again = run({**config, "epochs": 2, "kd_ratio": 0.5})
     assert figures(again) == figures(logged)
-    for change in (
-        {"kd_loss": {**OURS, "temperature": 3.0, "divergence": "js"}},
-        {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}},
-        {"batch_size": 4},
-        {"kd_ratio": 1.0},
-        {"num_workers": 2},
-        {"pipeline_parallel_dim": 2, "world_size": 2},
+    for world_size, change in (
+        (1, {"kd_loss": {**OURS, "temperature": 3.0, "divergence": "js"}, "kd_ratio": 1.0}),
+        (1, {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "batch_size": 4}),
+        (2, {"pipeline_parallel_dim": 2, "num_workers": 2}),
     ):
-        world_size = change.pop("world_size", 1)
-        run_distributed(run, world_size, {**config, "max_steps_per_epoch": 2, **change})
+        run_distributed(run, world_size, {**config, **change})
         assert files_of(config) == known, change
 
 
 @pytest.mark.slow
-def test_another_teacher_precision_or_temperature_of_top_k_is_asked_anew(tiny_kd_config):
+def test_outputs_of_another_teacher_precision_or_top_k_are_computed_again(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
     run(config)
     known = set(files_of(config))
@@ -308,18 +280,7 @@ def test_another_teacher_precision_or_temperature_of_top_k_is_asked_anew(tiny_kd
         known |= new
 
 
-@pytest.mark.parametrize("damage", ["torn", "foreign"])
-def test_a_part_that_is_not_whole_is_asked_about_again(damage, tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=2)
-    expected = figures(run(config))
-    (file,) = files_of(config)
-    file.write_bytes(file.read_bytes()[:-20] if damage == "torn" else b"something else")
-    logged, warnings = run_recipe_keeping_warnings(config, KD)
-    assert_same(figures(logged), expected, rel=1e-6)
-    assert "skipped, its outputs are computed again" in " ".join(warnings)
-
-
-def test_a_flipped_bit_is_named_before_it_is_trained_on(tiny_kd_config):
+def test_a_file_with_a_flipped_bit_is_named(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=2)
     run(config)
     (file,) = files_of(config)
@@ -330,40 +291,7 @@ def test_a_flipped_bit_is_named_before_it_is_trained_on(tiny_kd_config):
         run(config)
 
 
-def run_and_die_in_the_pass(config):
-    from recipe_utils.model.frozen import outputs
-
-    outputs._SECONDS_TO_LOSE = 0.0
-    compute = outputs.FrozenOutputs._compute_missing
-    num_computed = 0
-
-    def compute_or_die(self, step):
-        nonlocal num_computed
-        num_computed += 1
-        if num_computed == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return compute(self, step)
-
-    outputs.FrozenOutputs._compute_missing = compute_or_die
-    run(config)
-
-
-@pytest.mark.slow
-def test_a_pass_that_was_killed_goes_on_where_it_was(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=4)
-    (expected,) = run_distributed(run, 1, config)
-    shutil.rmtree(Path(config["output_dir"]))
-    (died,) = run_distributed(run_and_die_in_the_pass, 1, config, expect_failures=True)
-    assert "died of SIGKILL" in died
-    before = files_of(config)
-    assert num_samples_in(before) == 3 * 8
-    (logged,) = run_distributed(run, 1, config)
-    assert figures(logged) == figures(expected)
-    assert set(before) < set(files_of(config))
-    assert num_samples_in(files_of(config)) == 4 * 8 + 13
-
-
-# ---- Going on --------------------------------------------------------------------------------------
+# ---- Resume ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,12 +299,10 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(tiny_kd_config):
     [
         ("one-process", "hidden"),
         slow("fsdp-2", None),
-        slow("fsdp-2", "hidden"),
-        slow("pp-2", None),
         slow("pp-2", "hidden"),
     ],
 )
-def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(cache, layout, tiny_kd_config):
+def test_a_training_resumes_bitwise_in_the_middle_of_an_epoch(cache, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))
     config = curve_config(
         tiny_kd_config, teacher_cache=cache, save_every_n_steps=2, keep_last_n_checkpoints=None, **changes
@@ -391,35 +317,6 @@ def test_it_goes_on_bitwise_from_the_middle_of_an_epoch(cache, layout, tiny_kd_c
         assert torch.equal(weight, expected[name])
 
 
-def size_of_checkpoint(config, step):
-    marker = read_marker(Path(config["output_dir"], f"step_{step}"))
-    return sum(num_bytes for num_bytes, _ in marker["files"].values())
-
-
-def test_the_teacher_is_in_no_checkpoint(tiny_kd_config, tiny_config):
-    config = tiny_kd_config(model=tiny.DEEP_MODEL, save_every_n_steps=2, max_steps_per_epoch=3)
-    run(config)
-    ours = size_of_checkpoint(config, 2)
-    plain = tiny_config(model=tiny.DEEP_MODEL, save_every_n_steps=2, max_steps_per_epoch=3)
-    shutil.rmtree(Path(config["output_dir"]))
-    run_recipe(plain)
-    # Names of keys and the config are in it, too.
-    assert abs(ours - size_of_checkpoint(plain, 2)) < 4096
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp-2", "pp-2", "pp-2-fsdp-2"])
-def test_another_layout_goes_on_along_the_same_curve(layout, tiny_kd_config, curve):
-    config = curve_config(tiny_kd_config, save_every_n_steps=2, keep_last_n_checkpoints=None)
-    run_distributed(run, 1, config)
-    for step in ("step_4", "step_5"):
-        shutil.rmtree(Path(config["output_dir"], step))
-    world_size, changes = LAYOUTS[layout]
-    resumed = {**config, **changes, "resume_from_checkpoint": True}
-    logged = run_distributed(run, world_size, resumed)[0]
-    assert_same(figures(logged), [figure for figure in curve if figure[0] > 2], rel=2e-4)
-
-
 def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
     config = curve_config(tiny_kd_config, save_every_n_steps=2, max_steps_per_epoch=3)
     run(config)
@@ -432,44 +329,18 @@ def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
 
 # ---- Bad input ---------------------------------------------------------------------------------------
 
-STOCK_KD = "torchtune.modules.loss.ForwardKLLoss"
 REFUSED = {
-    "a ratio above one": ({"kd_ratio": 1.5}, "kd_ratio=1.5: it must be at most 1"),
-    "a negative ratio": ({"kd_ratio": -0.1}, "kd_ratio=-0.1: it must be at least 0"),
-    "no temperature": (
-        {"kd_loss": {**OURS, "temperature": 0.0}},
-        "kd_loss.temperature=0.0: it must be above 0",
-    ),
-    "no divergence": (
-        {"kd_loss": {**OURS, "divergence": "hellinger"}},
-        "kd_loss.divergence='hellinger': LinearDistillationLoss takes Literal",
-    ),
+    "no temperature": ({"kd_loss": {**OURS, "temperature": 0.0}}, "kd_loss.temperature=0.0: it must be above 0"),
     "no model": ({"teacher_model": None}, "teacher_model: it is missing; set it to a component"),
     "no weights": ({"teacher_checkpointer": None}, "teacher_checkpointer: it is missing"),
-    "another model's weights": (
-        {"teacher_model": tiny.WIDE_MODEL},
-        "teacher_checkpointer: the checkpoint lacks|teacher_checkpointer: the checkpoint has weights",
-    ),
-    "a file that is not there": (
-        {"teacher_checkpointer": {"checkpoint_files": ["none.pt"]}},
-        "teacher_checkpointer: .*none.pt",
-    ),
-    "adapters": (
-        {"teacher_model": tiny.adapted(tiny.TEACHER_MODEL)},
-        "teacher_model: it has adapters",
-    ),
+    "another model's weights": ({"teacher_model": tiny.WIDE_MODEL}, "teacher_checkpointer: the checkpoint (lacks|has)"),
+    "a missing file": ({"teacher_checkpointer": {"checkpoint_files": ["none.pt"]}}, "teacher_checkpointer: .*none.pt"),
+    "adapters": ({"teacher_model": tiny.adapted(tiny.TEACHER_MODEL)}, "teacher_model: it has adapters"),
     "no hidden states": (
         {"teacher_model": {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 2}},
         "teacher_model: a Linear returns no hidden states",
     ),
-    "another loss of a divergence": (
-        {"kd_loss": {"_component_": "torch.nn.KLDivLoss"}},
-        "kd_loss: KLDivLoss is unknown",
-    ),
-    "no cross-entropy": (
-        {"loss": {"_component_": "tiny.SquaredLoss"}},
-        "loss: SquaredLoss is no cross-entropy",
-    ),
+    "no cross-entropy": ({"loss": {"_component_": "tiny.SquaredLoss"}}, "loss: SquaredLoss is no cross-entropy"),
     "tensor parallel": ({"tensor_parallel_dim": 2}, "tensor_parallel_dim=2"),
     "in backward": ({"optimizer_in_bwd": True}, "optimizer_in_bwd=True: not with a teacher"),
     "more tokens than there are": (
@@ -478,29 +349,25 @@ REFUSED = {
     ),
     "top_k at a high temperature": (
         {"teacher_cache": "top_k"},
-        "teacher_cache=top_k: at kd_loss.temperature=2.0 the 64 likeliest tokens",
+        "teacher_cache=top_k: at kd_loss.temperature=2.0 the 64 most probable tokens",
     ),
-    "a folder of nothing": (
+    "a folder without a cache": (
         {"teacher_cache_dir": "/tmp/nowhere"},
         "teacher_cache_dir=/tmp/nowhere: teacher_cache=null keeps nothing",
     ),
-    "a folder that cannot be": (
+    "a read-only folder": (
         {"teacher_cache": "hidden", "teacher_cache_dir": "/proc/nowhere"},
         "teacher_cache_dir=/proc/nowhere: it cannot be written to",
     ),
-    "no such cache": (
-        {"teacher_cache": "logits"},
-        "teacher_cache=logits: unknown; set it to one of hidden, top_k",
-    ),
-    "attention that packs nothing": (
+    "attention without packing": (
         {"teacher_model": tiny.GEMMA2_MODEL, "microbatching": "packed"},
-        "microbatching=packed: the teacher_model's Gemma2Attention|microbatching=packed: the model's Gemma2Attention",
+        "microbatching=packed: the (teacher_)?model's Gemma2Attention",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_by_the_name_of_its_key(case, tiny_kd_config):
+def test_a_wrong_config_is_refused_with_the_name_of_its_key(case, tiny_kd_config):
     changes, text = REFUSED[case]
     config = curve_config(tiny_kd_config)
     for key, value in changes.items():
@@ -511,17 +378,6 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_key(case, tiny_kd_config
         recipe_class(recipe=KD)(cfg).setup(cfg)
 
 
-def test_all_that_is_wrong_with_keys_comes_at_once(tiny_kd_config):
-    config = tiny_kd_config(kd_ratio=2.0, teacher_cache="x", kd_loss={**OURS, "temp": 1})
-    with pytest.raises(ConfigError) as error:
-        recipe_class(recipe=KD)(OmegaConf.create(config))
-    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
-        "kd_loss.temp",
-        "kd_ratio=2.0",
-        "teacher_cache=x",
-    ]
-
-
 def refuse_few_layers(config):
     cfg = OmegaConf.create(config)
     with pytest.raises(ConfigError) as error:
@@ -530,15 +386,14 @@ def refuse_few_layers(config):
 
 
 def test_fewer_layers_of_the_teacher_than_stages_are_named(tiny_kd_config):
-    config = curve_config(
-        tiny_kd_config, teacher_sizes=tiny.MODEL, pipeline_parallel_dim=4, batch_size=1
-    )
-    for text in run_distributed(refuse_few_layers, 4, config):
+    config = curve_config(tiny_kd_config, **PP_2)
+    config["teacher_model"] = {**tiny.TEACHER_MODEL, "num_layers": 1}
+    for text in run_distributed(refuse_few_layers, 2, config):
         assert "teacher_model" in text
-        assert "4 stages need as many layers, the model has 2" in text
+        assert "2 stages need as many layers, the model has 1" in text
 
 
-def test_a_sample_too_long_for_the_teacher_is_named_with_whose_limit_it_is(tiny_kd_config):
+def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):
     short = {**tiny.TEACHER_MODEL, "max_seq_len": 16}
     config = curve_config(tiny_kd_config)
     with pytest.raises(ValueError, match="tokens are more than the teacher_model's max_seq_len=16"):
@@ -546,20 +401,18 @@ def test_a_sample_too_long_for_the_teacher_is_named_with_whose_limit_it_is(tiny_
 
 
 @pytest.mark.parametrize("cache", [None, "hidden"])
-def test_a_teacher_that_says_nan_is_named(cache, tiny_kd_config, tmp_path):
+def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
     config = curve_config(tiny_kd_config, teacher_cache=cache)
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
     torch.save(weights, tmp_path / "nan.pt")
     given = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["nan.pt"]}
     config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
-    with pytest.raises(
-        ValueError, match="teacher_checkpointer: the teacher's hidden states are NaN"
-    ):
+    with pytest.raises(ValueError, match="teacher_checkpointer: the teacher's hidden states are"):
         run(config)
 
 
-def test_images_go_through_both_models_and_nothing_else_through_one(tiny_kd_config, tmp_path):
+def test_images_are_inputs_of_both_models_or_of_none(tiny_kd_config, tmp_path):
     folder = tmp_path / "given"
     folder.mkdir()
     torch.save(tiny.tiny_fusion_model().state_dict(), folder / "fusion.pt")
@@ -578,7 +431,9 @@ def test_images_go_through_both_models_and_nothing_else_through_one(tiny_kd_conf
     (metrics,) = run(both)
     assert abs(metrics["kd_loss"]) < 1e-6
     assert metrics["teacher_entropy"] > 1
-    with pytest.raises(ConfigError, match="teacher_model: a TransformerDecoder does not take what"):
+    with pytest.raises(
+        ConfigError, match="teacher_model: a TransformerDecoder does not take the inputs of"
+    ):
         run(config)
 
 
@@ -592,36 +447,15 @@ def run_with_a_full_disk(config):
     return str(error.value)
 
 
-def test_a_full_disk_is_named_and_nothing_half_written_is_left(tiny_kd_config):
+def test_a_full_disk_is_named_and_leaves_no_file(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", metric_logger=None)
     (text,) = run_distributed(run_with_a_full_disk, 1, config)
     assert "teacher_cache_dir: [Errno 27]" in text
     assert not list(Path(config["output_dir"], "teacher").iterdir())
 
 
-def test_images_are_not_kept(tiny_kd_config):
+def test_images_are_not_cached(tiny_kd_config):
     config = curve_config(tiny_kd_config, teacher_cache="hidden", collate_fn="tiny.collate_images")
     config["dataset"] = {"_component_": "tiny.tiny_image_dataset", "num_samples": 8}
     with pytest.raises(ValueError, match="teacher_cache"):
         run(config)
-
-
-def groups_of_all_ranks(config):
-    num_groups = 0
-    make = process_group.new_cpu_group
-
-    def count(*args):
-        nonlocal num_groups
-        num_groups += 1
-        return make(*args)
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(process_group, "new_cpu_group", count)
-        run(config)
-    return num_groups
-
-
-def test_the_main_thread_has_one_gloo_group_and_each_loader_one(tiny_kd_config):
-    """A gloo group connects each rank with all others."""
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
-    assert run_distributed(groups_of_all_ranks, 2, config) == [3, 3]

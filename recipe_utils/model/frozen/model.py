@@ -20,6 +20,7 @@ from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import Stages
+from recipe_utils.parallel.fsdp import reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
@@ -78,8 +79,7 @@ class FrozenModel:
         try:
             yield output
         finally:
-            for holder in holders:
-                holder.reshard()
+            reshard(self._with_output)
 
 
 def build_frozen_model(
@@ -95,18 +95,11 @@ def build_frozen_model(
 ) -> FrozenModel:
     """Builds a model with its weights for forward passes only.
 
-    With ``pp`` ranks it has one stage per rank, balanced by its own costs, and microbatches run
-    through them in one schedule; outputs are on the rank of the last stage.
-
-    Args:
-        make_model: the model's builder.
-        prepare: see :func:`recipe_utils.model.build.build.build_model`.
-        checkpoint: full weights, by torchtune's keys.
-        modules: settings that the model is wrapped with.
-        ranks: ranks of the job.
-        split_points: first layer of each stage but the first.
-        is_offloaded: weights are on the device only during forwards, else on the CPU.
-        keys: config keys of the model and of its checkpointer, for errors.
+    With ``pp`` ranks it has one stage per rank, balanced by its own costs or cut at
+    ``split_points``, and outputs are on the rank of the last stage. For ``prepare`` see
+    :func:`recipe_utils.model.build.build.build_model`; ``checkpoint`` contains full weights, by
+    torchtune's keys; ``keys`` are the config keys of the model and of its checkpointer, for errors.
+    With ``is_offloaded`` weights are on the device only during forwards, else on the CPU.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or

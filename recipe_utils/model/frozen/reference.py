@@ -21,10 +21,7 @@ from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import check_weights, crc32_of_weights
 from recipe_utils.model.frozen.cache import Values
-from recipe_utils.model.frozen.model import (
-    FrozenModel,
-    policy_without_adapters,
-)
+from recipe_utils.model.frozen.model import FrozenModel, policy_without_adapters
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.stages import adapters_of
@@ -71,13 +68,12 @@ class Reference:
     """
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        folder = Path(settings.run.output_dir, "reference")
+        own: ReferenceSettings = settings.reference
+        self._settings = own
         self._modules: ModelSettings = settings.modules.without_gradients()
-        self._settings: ReferenceSettings = settings.reference
-        settings = self._settings
         self._ranks = ranks
         self._checkpointer: Any = None
-        self._is_cached = settings.reference == "cached"
+        self._is_cached = own.reference == "cached"
         kind = OutputKind(
             name="reference",
             cache_key="reference_cache_dir",
@@ -87,12 +83,12 @@ class Reference:
             needs_output_layer=False,
             is_small=True,
         )
-        folder = Path(settings.reference_cache_dir or folder)
+        folder = Path(own.reference_cache_dir or Path(settings.run.output_dir, "reference"))
         self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing if the loss needs no reference."""
         self._is_used = getattr(loss_fn, "needs_reference", True)
-        if not self._is_used and settings.reference != "live" and ranks.is_zero:
-            _log.warning(f"reference={settings.reference}: not used, because the loss needs none")
+        if not self._is_used and own.reference != "live" and ranks.is_zero:
+            _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 
     @property
     def cached(self) -> FrozenOutputs | None:
@@ -100,13 +96,10 @@ class Reference:
         return self.outputs if self._is_cached and self._is_used else None
 
     def check(self, component: Any, whole: nn.Module, resumes_from_stock: bool) -> None:
-        """Builds the reference's own checkpointer, if configured.
+        """Builds the reference's own checkpointer, if ``component`` configures one.
 
-        Args:
-            component: ``ref_checkpointer``.
-            whole: the policy, on any device.
-            resumes_from_stock: the policy's checkpointer reads weights that a stock recipe has
-                trained.
+        ``whole`` is the policy, on any device. ``resumes_from_stock`` is True if its checkpointer
+        reads weights that a stock recipe has trained.
 
         Raises:
             ValueError: a checkpointer for the policy without adapters, or none although weights are
@@ -140,8 +133,7 @@ class Reference:
             pipeline: pipeline of the policy's stages.
             build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's
                 builder.
-            policy_checkpointer: reads the reference's full weights if the reference has no
-                checkpointer.
+            policy_checkpointer: reads the reference's weights if it has no checkpointer.
             context: plain values that log-probabilities depend on besides weights and precision.
 
         Returns:
@@ -193,7 +185,7 @@ class Reference:
         return {} if adapters.modules else {"ref_checkpointer": crc32}
 
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """Calls :meth:`recipe_utils.model.frozen.outputs.FrozenOutputs.precompute` if ``precompute_reference``."""
+        """Fills the cache for ``num_epochs`` epochs if ``precompute_reference``."""
         if self._settings.precompute_reference:
             self.outputs.precompute(num_epochs, *loaders)
 

@@ -1,7 +1,4 @@
-"""Frozen teacher for distillation.
-
-Computes hidden states at target positions; the loss projects them in chunks, so full logits are
-never stored.
+"""Frozen teacher for distillation: hidden states at target positions, which the loss projects in chunks.
 
 Shapes: n target tokens of a microbatch, d_t the teacher's width, k most probable tokens.
 """
@@ -110,7 +107,7 @@ class TeacherSettings:
 
 
 class _TopK(NamedTuple):
-    """Part of a distribution that is stored instead of hidden states."""
+    """Arguments of :func:`top_k_of`, where most probable tokens are stored instead of hidden states."""
 
     k: int
     num_tokens: int
@@ -121,19 +118,17 @@ class _TopK(NamedTuple):
 class Teacher:
     """Attaches a frozen model's outputs to the targets of update steps. All ranks together.
 
-    With pipeline stages the model is cut by its own costs, and all microbatches of an update step
-    run through its stages before the student's schedule. Outputs are on the rank of the last stage,
+    Pipeline stages are cut by the teacher's own costs; outputs are on the rank of the last stage,
     where the student's loss is computed.
 
     ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
     """
 
     def __init__(self, settings: Any, ranks: Ranks) -> None:
-        folder = Path(settings.run.output_dir, "teacher")
+        own: TeacherSettings = settings.teacher
+        self._settings = own
         self._student_modules: ModelSettings = settings.modules
-        self._settings: TeacherSettings = settings.teacher
-        settings = self._settings
-        self.is_used = settings.kd_ratio > 0
+        self.is_used = own.kd_ratio > 0
         self._ranks = ranks
         self._whole: Any = None  # on the meta device
         self._checkpointer: Any = None
@@ -147,16 +142,15 @@ class Teacher:
             needs_output_layer=True,
             is_small=False,
         )
-        folder = Path(settings.teacher_cache_dir or folder)
-        is_cached = settings.teacher_cache is not None
-        self.outputs = FrozenOutputs(kind, folder if is_cached else None, ranks)
+        folder = Path(own.teacher_cache_dir or Path(settings.run.output_dir, "teacher"))
+        self._is_cached = own.teacher_cache is not None
+        self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing without a teacher."""
 
     @property
     def cached(self) -> FrozenOutputs | None:
         """Outputs in which a collator looks up samples; None without a cache."""
-        is_cached = self.is_used and self._settings.teacher_cache is not None
-        return self.outputs if is_cached else None
+        return self.outputs if self._is_cached and self.is_used else None
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
@@ -168,7 +162,8 @@ class Teacher:
         """
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
-            build("teacher_checkpointer", self._take_checkpointer, cfg.get("teacher_checkpointer"))
+            checkpointer = cfg.get("teacher_checkpointer")
+            self._checkpointer = build("teacher_checkpointer", config.instantiate, checkpointer)
             build("teacher_tokenizer", self._check_tokens, cfg.get("teacher_tokenizer"), tokenizer)
 
     def _take_model(self, component: Any) -> None:
@@ -190,9 +185,6 @@ class Teacher:
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
                 "teacher_checkpointer to an exported model that they are merged into"
             )
-
-    def _take_checkpointer(self, component: Any) -> None:
-        self._checkpointer = config.instantiate(component)
 
     def _check_tokens(self, component: Any, tokenizer: Any) -> None:
         folder = getattr(self._checkpointer, "_checkpoint_dir", None)
@@ -227,10 +219,10 @@ class Teacher:
         longest_row: int,
         context: Any,
     ) -> dict[str, str]:
-        """Builds the model with its weights; with a cache, only if outputs are missing, and the output layer if needed.
+        """Builds the model with its weights; with a cache, only if outputs are missing.
 
-        The student is whole; ``context`` are plain values that outputs depend on besides weights,
-        precision and samples.
+        ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
+        weights, precision and samples.
 
         Returns:
             The checksum of its weights, so that a resumed training has the same teacher.
@@ -243,7 +235,12 @@ class Teacher:
             return {}
         modules, settings = self._modules, self._settings
         with naming():
-            self._check_inputs(student)
+            if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
+                kinds = [type(model).__name__ for model in (self._whole, student)]
+                raise ValueError(
+                    f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
+                    "does, with or without images"
+                )
             self._top_k = self._resolve_top_k(num_outputs(student), loss_fn.teacher_temperature)
         with naming("teacher_checkpointer"):
             checkpoint = self._checkpointer.load_checkpoint()
@@ -256,7 +253,7 @@ class Teacher:
                     self._whole, weights, modules.torch_dtype, self._ranks.device
                 )
             del weights  # a reference would keep them in memory while the model is built
-        if settings.teacher_cache is not None:
+        if self._is_cached:
             checkpoint = {}
         elif self._ranks.is_zero:
             warn_if_above_memory(student, self._whole, self._ranks)
@@ -286,14 +283,6 @@ class Teacher:
         self.outputs.set_up(build, context, output)
         return {TEACHER: crc32}
 
-    def _check_inputs(self, student: nn.Module) -> None:
-        """Raises ValueError if one of student and teacher takes images and the other text only."""
-        if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
-            kinds = [type(model).__name__ for model in (self._whole, student)]
-            raise ValueError(
-                f"teacher_model: a {kinds[0]} does not take what a {kinds[1]} takes; set it to one that does"
-            )
-
     def _resolve_top_k(self, num_of_student: int, temperature: float) -> _TopK | None:
         """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``.
 
@@ -304,8 +293,8 @@ class Teacher:
         num_tokens = min(num_of_teacher, num_of_student)
         if num_of_teacher != num_of_student and self._ranks.is_zero:
             _log.info(
-                f"The teacher gives {num_of_teacher} tokens a probability, the student {num_of_student}: the "
-                f"divergence is taken over the first {num_tokens}"
+                f"The teacher has {num_of_teacher} tokens, the student {num_of_student}: the divergence is "
+                f"computed over the first {num_tokens}"
             )
         if settings.teacher_cache != "top_k":
             return None
@@ -317,8 +306,8 @@ class Teacher:
         if temperature > 1 and not settings.teacher_top_k_at_any_temperature:
             raise ValueError(
                 f"teacher_cache=top_k: at kd_loss.temperature={temperature} the {settings.teacher_top_k} "
-                "likeliest tokens are a small part of the distribution; set teacher_cache=hidden, or "
-                "teacher_top_k_at_any_temperature=True to do so anyway"
+                "most probable tokens are a small part of the distribution; set teacher_cache=hidden, or "
+                "teacher_top_k_at_any_temperature=True to store them anyway"
             )
         return _TopK(settings.teacher_top_k, num_tokens, temperature)
 
@@ -363,6 +352,6 @@ def _numbers_of(sample: Sample) -> dict[str, Any]:
     other = sorted(sample.keys() - {*_TEXT, "mask"})
     if other:
         raise ValueError(
-            f"teacher_cache: it holds text only, a sample has {', '.join(other)}, too; set teacher_cache=null"
+            f"teacher_cache: it stores text only, a sample also has {', '.join(other)}; set teacher_cache=null"
         )
     return {name: sample[name] for name in _TEXT if name in sample}
