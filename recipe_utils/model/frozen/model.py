@@ -28,8 +28,7 @@ from recipe_utils.settings.problems import naming
 class FrozenModel:
     """Model that runs without gradients and returns its loss module's outputs. All ranks together.
 
-    ``pipeline`` is None for a model without stages; ``during_forward`` is the context of every
-    forward.
+    ``pipeline`` is that of its stages; ``during_forward`` is the context of every forward.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class FrozenModel:
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
         """Returns the loss module's outputs by microbatch index; empty on ranks without the last stage.
 
-        Microbatches are on the CPU, equally many on all ranks; outputs attached to them are
-        ignored.
+        Microbatches are on the CPU, equally many on all ranks.
         """
         plain = [microbatch.with_teacher(None) for microbatch in microbatches]
         with self._during_forward():

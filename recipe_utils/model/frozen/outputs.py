@@ -99,8 +99,7 @@ class FrozenOutputs:
             outputs may be missing.
 
         Raises:
-            recipe_utils.files.CheckpointError: a file is corrupt, or the dataset returned a
-                different sample.
+            recipe_utils.files.CheckpointError: see :meth:`OutputCache.find`.
         """
         if self._cache is None:
             return CacheKeys((), (), num_missing=len(samples))
@@ -192,11 +191,7 @@ class FrozenOutputs:
         return time.perf_counter()
 
     def _compute_missing(self, step: UpdateStep) -> dict[int, Values]:
-        """Computes and caches the missing outputs of an update step.
-
-        Returns:
-            Values of its microbatches with a missing sample, on the CPU, by index.
-        """
+        """Computes and caches the missing outputs of an update step; returns them by microbatch index."""
         assert self._cache is not None
         if step.totals.get("missing_pairs") == 0:  # a total over ranks, so no communication
             return {}

@@ -192,10 +192,8 @@ class Reference:
     def _to_values(self, log_probs: Tensor, _: Any, microbatch: Microbatch) -> Values:
         """Transposes log-probabilities [2, p] to one row per pair.
 
-        Raises:
-            ValueError: NaN or infinite values; names the pair. Checked on a CPU and for a cache,
-                where this costs no extra device synchronization; otherwise the gradient is not
-                finite.
+        Raises ValueError for NaN or infinite ones, on a CPU and for a cache, where this costs no
+        extra device synchronization; otherwise the gradient is not finite.
         """
         if self._is_cached or self._ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs

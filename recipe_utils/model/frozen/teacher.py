@@ -155,11 +155,7 @@ class Teacher:
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
     def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
-        """Builds the model on the meta device and the checkpointer, and compares the tokenizers.
-
-        ``build`` collects problems by key, ``cfg`` is the whole config, ``tokenizer`` the
-        student's.
-        """
+        """Builds model (on the meta device) and checkpointer of the whole config ``cfg``, and compares tokenizers."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
             checkpointer = cfg.get("teacher_checkpointer")
@@ -284,11 +280,7 @@ class Teacher:
         return {TEACHER: crc32}
 
     def _resolve_top_k(self, num_of_student: int, temperature: float) -> _TopK | None:
-        """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``.
-
-        Raises:
-            ValueError: k above the number of common tokens, or a temperature above 1.
-        """
+        """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``."""
         settings, num_of_teacher = self._settings, num_outputs(self._whole)
         num_tokens = min(num_of_teacher, num_of_student)
         if num_of_teacher != num_of_student and self._ranks.is_zero:
@@ -317,9 +309,7 @@ class Teacher:
     def _to_values(self, hidden: Tensor, output: Any, _: Microbatch) -> Values:
         """Returns hidden states [n, d_t], or the most probable tokens.
 
-        Raises:
-            ValueError: NaN or infinite hidden states; checked only on a CPU, to avoid a device
-                synchronization.
+        Raises ValueError for NaN or infinite ones on a CPU, where this needs no synchronization.
         """
         if self._ranks.device.type == "cpu" and not hidden.isfinite().all():
             raise ValueError(

@@ -172,6 +172,7 @@ class Pipeline:
         num_microbatches = len(microbatches)
         schedule = self._schedule_of(num_microbatches, has_backward)
         _run_schedule(schedule, list(range(num_microbatches)), has_backward)
+        del self._take  # it may refer to all outputs
         for stage in self._stages:
             stage.clear_runtime_states()
             if not has_backward:

@@ -164,8 +164,7 @@ def num_microbatches_to_run(
 ) -> int:
     """Returns the smallest number of microbatches, at least ``num_microbatches``, that a schedule accepts.
 
-    1F1B needs at least one per stage; interleaved schedules need equal rounds of at least
-    ``num_ranks`` microbatches.
+    1F1B needs one per stage; interleaved ones need equal rounds of at least ``num_ranks``.
     """
     if schedule == "1F1B":
         return max(num_microbatches, num_stages)

@@ -45,14 +45,11 @@ def adapters_of(model: nn.Module) -> Adapters:
 def layers_of_stages(
     model: nn.Module, num_stages: int, split_points: Sequence[int] | None = None
 ) -> list[range]:
-    """Returns the layers of each stage.
+    """Returns the layers of each of ``num_stages`` (2 or more) stages of a torchtune decoder.
 
-    Args:
-        model: a torchtune decoder; may be on the meta device.
-        num_stages: at least 2.
-        split_points: first layer of each stage but the first, ascending. None balances the stages
-            by their number of parameters, to which a token's FLOPs are proportional; the output
-            layer counts, the embedding, a lookup, does not.
+    ``split_points`` are the first layers of each stage but the first. None balances the stages by
+    their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
+    the embedding, a lookup, does not.
 
     Raises:
         ValueError: a model that cannot be cut, fewer layers than stages, or invalid split points.
@@ -131,12 +128,10 @@ class NotOnThisStage(nn.Module):
 
 
 def cut_to_stage(model: Any, layers: range) -> None:
-    """Removes all layers but those of one stage from a decoder, in place.
+    """Removes all layers but those of one stage from a decoder on the meta device, in place.
 
     The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the
     whole model's output, all others hidden states.
-
-    The decoder is on the meta device and not wrapped yet.
     """
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)
