@@ -22,7 +22,10 @@ QUESTIONS = [
     for word in ["collections", "contextlib", "dataclasses", "functools", "itertools", "operator"]
 ]
 NUM_MERGED = 340
-QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|dummy_85|>")
+CHAT_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<tool_call>", "</tool_call>",
+    "<|dummy_85|>",
+)  # fmt: skip
 
 
 def byte_pair_tokenizer(*special_tokens):
@@ -122,11 +125,11 @@ def test_a_transform_with_a_tokenizer_has_its_tokens(files):
 
 @pytest.mark.parametrize("kind", [Qwen2Tokenizer, Qwen2_5Tokenizer, Phi4Tokenizer])
 def test_a_vocab_json_has_the_tokens_of_a_tokenizer_json(kind, files):
-    special_tokens = {token: NUM_MERGED + i for i, token in enumerate(QWEN_TOKENS)}
+    special_tokens = {token: NUM_MERGED + i for i, token in enumerate(CHAT_TOKENS)}
     vocab, merges = files.vocab_and_merges
     paths = (merges, vocab) if kind is Phi4Tokenizer else (vocab, merges)
     tokenizer = kind(*paths, special_tokens=special_tokens)
-    library = byte_pair_tokenizer(*QWEN_TOKENS)
+    library = byte_pair_tokenizer(*CHAT_TOKENS)
     assert vocabulary_of(tokenizer) == vocabulary_of(library)
     assert check_same_tokens(tokenizer, library, None) is None
 
@@ -191,7 +194,7 @@ def test_the_first_token_that_differs_is_named(files, tmp_path):
 
 
 def test_the_teacher_s_tokenizer_goes_before_the_file_in_its_folder(files, tmp_path):
-    folder = folder_of(byte_pair_tokenizer(*QWEN_TOKENS), tmp_path / "teacher")
+    folder = folder_of(byte_pair_tokenizer(*CHAT_TOKENS), tmp_path / "teacher")
     assert check_same_tokens(files.tiktoken, files.library, folder) is None
     with pytest.raises(ValueError, match=rf"token {NUM_MERGED} is '<\|begin_of_text\|>' in the"):
         check_same_tokens(files.tiktoken, None, folder)
