@@ -385,9 +385,17 @@ def refuse_few_layers(config):
     return str(error.value)
 
 
-def test_fewer_layers_of_the_teacher_than_stages_are_named(tiny_kd_config):
+def take_teacher_weights(config, folder, weights):
+    torch.save(weights, folder / "teacher.pt")
+    given = {"checkpoint_dir": str(folder), "checkpoint_files": ["teacher.pt"]}
+    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
+
+
+def test_fewer_layers_of_the_teacher_than_stages_are_named(tiny_kd_config, tmp_path):
     config = curve_config(tiny_kd_config, **PP_2)
     config["teacher_model"] = {**tiny.TEACHER_MODEL, "num_layers": 1}
+    weights = tiny.tiny_model(config["teacher_model"]).state_dict()
+    take_teacher_weights(config, tmp_path, weights)
     for text in run_distributed(refuse_few_layers, 2, config):
         assert "teacher_model" in text
         assert "2 stages need as many layers, the model has 1" in text
@@ -405,9 +413,7 @@ def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
     config = curve_config(tiny_kd_config, teacher_cache=cache)
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
-    torch.save(weights, tmp_path / "nan.pt")
-    given = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["nan.pt"]}
-    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
+    take_teacher_weights(config, tmp_path, weights)
     with pytest.raises(ValueError, match="teacher_checkpointer: the teacher's hidden states are"):
         run(config)
 
