@@ -22,8 +22,6 @@ from recipe_utils.parallel.fsdp import GradientSync
 from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import ConfigError, Problem
 
-_log = utils.get_logger("INFO")
-
 
 class ParallelDims(NamedTuple):
     """Ranks along each mesh dimension; their product is the world size."""
@@ -54,7 +52,7 @@ class RankSettings:
     pipeline_parallel_dim: Count = 1
     """Pipeline stages."""
     context_parallel_dim: Count = 1
-    """Must be 1: PyTorch's ring attention has no CPU kernel, so larger values could not be tested."""
+    """Must be 1: larger values cannot be tested, as PyTorch's ring attention has no CPU kernel."""
     gradient_sync: GradientSync = "each_microbatch"
     """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -67,12 +65,8 @@ class RankSettings:
         except ConfigError as error:
             yield from error.problems
         if self.context_parallel_dim != 1:
-            yield Problem(
-                "context_parallel_dim",
-                "PyTorch's ring attention has no CPU "
-                "kernel, so this could not be tested and is left out; set it to 1",
-                self.context_parallel_dim,
-            )
+            text = "PyTorch's ring attention has no CPU kernel, so it is not supported; set it to 1"
+            yield Problem("context_parallel_dim", text, self.context_parallel_dim)
         try:
             _ = self.dims
         except ConfigError as error:
@@ -81,19 +75,18 @@ class RankSettings:
     def problems_without_stages(self) -> Iterator[Problem]:
         """Yields values that a recipe without pipeline stages does not support."""
         if self.pipeline_parallel_dim > 1:
-            yield Problem(
-                "pipeline_parallel_dim",
-                "this recipe has no pipeline stages; set "
-                "it to 1, and data_parallel_shard_dim to more ranks",
-                self.pipeline_parallel_dim,
+            text = (
+                "this recipe has no pipeline stages; set it to 1, and data_parallel_shard_dim to "
+                "more ranks"
             )
+            yield Problem("pipeline_parallel_dim", text, self.pipeline_parallel_dim)
 
     @property
     def dims_or_none(self) -> ParallelDims | None:
         """Returns :attr:`dims`, or None if they are invalid."""
         try:
             return self.dims
-        except ValueError:
+        except ConfigError:
             return None
 
     @property
@@ -101,15 +94,32 @@ class RankSettings:
         """Returns the ranks along each dimension.
 
         Raises:
-            ConfigError: their product is not the world size.
+            ConfigError: ``data_parallel_shard_dim`` is invalid, or the product of all dimensions is
+                not the world size.
         """
-        return resolve_parallel_dims(
-            process_group.world_size_from_env(),
-            self.data_parallel_replicate_dim,
-            self.data_parallel_shard_dim,
-            self.tensor_parallel_dim,
-            self.pipeline_parallel_dim,
-        )
+        world_size = process_group.world_size_from_env()
+        replicate, shard = self.data_parallel_replicate_dim, self.data_parallel_shard_dim
+        tp, pp = self.tensor_parallel_dim, self.pipeline_parallel_dim
+        if shard == -1:
+            shard = max(world_size // (replicate * tp * pp), 1)
+        if shard < 1:
+            text = "it must be at least 1, or -1 for all ranks that the other dimensions leave"
+            raise ConfigError(Problem("data_parallel_shard_dim", text, shard))
+        num_ranks = replicate * shard * tp * pp
+        if num_ranks != world_size:
+            keys = (
+                "data_parallel_replicate_dim",
+                "data_parallel_shard_dim",
+                "tensor_parallel_dim",
+                "pipeline_parallel_dim",
+            )
+            product = " * ".join(f"{key}={getattr(self, key)}" for key in keys)
+            text = (
+                f"they make {num_ranks} ranks, but {world_size} run; set them so that their product "
+                f"is {world_size}, or start {num_ranks} processes (--nproc_per_node)"
+            )
+            raise ConfigError(Problem(product, text, depends_on=keys))
+        return ParallelDims(replicate, shard, tp, pp)
 
 
 @plain_dataclass(frozen=True)
@@ -119,16 +129,17 @@ class Ranks:
     device: torch.device
     dims: ParallelDims
     mesh: DeviceMesh
+    dp_peers: list[int]
+    """Ranks with this rank's ``pp`` and ``tp``, by data-parallel coordinate."""
+    dp_rank: int
+    """Data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
     is_dp_leader: bool
     """True on one rank of each data-parallel coordinate, so that its data count once."""
-    timeout_seconds: float | None = None
-    owns_process_group: bool = False
+    pp_rank: int
+    """Index in the pipeline."""
+    timeout_seconds: float | None
+    owns_process_group: bool
     """False if the process group existed before; its creator destroys it."""
-
-    @property
-    def rank(self) -> int:
-        """Returns the global rank."""
-        return dist.get_rank()
 
     @property
     def world_size(self) -> int:
@@ -138,27 +149,12 @@ class Ranks:
     @property
     def is_zero(self) -> bool:
         """Returns True on rank 0."""
-        return self.rank == 0
+        return dist.get_rank() == 0
 
     @property
     def dp_degree(self) -> int:
         """Returns the number of ranks with different data."""
         return self.dims.dp_degree
-
-    @property
-    def dp_rank(self) -> int:
-        """Returns the data-parallel coordinate, equal on ranks that differ in ``pp`` or ``tp`` only."""
-        return dp_rank_of(self.mesh)
-
-    @property
-    def dp_peers(self) -> list[int]:
-        """Returns the ranks with this rank's ``pp`` and ``tp``, by data-parallel coordinate."""
-        return dp_peers_of(self.mesh)
-
-    @property
-    def pp_rank(self) -> int:
-        """Returns the index in the pipeline."""
-        return self.mesh.get_local_rank("pp")
 
     @property
     def has_last_stage(self) -> bool:
@@ -203,28 +199,27 @@ class Ranks:
 
 def join_ranks(settings: RankSettings) -> Ranks:
     """Joins the process group and builds the mesh; a collective of all ranks."""
-    device = resolve_device(settings.device)
-    owns_process_group = process_group.init_process_group(
-        device, settings.process_group_timeout_seconds
-    )
-    mesh = build_mesh(device, settings.dims)
-    if (
-        settings.dims.pp > 1
-        and settings.dims.dp_degree > 1
-        and settings.gradient_sync != "last_microbatch"
-    ):
-        utils.log_rank_zero(
-            _log,
-            f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded until the "
-            "last microbatch, as with last_microbatch",
-            level=logging.WARNING,
+    device, dims = resolve_device(settings.device), settings.dims
+    timeout = settings.process_group_timeout_seconds
+    owns_process_group = process_group.init_process_group(device, timeout)
+    mesh = build_mesh(device, dims)
+    if dims.pp > 1 and dims.dp_degree > 1 and settings.gradient_sync != "last_microbatch":
+        text = (
+            f"gradient_sync={settings.gradient_sync}: pipeline stages keep gradients unsharded "
+            "until the last microbatch, as with last_microbatch"
         )
+        utils.log_rank_zero(utils.get_logger("INFO"), text, level=logging.WARNING)
+    pp_rank, tp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    dp_peers = mesh.mesh[pp_rank, :, :, tp_rank].flatten().tolist()
     return Ranks(
-        device=device,
-        dims=settings.dims,
-        mesh=mesh,
-        is_dp_leader=mesh.get_local_rank("pp") == 0 and mesh.get_local_rank("tp") == 0,
-        timeout_seconds=settings.process_group_timeout_seconds,
+        device,
+        dims,
+        mesh,
+        dp_peers,
+        dp_rank=dp_peers.index(dist.get_rank()),
+        is_dp_leader=pp_rank == 0 and tp_rank == 0,
+        pp_rank=pp_rank,
+        timeout_seconds=timeout,
         owns_process_group=owns_process_group,
     )
 
@@ -238,75 +233,12 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         found = utils.get_device(device=device)
     except Exception as error:
-        raise ConfigError(
-            Problem("device", f"{error}; set it to a device of this machine", device)
-        ) from None
+        text = f"{error}; set it to a device of this machine"
+        raise ConfigError(Problem("device", text, device)) from None
     if device is not None and found.type != torch.device(device).type:
-        raise ConfigError(
-            Problem(
-                "device",
-                f"this machine has none that PyTorch can use; set device={found.type}",
-                device,
-            )
-        )
+        text = f"this machine has none that PyTorch can use; set device={found.type}"
+        raise ConfigError(Problem("device", text, device))
     return found
-
-
-def resolve_parallel_dims(
-    world_size: int,
-    data_parallel_replicate_dim: int,
-    data_parallel_shard_dim: int,
-    tensor_parallel_dim: int,
-    pipeline_parallel_dim: int = 1,
-) -> ParallelDims:
-    """Returns the mesh dimensions; the arguments are those of :class:`RankSettings`.
-
-    Raises:
-        ConfigError: a dimension is below 1, or their product is not the world size.
-    """
-    for name, dim in (
-        ("data_parallel_replicate_dim", data_parallel_replicate_dim),
-        ("tensor_parallel_dim", tensor_parallel_dim),
-        ("pipeline_parallel_dim", pipeline_parallel_dim),
-    ):
-        if dim < 1:
-            raise ConfigError(Problem(name, "it must be at least 1; leave it out for 1", dim))
-    others = data_parallel_replicate_dim * tensor_parallel_dim * pipeline_parallel_dim
-    shard = data_parallel_shard_dim
-    if shard == -1:
-        shard = max(world_size // others, 1)
-    if shard < 1:
-        raise ConfigError(
-            Problem(
-                "data_parallel_shard_dim",
-                "it must be at least 1, or -1 for what the other dimensions leave",
-                shard,
-            )
-        )
-    if shard * others != world_size:
-        pipeline = f" * {pipeline_parallel_dim=}" if pipeline_parallel_dim > 1 else ""
-        product = (
-            f"data_parallel_replicate_dim={data_parallel_replicate_dim} * data_parallel_shard_dim="
-            f"{data_parallel_shard_dim} * tensor_parallel_dim={tensor_parallel_dim}{pipeline}"
-        )
-        names = (
-            "data_parallel_replicate_dim",
-            "data_parallel_shard_dim",
-            "tensor_parallel_dim",
-            "pipeline_parallel_dim",
-        )
-        raise ConfigError(
-            Problem(
-                product,
-                f"they make "
-                f"{shard * others} ranks, but {world_size} run; set them so that their product is "
-                f"{world_size}, or start {shard * others} processes (--nproc_per_node)",
-                depends_on=names,
-            )
-        )
-    return ParallelDims(
-        data_parallel_replicate_dim, shard, tensor_parallel_dim, pipeline_parallel_dim
-    )
 
 
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
@@ -315,18 +247,5 @@ def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     ``tp`` ranks, which communicate most, are neighbours; ``pp`` ranks are farthest apart.
     """
     names = ("pp", "dp_replicate", "dp_shard", "tp")
-    return init_device_mesh(
-        device.type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names
-    )
-
-
-def dp_rank_of(mesh: DeviceMesh) -> int:
-    """Returns :attr:`Ranks.dp_rank`."""
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
-        "dp_shard"
-    )
-
-
-def dp_peers_of(mesh: DeviceMesh) -> list[int]:
-    """Returns :attr:`Ranks.dp_peers`."""
-    return mesh.mesh[mesh.get_local_rank("pp"), :, :, mesh.get_local_rank("tp")].flatten().tolist()
+    sizes = tuple(getattr(dims, name) for name in names)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
