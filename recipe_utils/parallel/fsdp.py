@@ -7,12 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtune import training
 
@@ -27,7 +22,7 @@ def shard_model(
     cpu_offload: bool,
     reshard_after_forward: bool,
     compute_dtype: torch.dtype | None = None,
-    left_alone: Collection[nn.Parameter] = (),
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards a model in place with FSDP2 over ``dp_shard``; HSDP if ``dp_replicate`` is above 1.
 
@@ -37,9 +32,9 @@ def shard_model(
         custom_sharded_layers: names of modules to shard as separate units, besides each layer.
         cpu_offload: keep parameters, gradients and optimizer state on the CPU.
         reshard_after_forward: free each unit's gathered parameters after its forward.
-        compute_dtype: dtype of forward and backward; parameters are cast as they are gathered,
-            gradients are upcast before they are summed. None for the parameters' dtype.
-        left_alone: parameters that are neither sharded nor cast.
+        compute_dtype: dtype of forward and backward, None for the parameters'. Parameters are cast
+            as they are gathered; gradients are upcast before they are summed.
+        ignored: parameters that are neither sharded nor cast.
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
@@ -63,8 +58,8 @@ def shard_model(
             # Inputs include a teacher's log-probabilities, which must keep their precision.
             cast_forward_inputs=False,
         )
-    if left_alone:
-        options["ignored_params"] = set(left_alone)
+    if ignored:
+        options["ignored_params"] = set(ignored)
     # From the leaves to the root, as torchtune.training.shard_model.
     for name, module in reversed(list(model.named_modules())):
         if module is not model and is_unit(name, module):
@@ -89,13 +84,9 @@ def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
     """Selects FSDP2's collectives for the forward and backward of one microbatch.
 
     HSDP's all-reduce between copies runs with the last microbatch of an update step only. The
-    reduce-scatter within a copy runs with each microbatch, which keeps accumulated gradients
-    sharded, or with the last one, at the cost of unsharded gradients in memory.
-
-    Args:
-        model: any module; has no effect if it is not sharded.
-        is_last: True for the last microbatch of an update step.
-        when: ``"each_microbatch"`` or ``"last_microbatch"``: schedule of the reduce-scatter.
+    reduce-scatter within a copy runs ``when`` configured: with ``"each_microbatch"``, which keeps
+    accumulated gradients sharded, or with the ``"last_microbatch"``, at the cost of unsharded
+    gradients in memory. There is no effect on a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):
         yield

@@ -28,14 +28,8 @@ def world_size_from_env() -> int:
 def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
     """Initializes the default process group; without a launcher, one of a single process.
 
-    On an accelerator the group also has a gloo backend for CPU tensors.
-
-    Args:
-        device: device of the model.
-        timeout_seconds: timeout of collectives; None for PyTorch's default.
-
-    Returns:
-        False if the process group existed already; its creator destroys it.
+    On an accelerator the group also has a gloo backend for CPU tensors. Returns False if the
+    process group existed already; its creator destroys it.
     """
     if dist.is_initialized():
         return False
@@ -47,8 +41,7 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
             store.set_timeout(timeout)
         # torchrun keeps one store for all restarts of a job. A rank that finds keys of a killed rank
         # waits for it until the timeout (pytorch/pytorch#135712).
-        name = name_of_this_start(store, rank, world_size)
-        store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(name_of_this_start(store, rank, world_size), store)  # type: ignore[attr-defined]
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
@@ -58,34 +51,29 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
 def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
     """Returns a name that all ranks share and that no earlier start of the job has used.
 
-    Rank 0 draws the name. The store may hold requests of ranks of earlier starts, which are dead,
-    so every other rank writes a request with a random id, and rank 0 answers all requests that it
+    Rank 0 draws the name. The store may contain requests of killed ranks of earlier starts, so
+    every other rank writes a request with a random id, and rank 0 answers all requests that it
     finds until each rank of this start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is
     no such name: each node has its own.)
-
-    Args:
-        store: store of all ranks; its timeout bounds the wait for a rank.
-        rank: rank of this process.
-        world_size: number of ranks.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not start within the store's timeout.
     """
-    own_word = uuid.uuid4().hex
+    own_id = uuid.uuid4().hex
     if rank != 0:
-        store.set(f"start/question/{rank}", own_word)
-        name = store.get(f"start/answer/{own_word}").decode()
-        store.set(f"start/{name}/{rank}", "answered")
+        store.set(f"start/request/{rank}", own_id)
+        name = store.get(f"start/answer/{own_id}").decode()
+        store.set(f"start/{name}/{rank}", "confirmed")
         return name
     deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
     for other in range(1, world_size):
-        while not store.check([f"start/{own_word}/{other}"]):
+        while not store.check([f"start/{own_id}/{other}"]):
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"rank {other} has not started")
-            question = store.get(f"start/question/{other}").decode()
-            store.set(f"start/answer/{question}", own_word)
+            request = store.get(f"start/request/{other}").decode()
+            store.set(f"start/answer/{request}", own_id)
             time.sleep(_POLL_SECONDS)
-    return own_word
+    return own_id
 
 
 def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
@@ -116,11 +104,9 @@ def ratios(
 ) -> dict[str, Tensor]:
     """Returns sums over all ranks divided by counts, with one all-reduce.
 
-    Args:
-        sums: this rank's sums [] by metric, of one dtype.
-        totals: counts over all DP ranks, by name.
-        counts: name of the count that each metric is divided by, or one name for all.
-        dp_degree: number of ranks with different data.
+    ``sums`` are this rank's by metric, [] each, of one dtype; ``totals`` are counts over all DP
+    ranks by name; ``counts`` is the name of the count that each metric is divided by, or one name
+    for all.
     """
     means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
     count_of = dict.fromkeys(sums, counts) if isinstance(counts, str) else counts
@@ -135,21 +121,20 @@ def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
     Raises:
         ValueError: the lengths differ, so that ranks would select different samples or deadlock.
     """
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    lengths[dist.get_rank(group)] = length
-    dist.all_reduce(lengths, group=group)
-    if lengths.min() != lengths.max():
+    lengths = gather_objects(length, group)
+    low, high = min(lengths), max(lengths)
+    if low != high:
         raise ValueError(
-            f"rank {int(lengths.argmin())} has {int(lengths.min())} samples, rank "
-            f"{int(lengths.argmax())} has {int(lengths.max())}; give every rank the same data"
+            f"rank {lengths.index(low)} has {low} samples, rank {lengths.index(high)} has {high}; "
+            "give every rank the same data"
         )
     return length
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns the objects of all ranks of ``group``, in their order; a collective."""
-    # Not with one rank: the group's thread would copy large objects with its own OpenMP threads. With
-    # more threads than cores, OpenMP suspends all of them after every operation.
+    # Not with one rank: the group's thread would copy large objects with its own OpenMP threads, and
+    # with more threads than cores, OpenMP suspends all of them after every operation.
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -157,42 +142,32 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return gathered
 
 
-# ---- Final error message -------------------------------------------------------------------------------------
+# ---- Final error message ------------------------------------------------------------------------
 
 
 def print_final_error(text: str | None) -> None:
     """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
     All failing ranks must call it. Each returns after the message is printed, because the launcher
-    kills all ranks once one has exited.
-
-    Args:
-        text: message, printed if it is rank 0's or the first; None if another rank has one.
+    kills all ranks once one has exited. The first message, or rank 0's, is printed; ``text`` is
+    None if another rank has one.
     """
     store = None
+    # The launcher's store also holds keys of earlier starts.
+    start = f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     with suppress(Exception):  # no launcher, or the host of the store has exited
         if world_size_from_env() > 1:
-            store = _launchers_store()
+            store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
             if os.environ["RANK"] == "0":
-                text = text or store.get(_final_error_key("text")).decode()
+                text = text or store.get(f"{start}/text").decode()
             else:
                 if text is not None:
-                    store.set(_final_error_key("text"), text)
-                store.wait([_final_error_key("told")])
+                    store.set(f"{start}/text", text)
+                store.wait([f"{start}/printed"])
                 return
     if text is not None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     if store is not None:
         with suppress(Exception):
-            store.set(_final_error_key("told"), "told")
-
-
-def _launchers_store() -> Store:
-    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    return store
-
-
-def _final_error_key(what: str) -> str:
-    """Returns a key of this start: the launcher's store also holds keys of earlier ones."""
-    return f"final_error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
+            store.set(f"{start}/printed", "")

@@ -389,7 +389,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             # A stage soon needs its weights for the next microbatch.
             reshard_after_forward=ranks.dims.pp == 1 if reshards is None else reshards,
             compute_dtype=settings.torch_dtype if is_cast else None,
-            left_alone=frozen,
+            ignored=frozen,
         )
     return model
 

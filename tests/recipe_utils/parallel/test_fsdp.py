@@ -1,9 +1,9 @@
-"""HSDP's copies talk once per update step, and the gradients are the same."""
+"""HSDP's copies communicate once per update step, and the gradients are the same."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import get_args
 
-import pytest
 import tiny
 import torch
 import torch.distributed as dist
@@ -17,12 +17,6 @@ WRAPPING = {"custom_sharded_layers": None, "cpu_offload": False, "reshard_after_
 GRADIENT_SYNC = get_args(GradientSync)
 
 
-def sharded(mesh):
-    model = tiny.tiny_model()
-    shard_model(model, mesh, **WRAPPING)
-    return model
-
-
 def loss_of(model, seed):
     generator = torch.Generator().manual_seed(seed)
     return model(torch.randint(tiny.VOCAB_SIZE, (1, 9), generator=generator)).square().mean()
@@ -30,7 +24,8 @@ def loss_of(model, seed):
 
 def count_all_reduces(mesh, make_context, num_microbatches):
     """All-reduces between the copies in one update step, and the gradients it ends with."""
-    model, of_copies = sharded(mesh), []
+    model, of_copies = tiny.tiny_model(), []
+    shard_model(model, mesh, **WRAPPING)
     all_reduce, replicate_group = dist.all_reduce, mesh.get_group("dp_replicate")
 
     def counting_all_reduce(*args, **kwargs):
@@ -49,45 +44,27 @@ def count_all_reduces(mesh, make_context, num_microbatches):
 
 
 def all_reduces_on_four_ranks():
+    """Numbers of all-reduces by context and microbatches, and the distance of gradients."""
     mesh = build_mesh(CPU, ParallelDims(2, 2, 1))
-    contexts = {"no_flags": lambda model, is_last: nullcontext()} | {
-        when: lambda model, is_last, when=when: gradient_sync(model, is_last, when)
-        for when in GRADIENT_SYNC
-    }
-    counts, distance = {}, 0.0
-    for num_microbatches in (1, 2, 4):
-        gradients = {}
-        for name, make_context in contexts.items():
-            counts[name, num_microbatches], gradients[name] = count_all_reduces(
-                mesh, make_context, num_microbatches
-            )
+    counts, distances = {}, []
+    for num in (1, 2, 4):
+        plain = lambda model, is_last: nullcontext()  # noqa: E731
+        counts["plain", num], expected = count_all_reduces(mesh, plain, num)
         for when in GRADIENT_SYNC:
-            for p, q in zip(gradients[when], gradients["no_flags"], strict=True):
-                distance = max(distance, ((p - q).abs().max() / q.abs().max()).item())
-    return counts, distance
+            sync = partial(gradient_sync, when=when)
+            counts[when, num], gradients = count_all_reduces(mesh, sync, num)
+            for p, q in zip(gradients, expected, strict=True):
+                distances.append(((p - q).abs().max() / q.abs().max()).item())
+    return counts, max(distances)
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    return run_distributed(all_reduces_on_four_ranks, 4)
-
-
-def test_all_reduces_between_copies_do_not_grow_with_the_number_of_microbatches(four_ranks):
-    for counts, _ in four_ranks:
-        assert counts["no_flags", 1] > 0
-        for when in GRADIENT_SYNC:
-            for num_microbatches in (1, 2, 4):
-                assert counts[when, num_microbatches] == counts["no_flags", 1]
-
-
-def test_without_the_flags_they_do_grow(four_ranks):
-    for counts, _ in four_ranks:
-        for num_microbatches in (2, 4):
-            assert counts["no_flags", num_microbatches] == num_microbatches * counts["no_flags", 1]
-
-
-def test_the_flags_leave_the_gradients_as_they_are(four_ranks):
-    for _, distance in four_ranks:
+def test_the_number_of_all_reduces_between_copies_is_that_of_one_microbatch():
+    for counts, distance in run_distributed(all_reduces_on_four_ranks, 4):
+        once = counts["plain", 1]
+        assert once > 0
+        for num_microbatches in (1, 2, 4):
+            assert counts["plain", num_microbatches] == num_microbatches * once
+            assert {counts[when, num_microbatches] for when in GRADIENT_SYNC} == {once}
         assert distance < 1e-5
 
 
