@@ -11,7 +11,7 @@ from torch import Tensor
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.parallel.process_group import mean_over_ranks
+from recipe_utils.parallel.process_group import gather_objects, mean_over_ranks
 from recipe_utils.parallel.ranks import Ranks
 
 StatesOf = Callable[[Sequence[Microbatch]], dict[int, Tensor]]
@@ -32,10 +32,8 @@ class NearestNeighbors:
         self, bank: UpdateStepLoader, images: UpdateStepLoader, num_neighbors: int, ranks: Ranks
     ) -> None:
         if num_neighbors > len(bank.dataset):
-            raise ValueError(
-                f"knn_neighbors={num_neighbors}: {bank.dataset.name} has {len(bank.dataset)} images; set it to "
-                "fewer"
-            )
+            has = f"{bank.dataset.name} has {len(bank.dataset)} images"
+            raise ValueError(f"knn_neighbors={num_neighbors}: {has}; set it to fewer")
         self._loaders = bank, images
         self._num_neighbors = num_neighbors
         self._ranks = ranks
@@ -53,8 +51,8 @@ class NearestNeighbors:
         if num_bank < self._num_neighbors:  # a total over ranks, so all of them raise
             dataset = self._loaders[0].dataset
             raise SampleError(
-                f"knn_neighbors={self._num_neighbors}: only {num_bank} of {len(dataset)} images of {dataset.name} "
-                "can be used; set it to fewer, or repair the images"
+                f"knn_neighbors={self._num_neighbors}: only {num_bank} of {len(dataset)} images of "
+                f"{dataset.name} can be used; set it to fewer, or repair the images"
             )
         found = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         if self._ranks.has_last_stage:
@@ -65,8 +63,10 @@ class NearestNeighbors:
         return num_right / num_images.clamp(min=1e-9)
 
     def _of(self, loader: UpdateStepLoader, states_of: StatesOf) -> tuple[Tensor, Tensor, int]:
-        """Returns this rank's states [n, d] and labels [n], empty before the last stage; images of all ranks."""
-        device = self._ranks.device
+        """Returns states [n, d], labels [n] of this rank and the number of images of all ranks.
+
+        States and labels are empty before the last pipeline stage.
+        """
         states: list[Tensor] = []
         labels = [torch.empty(0, dtype=torch.int64)]
         num_images = 0
@@ -78,7 +78,7 @@ class NearestNeighbors:
                     states.append(found)
                     labels.append(targets.labels)
         found_states = torch.cat(states) if states else torch.empty(0)
-        return found_states, torch.cat(labels).to(device), num_images
+        return found_states, torch.cat(labels).to(self._ranks.device), num_images
 
 
 @torch.no_grad()
@@ -113,14 +113,7 @@ def num_voted_right(
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenates the rows [n, ...] of all ranks of a group; n may differ. Synchronizes with the device."""
+    """Concatenates the rows [n, ...] of all ranks of a group; n may differ. Blocks the device."""
     if group is None:
         return rows
-    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(group.size())]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device), group=group)
-    num_rows = [int(count) for count in counts]
-    padded = rows.new_zeros(max(num_rows), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    of_ranks = [torch.empty_like(padded) for _ in num_rows]
-    dist.all_gather(of_ranks, padded, group=group)
-    return torch.cat([each[:num] for each, num in zip(of_ranks, num_rows, strict=True)])
+    return torch.cat(gather_objects(rows.cpu(), group)).to(rows.device)

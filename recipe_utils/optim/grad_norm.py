@@ -26,15 +26,15 @@ def clip_grad_norm_(
     pipeline: OverStages | None = None,
     is_of_part: Callable[[str], bool] | None = None,
 ) -> Tensor | None:
-    """Clips gradients to ``max_norm`` in place. Returns their norm before clipping [], None without gradients.
+    """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
     The gradients may be sharded over several meshes; PyTorch's own function takes one. The norm is
     at least fp32: a bf16 norm would have three digits.
 
     Args:
-        model: model, or the pipeline stages on this rank.
+        model: model, or the stages of ``pipeline`` on this rank.
         max_norm: maximum norm of all gradients together; None only measures it.
-        pipeline: pipeline of the stages; None without stages.
+        pipeline: None without stages.
         is_of_part: selects parameters by their names with wrappers; None selects all.
     """
     tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
@@ -51,7 +51,12 @@ def clip_grad_norm_(
         grads = [p.grad for p in group if p.grad is not None and id(p) not in tied_copies]
         norm = _total_norm(grads)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else _no_norm(model)
+    if norms:
+        total_norm = torch.linalg.vector_norm(torch.stack(norms))
+    else:  # a stage without gradients, with precision and device of the others' norms
+        like = next(model.parameters())
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        total_norm = torch.zeros((), dtype=dtype, device=like.device)
     if pipeline is not None:
         size = dist.get_world_size(pipeline.group)
         of_stages = [torch.empty_like(total_norm) for _ in range(size)]
@@ -70,7 +75,7 @@ def clip_grad_norm_by_part_(
     max_norm: float | None = None,
     pipeline: OverStages | None = None,
 ) -> Tensor | None:
-    """Clips the gradients of each part of a model to ``max_norm``. Returns the norm of all before clipping [].
+    """Clips the gradients of each part of a model. Returns the norm of all before clipping [].
 
     ``parts`` are names of modules; everything else is one more part. See :func:`clip_grad_norm_`.
     """
@@ -84,12 +89,6 @@ def clip_grad_norm_by_part_(
     ]
     known = [norm for norm in norms if norm is not None]
     return torch.linalg.vector_norm(torch.stack(known)) if known else None
-
-
-def _no_norm(model: nn.Module) -> Tensor:
-    """Returns 0 as the norm of a rank without gradients, in the precision and on the device of other ranks'."""
-    like = next(model.parameters())
-    return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

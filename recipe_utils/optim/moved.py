@@ -25,7 +25,7 @@ class ChangedWeights:
 
     def __init__(self, optimizer: Optimizer | OptimizerInBackward) -> None:
         self._groups, self._has_warned = optimizer.param_groups, False
-        num_elements = sum(_flat(p).numel() for group in self._groups for p in group["params"])
+        num_elements = sum(local(p).numel() for group in self._groups for p in group["params"])
         self._stride = -(-num_elements // NUM_SAMPLED) | 1  # odd: not always the same columns
         self.restart()
         for each in single_optimizers(optimizer):
@@ -36,19 +36,22 @@ class ChangedWeights:
         self._is_done, self._num_steps, self._lr = is_done, 0, 0.0
         self._first: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
+    def _sample(self, tensor: Tensor) -> Tensor:
+        return local(tensor).flatten()[:: self._stride]
+
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_steps += optimizer.param_groups[0] is self._groups[0]
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is None or p in self._first or self._is_done:
                 continue
-            gradient = p.grad
-            if isinstance(p, DTensor):  # tensor parallelism does not shard that of embeddings
-                gradient = gradient.redistribute(placements=p.placements)
-            sample = _flat(gradient)[:: self._stride]
+            # Tensor parallelism does not shard the gradient of embeddings.
+            is_sharded = isinstance(p, DTensor)
+            gradient = p.grad.redistribute(placements=p.placements) if is_sharded else p.grad
+            sample = self._sample(gradient)
             is_skipped = getattr(optimizer, "found_inf", torch.zeros(1)).to(sample.device) > 0
             counted = (sample != 0) & sample.isfinite() & ~is_skipped
-            self._first[p] = _flat(p)[:: self._stride].clone(), counted
+            self._first[p] = self._sample(p).clone(), counted
             self._num_steps, self._lr = 1, self._groups[0]["lr"]
 
     @torch.no_grad()
@@ -58,7 +61,7 @@ class ChangedWeights:
             return None
         counts = torch.zeros(2, dtype=torch.float64)
         for p, (before, counted) in self._first.items():
-            changed = (_flat(p)[:: self._stride] != before) & counted
+            changed = (self._sample(p) != before) & counted
             counts += torch.stack([changed.sum(), counted.sum()]).cpu() * self._stride
         num_changed, num_counted = mean_over_ranks(counts).tolist()
         fraction, steps, lr = num_changed / max(num_counted, 1), self._num_steps, self._lr
@@ -74,7 +77,3 @@ class ChangedWeights:
             )
             log_rank_zero(get_logger("INFO"), text, logging.WARNING)
         return fraction
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return local(tensor).detach().flatten()

@@ -20,12 +20,8 @@ class NonfiniteGuard:
 
     Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler
     sets, without a device synchronization. For other optimizers the host reads one number per
-    update step.
-
-    Args:
-        optimizer: one that steps in the backward is not guarded.
-        device: device of the gradient norms.
-        settings: ``on_nonfinite`` and ``max_nonfinite_steps``.
+    update step. An optimizer that steps in the backward is not guarded. ``device`` is that of the
+    gradient norms.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class NonfiniteGuard:
         return not is_nonfinite
 
     def take_counts(self) -> tuple[Tensor, int]:
-        """Returns skipped steps and the most of them in a row [2], and all steps, since the last call."""
+        """Returns skipped steps and most in a row [2], and all steps, since the last call."""
         counts = torch.stack([self._num_skipped, self._most_in_a_row]), self._num_steps
         self._num_skipped = torch.zeros_like(self._num_skipped)
         self._most_in_a_row = self._num_in_a_row.clone()  # a series continues after the call
@@ -71,24 +67,25 @@ class NonfiniteGuard:
         return counts
 
     def judge(self, num_skipped: int, most_in_a_row: int, num_steps: int, global_step: int) -> str:
-        """Sets :attr:`problem` if counts up to ``global_step`` end the training; otherwise returns a warning."""
+        """Sets :attr:`problem` if the counts end the training; otherwise returns a warning."""
         if num_skipped == 0 or self.problem:
             return ""
-        settings = self._settings
+        on_nonfinite = self._settings.on_nonfinite
+        max_nonfinite_steps = self._settings.max_nonfinite_steps
         text = (
-            f"{num_skipped} of the last {num_steps} update steps up to {global_step} had a loss or gradient "
-            "that is not finite; they were skipped, the weights are unchanged"
+            f"{num_skipped} of the last {num_steps} update steps up to {global_step} had a loss or "
+            "gradient that is not finite; they were skipped, the weights are unchanged"
         )
-        if settings.on_nonfinite == "skip" and most_in_a_row <= settings.max_nonfinite_steps:
+        if on_nonfinite == "skip" and most_in_a_row <= max_nonfinite_steps:
             return f"{text} (on_nonfinite=skip)"
         self.problem = (
-            f"{text}. on_nonfinite={settings.on_nonfinite}: {most_in_a_row} in a row, max_nonfinite_steps="
-            f"{settings.max_nonfinite_steps}. resume_from_checkpoint=True resumes from here; set a lower "
-            "learning rate, or on_nonfinite=skip and a higher max_nonfinite_steps"
+            f"{text}. {on_nonfinite=!s}: {most_in_a_row} in a row, {max_nonfinite_steps=}. "
+            "resume_from_checkpoint=True resumes from here; set a lower learning rate, or "
+            "on_nonfinite=skip and a higher max_nonfinite_steps"
         )
         return ""
 
     def check(self, global_step: int) -> None:
-        """Sets :attr:`problem` if the steps since :meth:`take_counts` end the training. Waits for the device."""
+        """Judges the steps since :meth:`take_counts`. Synchronizes with the device."""
         num_skipped, most_in_a_row = int(self._num_skipped), int(self._most_in_a_row)
         self.judge(num_skipped, most_in_a_row, self._num_steps, global_step)

@@ -1,6 +1,7 @@
 """Optimizers, including one that steps inside the backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -50,44 +51,34 @@ class OptimizerSettings:
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        """Returns the first argument of an optimizer: trained parameters, or groups with own learning rates."""
+        """Returns an optimizer's first argument: parameters, or groups with a learning rate each."""
         if self.loraplus_lr_ratio is None:
             return list(parameters.values())
-        faster = {name for name in parameters if name.endswith(_FASTER)}
-        groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in parameters.items() if name not in faster]},
-            {
-                "params": [p for name, p in parameters.items() if name in faster],
-                "lr": self.optimizer["lr"] * self.loraplus_lr_ratio,
-            },
-        ]
+        slower = [p for name, p in parameters.items() if not name.endswith(_FASTER)]
+        faster = [p for name, p in parameters.items() if name.endswith(_FASTER)]
+        lr = self.optimizer["lr"] * self.loraplus_lr_ratio
+        groups: list[dict[str, Any]] = [{"params": slower}, {"params": faster, "lr": lr}]
         return [group for group in groups if group["params"]]
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ValueError if ``loraplus_lr_ratio`` is set for a model without LoRA."""
-        ratio = self.loraplus_lr_ratio
-        if ratio is not None and not any(
-            name.endswith(_FASTER) for name in trained_parameters(model)
-        ):
+        ratio, names = self.loraplus_lr_ratio, trained_parameters(model)
+        if ratio is not None and not any(name.endswith(_FASTER) for name in names):
             raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
 
     def problems(self) -> Iterator[Problem]:
         """Problems between the keys."""
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
-            yield Problem(
-                "loraplus_lr_ratio",
-                "it multiplies optimizer.lr; set that, too",
-                self.loraplus_lr_ratio,
-                depends_on=("optimizer",),
-            )
-        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
-            yield Problem(
-                "clip_grad_norm",
-                "with optimizer_in_bwd=True no moment has all "
-                "gradients to clip; set one of the two to null or False",
-                self.clip_grad_norm,
-                depends_on=("optimizer_in_bwd",),
-            )
+            text = "it multiplies optimizer.lr; set that, too"
+            yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio, ("optimizer",))
+        if not self.optimizer_in_bwd:
+            return
+        if self.clip_grad_norm is not None:
+            text = "the gradients never exist all at once; set one of the two to null or False"
+            yield _problem_in_backward("clip_grad_norm", text, self.clip_grad_norm)
+        if self.loraplus_lr_ratio is not None:
+            text = "all parameters have one learning rate; set one of the two to null or False"
+            yield _problem_in_backward("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
 
     def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
         """Problems of fused optimizers and of those that step in the backward."""
@@ -95,56 +86,36 @@ class OptimizerSettings:
             yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if not self.optimizer_in_bwd:
             return
-        if self.loraplus_lr_ratio is not None:
-            yield Problem(
-                "loraplus_lr_ratio",
-                "with optimizer_in_bwd=True all parameters "
-                "follow one learning rate; set one of the two to null or False",
-                self.loraplus_lr_ratio,
-                depends_on=("optimizer_in_bwd",),
-            )
         if ranks.pipeline_parallel_dim > 1:
-            yield Problem(
-                "optimizer_in_bwd",
-                f"pipeline_parallel_dim={ranks.pipeline_parallel_dim} has several "
-                "microbatches; set it to False",
-                True,
-                depends_on=("pipeline_parallel_dim",),
-            )
+            stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+            text = f"{stages} has several microbatches; set it to False"
+            yield Problem("optimizer_in_bwd", text, True, ("pipeline_parallel_dim",))
         if data.plans_by_tokens:
-            yield Problem(
-                "microbatching",
-                "it may cut an update step into several "
-                "microbatches, and with optimizer_in_bwd=True every backward updates the weights; set "
-                "one of the two to in_order or False",
-                data.microbatching,
-                depends_on=("optimizer_in_bwd",),
+            text = (
+                "every backward updates the weights, and an update step may have several "
+                "microbatches; set one of the two to in_order or False"
             )
+            yield _problem_in_backward("microbatching", text, data.microbatching)
+        steps = 1
         if ranks.dims_or_none is not None:
-            try:
+            with suppress(ValueError):  # a problem of the data's keys
                 steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
-            except ValueError:
-                return
-            if steps > 1:
-                yield Problem(
-                    "gradient_accumulation_steps",
-                    "with optimizer_in_bwd=True every backward "
-                    "updates the weights; set it to 1, or optimizer_in_bwd=False",
-                    steps,
-                    depends_on=("optimizer_in_bwd",),
-                )
+        if steps > 1:
+            text = "every backward updates the weights; set one of the two to 1 or False"
+            yield _problem_in_backward("gradient_accumulation_steps", text, steps)
+
+
+def _problem_in_backward(key: str, text: str, value: Any) -> Problem:
+    text = f"with optimizer_in_bwd=True {text}"
+    return Problem(key, text, value, depends_on=("optimizer_in_bwd",))
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):
-    """Steps each parameter within the backward and frees its gradient; ``step`` and ``zero_grad`` do nothing.
+    """Steps each parameter within the backward and frees its gradient.
 
-    The loss is scaled before the backward, so gradients are final when the hooks use them. An
-    update step must have one microbatch, and gradients cannot be clipped or checked: they never
-    exist all at once.
-
-    Args:
-        model: each trained parameter gets its own optimizer.
-        make_optimizer: called with a list of one parameter.
+    Each trained parameter has its own optimizer, ``make_optimizer([parameter])``. An update step
+    must have one microbatch, and gradients cannot be clipped or checked: they never exist all at
+    once.
     """
 
     def __init__(
@@ -173,7 +144,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
-    """Builds optimizer and schedule for one parameter, to raise their errors before weights are loaded."""
+    """Builds optimizer and schedule for one parameter, so that they fail before weights are loaded."""
     optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
     config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
 
@@ -190,7 +161,7 @@ def build_optimizer(
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
-    """Returns ``[optimizer]``, or the optimizers of all parameters of an :class:`OptimizerInBackward`."""
+    """Returns the optimizers of all parameters if each has its own, else ``[optimizer]``."""
     if isinstance(optimizer, OptimizerInBackward):
         return list(optimizer.optim_map.values())
     return [optimizer]

@@ -1,5 +1,6 @@
-"""Schedules besides the learning rate: pure functions of the number of update steps, so nothing is saved."""
+"""Schedules besides the learning rate: functions of the update step, so nothing is saved."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
@@ -42,26 +43,21 @@ class ScheduleSettings:
         """Problems between the keys."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
-            yield Problem(
-                "teacher_temperature_warmup_steps",
-                f"with teacher_temperature_start={'null' if start is None else start} it has no "
-                "effect; set both or neither",
-                warmup,
-                depends_on=("teacher_temperature_start",),
-            )
+            other = "teacher_temperature_start"
+            shown = "null" if start is None else start
+            text = f"with {other}={shown} it has no effect; set both or neither"
+            yield Problem("teacher_temperature_warmup_steps", text, warmup, (other,))
 
     def problems_with(self, student_temperature: float) -> Iterator[Problem]:
         """Problems with the student's temperature."""
         for name in ("teacher_temperature", "teacher_temperature_start"):
             temperature = getattr(self, name)
             if temperature is not None and temperature >= student_temperature:
-                yield Problem(
-                    name,
-                    f"student_temperature={student_temperature} must be above it, so that targets "
-                    "are sharper than the student's outputs; set it lower",
-                    temperature,
-                    depends_on=("student_temperature",),
+                text = (
+                    f"{student_temperature=} must be above it, so that targets are sharper than "
+                    "the student's outputs; set it lower"
                 )
+                yield Problem(name, text, temperature, ("student_temperature",))
 
     def temperature_at(self, global_step: int) -> float:
         """Returns the teacher's temperature after ``global_step`` update steps."""
@@ -71,7 +67,7 @@ class ScheduleSettings:
         return start + (self.teacher_temperature - start) * global_step / steps
 
     def momentum_at(self, global_step: int, num_steps: int) -> float:
-        """Returns the momentum of the moving average after ``global_step`` of ``num_steps`` update steps."""
+        """Returns the momentum of the moving average after ``global_step`` update steps."""
         return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
 
     def at(self, global_step: int, num_steps: int) -> dict[str, float]:
@@ -83,7 +79,7 @@ class ScheduleSettings:
         }
 
     def freeze_prototypes(self, model: nn.Module, global_step: int) -> None:
-        """Drops the prototypes' gradients in the first update steps (arXiv:2104.14294, appendix C)."""
+        """Drops gradients of prototypes in the first steps (arXiv:2104.14294, appendix C)."""
         if global_step < self.freeze_last_layer_steps:
             for name, parameter in model.named_parameters():
                 if ".prototypes." in name:
@@ -104,7 +100,7 @@ class ScheduleSettings:
         depth_of: Callable[[str], int],
         num_depths: int,
     ) -> list[dict[str, Any]]:
-        """Returns parameter groups with a learning rate by depth, and without weight decay for vectors.
+        """Returns parameter groups: learning rates by depth, and no weight decay of vectors.
 
         Vectors are biases, norms and scales (arXiv:2104.14294). All ranks have the same groups,
         even if a pipeline stage has no parameter of one. ``depth_of`` returns a parameter's depth
@@ -112,26 +108,24 @@ class ScheduleSettings:
         its config.
         """
         decay = optimizer.get("weight_decay")
-        depths = (
-            range(num_depths) if self.layerwise_lr_decay != 1 else range(num_depths - 1, num_depths)
-        )
+        deepest = num_depths - 1
+        first = 0 if self.layerwise_lr_decay != 1 else deepest  # else one depth is enough
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
-        for depth in depths:
-            for is_matrix in (False, True):
-                group: dict[str, Any] = {"params": []}
-                if "lr" in optimizer:
-                    group["lr"] = optimizer["lr"] * self.layerwise_lr_decay ** (depths[-1] - depth)
-                if decay is not None:
-                    group |= {"weight_decay": decay * is_matrix, "decays_from": decay * is_matrix}
-                groups[depth, is_matrix] = group
+        for depth, is_matrix in itertools.product(range(first, num_depths), (False, True)):
+            group: dict[str, Any] = {"params": []}
+            if "lr" in optimizer:
+                group["lr"] = optimizer["lr"] * self.layerwise_lr_decay ** (deepest - depth)
+            if decay is not None:
+                group |= {"weight_decay": decay * is_matrix, "decays_from": decay * is_matrix}
+            groups[depth, is_matrix] = group
         for name, parameter in parameters.items():
-            depth = max(depth_of(name), depths[0])
+            depth = max(depth_of(name), first)
             groups[depth, parameter.dim() > 1]["params"].append(parameter)
         return list(groups.values())
 
 
 def half_cosine(start: float, end: float | None, step: int, num_steps: int) -> float:
-    """Returns ``start`` at step 0 to ``end`` at ``num_steps``; ``start`` throughout if ``end`` is None."""
+    """Returns a value from ``start`` at step 0 to ``end`` at ``num_steps``; None keeps ``start``."""
     if end is None:
         return start
     part = min(step / max(num_steps, 1), 1.0)

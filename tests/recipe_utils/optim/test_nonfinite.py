@@ -12,12 +12,10 @@ CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
 
 
-def make_guard(on_nonfinite="stop", max_nonfinite_steps=10, fused=False):
+def make_guard(on_nonfinite="stop", max_steps=10, fused=False):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
-    settings = OptimizerSettings(
-        {}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_nonfinite_steps
-    )
+    settings = OptimizerSettings({}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_steps)
     return NonfiniteGuard(optimizer, CPU, settings), optimizer, parameter
 
 
@@ -29,11 +27,6 @@ def read(guard, global_step):
     """Reads the counts as a log line does; returns them and the warning."""
     counts, num_steps = guard.take_counts()
     return (*counts.tolist(), num_steps), guard.judge(*counts.tolist(), num_steps, global_step)
-
-
-def test_only_finite_norms_let_the_optimizer_step():
-    guard, *_ = make_guard()
-    assert see(guard, [1.0, NAN, 0.0, INF, 1e30, -INF]) == [True, False, True, False, True, False]
 
 
 @pytest.mark.parametrize("norm", [NAN, INF, -INF])
@@ -60,7 +53,7 @@ def test_an_optimizer_that_has_stepped_in_the_backward_is_not_guarded():
 
 def test_skipped_steps_are_counted_from_one_reading_to_the_next():
     guard, *_ = make_guard("skip")
-    see(guard, [1.0, NAN, 1.0, INF])
+    assert see(guard, [1e30, NAN, 0.0, INF]) == [True, False, True, False]
     counts, warning = read(guard, 4)
     assert counts == (2, 1, 4)
     assert warning.startswith("2 of the last 4 update steps up to 4 had a loss or gradient")
@@ -89,7 +82,6 @@ def test_stop_stops_at_the_first_once_it_is_read(fused):
     ("windows", "stops"),
     [
         ([[NAN] * 3], False),
-        ([[NAN] * 4], True),
         ([[NAN] * 4 + [1.0] * 4], True),
         ([[NAN, 1.0] * 4], False),
         ([[NAN] * 2, [NAN] * 2], True),
@@ -99,7 +91,7 @@ def test_stop_stops_at_the_first_once_it_is_read(fused):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_skip_stops_at_more_in_a_row_than_allowed(windows, stops, fused):
-    guard, *_ = make_guard("skip", max_nonfinite_steps=3, fused=fused)
+    guard, *_ = make_guard("skip", max_steps=3, fused=fused)
     for i, norms in enumerate(windows):
         see(guard, norms)
         read(guard, i)

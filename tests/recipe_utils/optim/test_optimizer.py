@@ -10,7 +10,6 @@ from torchtune.training.lr_schedulers import get_lr
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.optim.optimizer import (
-    OptimizerInBackward,
     OptimizerSettings,
     build_lr_scheduler,
     build_optimizer,
@@ -25,15 +24,17 @@ def component(path, **arguments):
     return OmegaConf.create({"_component_": path, **arguments})
 
 
+def settings(**changes):
+    return OptimizerSettings(optimizer={"_component_": "torch.optim.SGD"}, **changes)
+
+
 OPTIMIZER = component("torch.optim.AdamW", lr=0.02)
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 SCHEDULE = component(COSINE, num_warmup_steps=2)
 
 
-def make_optimizer(kind, model):
-    return build_optimizer(
-        OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
-    )
+def make_optimizer(in_backward, model):
+    return build_optimizer(OPTIMIZER, model, settings(optimizer_in_bwd=in_backward))
 
 
 def make_scheduler(optimizer):
@@ -45,9 +46,8 @@ def train(model, optimizer, steps, scheduler=None):
     rates = []
     for step in steps:
         rates.append({group["lr"] for group in optimizer.param_groups})
-        tokens = torch.randint(
-            tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(step)
-        )
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9), generator=generator)
         model(tokens).logsumexp(-1).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -56,38 +56,27 @@ def train(model, optimizer, steps, scheduler=None):
     return rates
 
 
-def assert_same_weights(model, other):
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7, msg=name)
-
-
 @pytest.mark.parametrize("sizes", [tiny.MODEL, tiny.UNTIED_MODEL], ids=["tied", "untied"])
 def test_stepping_in_the_backward_gives_the_weights_of_the_plain_optimizer(sizes):
-    models = [tiny.tiny_model(sizes) for _ in range(2)]
-    rates = []
-    for kind, model in zip(("plain", "in_backward"), models, strict=True):
-        optimizer = make_optimizer(kind, model)
+    models, rates = [tiny.tiny_model(sizes) for _ in range(2)], []
+    for in_backward, model in enumerate(models):
+        optimizer = make_optimizer(bool(in_backward), model)
         rates.append(train(model, optimizer, range(3), make_scheduler(optimizer)))
     start = tiny.tiny_model(sizes)
     assert (models[0].tok_embeddings.weight - start.tok_embeddings.weight).abs().max() > 0.01
     assert rates[0] == rates[1]
-    assert_same_weights(*models)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
 
 
-def test_gradients_are_freed_by_the_backward():
+def test_after_a_backward_that_steps_gradients_are_freed_and_step_does_nothing():
     model = tiny.tiny_model()
-    OptimizerInBackward(model, lambda parameters: torch.optim.AdamW(parameters, lr=0.02))
+    optimizer = make_optimizer(True, model)
     model(torch.ones(1, 3, dtype=torch.long)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_step_and_zero_grad_find_nothing_to_do_after_a_backward_that_steps():
-    model = tiny.tiny_model()
-    optimizer = make_optimizer("in_backward", model)
-    model(torch.ones(1, 3, dtype=torch.long)).sum().backward()
     weights = copy.deepcopy(model.state_dict())
     state = copy.deepcopy(optimizer.state_dict())
-    for parameter in model.parameters():  # a gradient that is there is not theirs to use or free
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -96,68 +85,48 @@ def test_step_and_zero_grad_find_nothing_to_do_after_a_backward_that_steps():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["plain", "in_backward"])
-def test_the_scheduler_moves_every_parameters_learning_rate(kind):
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_schedule_sets_the_learning_rate_of_all_parameters(in_backward):
     model = tiny.tiny_model()
-    optimizer = make_optimizer(kind, model)
+    optimizer = make_optimizer(in_backward, model)
+    assert build_lr_scheduler(None, optimizer, NUM_STEPS, 0) is None
+    assert train(model, optimizer, range(2)) == [{0.02}] * 2
     scheduler = make_scheduler(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in parameters} == {id(p) for p in model.parameters()}
-    rates = train(model, optimizer, range(NUM_STEPS), scheduler)
-    assert all(len(of_step) == 1 for of_step in rates)
-    # Warm-up from 0, then a cosine down to 0 at the last step.
-    rates = [of_step.pop() for of_step in rates]
+    # A warm-up from 0, then a cosine down to 0 at the last step; one rate for all parameters.
+    rates = [rate for (rate,) in train(model, optimizer, range(NUM_STEPS), scheduler)]
     assert rates[:3] == pytest.approx([0, 0.01, 0.02])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert get_lr(optimizer) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["plain", "in_backward"])
-def test_without_a_schedule_the_rate_stays(kind):
-    model = tiny.tiny_model()
-    optimizer = make_optimizer(kind, model)
-    assert build_lr_scheduler(None, optimizer, NUM_STEPS, 0) is None
-    assert train(model, optimizer, range(2)) == [{0.02}] * 2
+# ---- Before any weight is loaded ----------------------------------------------------------------
 
 
-# ---- Before any weight is loaded ------------------------------------------------------------------
-
-
-def test_what_an_optimizer_and_a_schedule_accept_passes():
+def test_arguments_of_optimizer_and_schedule_are_tried():
     try_optimizer(OPTIMIZER, SCHEDULE)
     try_optimizer(OPTIMIZER, None)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "schedule", "error", "words"),
-    [
+    for optimizer, schedule, error, text in (
         (component("torch.optim.AdamW", lr=-1.0), None, ValueError, "Invalid learning rate"),
         (component("torch.optim.SGD", rate=1.0), None, TypeError, "rate"),
         (OPTIMIZER, component(COSINE, warmups=2), TypeError, "warmups"),
-    ],
-)
-def test_what_an_optimizer_or_a_schedule_refuses_is_raised_as_it_is(
-    optimizer, schedule, error, words
-):
-    with pytest.raises(error, match=words):
-        try_optimizer(optimizer, schedule)
-
-
-def settings(**changes):
-    return OptimizerSettings(optimizer={"_component_": "torch.optim.SGD"}, **changes)
+    ):
+        with pytest.raises(error, match=text):
+            try_optimizer(optimizer, schedule)
 
 
 @pytest.mark.parametrize("clip_grad_norm", [0, 0.0, -1.0])
-def test_a_bound_on_the_norm_that_is_not_above_zero_is_refused_by_key(clip_grad_norm):
+def test_a_maximum_norm_must_be_positive(clip_grad_norm):
     with pytest.raises(ValueError, match=r"clip_grad_norm\n.*greater than 0"):
         settings(clip_grad_norm=clip_grad_norm)
 
 
-def test_a_backward_that_steps_cannot_be_clipped():
+def test_an_optimizer_in_the_backward_cannot_clip():
     (problem,) = settings(optimizer_in_bwd=True, clip_grad_norm=1.0).problems()
     assert str(problem) == (
-        "clip_grad_norm=1.0: with optimizer_in_bwd=True no moment has all gradients to clip; "
-        "set one of the two to null or False"
+        "clip_grad_norm=1.0: with optimizer_in_bwd=True the gradients never exist all at once; set "
+        "one of the two to null or False"
     )
     assert list(settings(optimizer_in_bwd=True).problems()) == []
     assert list(settings(clip_grad_norm=1.0).problems()) == []
@@ -172,14 +141,14 @@ def test_a_backward_that_steps_cannot_be_clipped():
         ({}, {"pipeline_parallel_dim": 2}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
     ],
 )
-def test_a_backward_that_steps_must_be_the_only_one_of_its_update_step(data, ranks, key):
+def test_an_optimizer_in_the_backward_needs_one_microbatch(data, ranks, key):
     data, ranks = DataSettings(**data), RankSettings(device="cpu", **ranks)
     (problem,) = settings(optimizer_in_bwd=True).problems_with(data, ranks)
     assert str(problem).startswith(key)
     assert list(settings().problems_with(data, ranks)) == []
 
 
-def test_a_fused_optimizer_does_not_go_with_split_layers():
+def test_tensor_parallelism_refuses_fused_optimizers():
     fused = OptimizerSettings(optimizer={"_component_": "torch.optim.AdamW", "fused": True})
     (problem,) = fused.problems_with(DataSettings(), RankSettings(tensor_parallel_dim=2))
     assert str(problem).startswith("optimizer.fused=True: ")
