@@ -162,6 +162,15 @@ def tiny_kd_config(weights_folder, tmp_path):
     return config_maker(weights_folder, tmp_path, "tiny_kd_config")
 
 
+@pytest.fixture(params=["tiny_config", "tiny_dpo_config", "tiny_kd_config"])
+def recipe_and_config(request, weights_folder, tmp_path):
+    """Each recipe of texts, and what makes its tiny configs."""
+    from recipe_runs import DPO, KD, SFT
+
+    recipes = {"tiny_config": SFT, "tiny_dpo_config": DPO, "tiny_kd_config": KD}
+    return recipes[request.param], config_maker(weights_folder, tmp_path, request.param)
+
+
 @pytest.fixture(scope="module")
 def module_config(weights_folder, tmp_path_factory):
     """The same for what a module's tests share, in a folder of its own."""

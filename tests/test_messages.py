@@ -89,7 +89,7 @@ def test_the_end_has_a_summary_and_a_command_that_loads_the_model(whole):
     done, val, model, ask = lines_on(screen)[-4:]
     num_tokens = sum(line["num_tokens"] for line in metrics.values())
     assert re.fullmatch(
-        rf"12 update steps, {num_tokens:,} target tokens in .* s: [\d,]+ tokens/s", done
+        rf"12 update steps, {num_tokens:,} target tokens in [\d:]+ \([\d,]+ tokens/s\)", done
     )
     losses = {step: m["val_loss"] for step, m in metrics.items() if "val_loss" in m}
     first, *_, last = losses.values()
@@ -230,9 +230,9 @@ def test_the_summary_of_a_training_on_images_is_of_images(tiny_config, tmp_path)
     changes = ("run_val_every_n_steps=1", "optimizer=torch.optim.AdamW", "~optimizer.momentum")
     code, screen = tune_run_here(DINO, "my.yaml", *changes, cwd=tmp_path)
     assert code == 0, screen
-    assert re.search(r"\d+ update steps, \d+ images in .* s: [\d,]+ images/s", screen)
+    assert re.search(r"\d+ update steps, \d+ images in [\d:]+ \([\d,]+ images/s\)", screen)
     assert re.search(r"knn_accuracy: first \d\.\d{3}, last \d\.\d{3}, best", screen)
     assert re.search(r"loss \d+\.\d+ \| .*img/s \| knn \d\.\d{3} ", screen)
-    for words in ("target tokens", "tok/s", "Ask it", "val_loss"):
+    for words in ("target tokens", "tok/s", "Sample from it", "val_loss"):
         assert words not in screen
     assert not (tmp_path / "out" / "generation.yaml").exists()

@@ -88,10 +88,8 @@ def build_image_loaders(
         data = settings.data.of_validation()
         collator = ImageCollator(data, layout)
         bank, images = (
-            UpdateStepLoader(
-                WholeImages(each, transform, layout), collator, data, ranks, name, fill
-            )
-            for name, each in (("dataset_knn", bank), ("dataset_val", images))
+            UpdateStepLoader(WholeImages(each, transform, layout), collator, data, ranks, key, fill)
+            for key, each in (("dataset_knn", bank), ("dataset_val", images))
         )
         return loader, NearestNeighbors(bank, images, settings.objective.knn_neighbors, ranks)
 

@@ -1,5 +1,6 @@
 """Command line of a recipe: config, exit codes, final error message and signals."""
 
+import copy
 import os
 import signal
 import sys
@@ -39,9 +40,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
     @wraps(recipe_main)
     def main() -> Any:
-        taken_out = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
+        removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
         sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("~")]
-        has_started = False
+        has_started, text = False, None
         # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -49,28 +50,27 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started
             has_started = True
-            return recipe_main(without(cfg, taken_out))
+            return recipe_main(without(cfg, removed))
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
         try:
             return config.parse(start)()
         except OtherRankFailedError:
-            print_final_error(None)
-            sys.exit(_exit_code())
+            exit_code = _exit_code()
         except (ConfigError, CheckpointError) as error:
-            print_final_error(str(error))
-            sys.exit(CONFIG_ERROR_EXIT_CODE)
+            text, exit_code = str(error), CONFIG_ERROR_EXIT_CODE
         except USER_ERRORS as error:
             # Notes contain the location in the user's dataset.
-            text = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
-            print_final_error(f"{text}error: {error}")
-            sys.exit(_exit_code())
+            notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
+            text, exit_code = f"{notes}error: {error}", _exit_code()
         except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
             if has_started:
                 raise
-            print_final_error(str(ConfigError(f"command line or YAML: {error}")))
-            sys.exit(CONFIG_ERROR_EXIT_CODE)
+            text = str(ConfigError(f"command line or YAML: {error}"))
+            exit_code = CONFIG_ERROR_EXIT_CODE
+        print_final_error(text)
+        sys.exit(exit_code)
 
     return main
 
@@ -81,22 +81,18 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: there is no such key.
     """
-    found = OmegaConf.to_container(cfg, resolve=False)
+    kept = copy.deepcopy(cfg)
     problems = []
     for path in paths:
-        *above, key = path.split(".")
-        at: Any = found
-        for each in above:
-            at = at.get(each) if isinstance(at, dict) else None
-        if isinstance(at, dict) and key in at:
-            del at[key]
+        parent, _, key = path.rpartition(".")
+        mapping = OmegaConf.select(kept, parent) if parent else kept
+        if isinstance(mapping, DictConfig) and key in mapping:
+            del mapping[key]
         else:
-            problems.append(f"~{path}: the config has no such key to take out")
+            problems.append(f"~{path}: the config has no such key to remove")
     if problems:
         raise ConfigError(*problems)
-    left = OmegaConf.create(found)
-    assert isinstance(left, DictConfig)
-    return left
+    return kept
 
 
 def _exit_code() -> int:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
+from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.model.adapters.merge import contents_of_export
@@ -17,7 +18,6 @@ from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
-from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import component_at
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -27,53 +27,33 @@ def export_model(
     checkpointer: Any,
     model: nn.Module,
     name: str,
-    *,
-    settings: RunSettings,
-    dtype: str | None,
+    dtype: torch.dtype | None,
+    adapters_only: bool,
     ranks: Ranks,
     group: dist.ProcessGroup,
     log: Log,
 ) -> tuple[Path | None, str | None]:
     """Exports a model atomically in the checkpointer's format, with adapters merged or alone.
 
-    All ranks call it. Returns the folder, on rank 0 only, and the error message on all ranks, None
-    on success.
-
-    Args:
-        checkpointer: a torchtune checkpointer.
-        model: model or pipeline stages, sharded or not.
-        name: name of the folder.
-        settings: contains ``export_dtype`` and ``save_adapter_weights_only``.
-        dtype: default of ``export_dtype``.
-        ranks: ranks of the job.
-        group: CPU group of all ranks.
-        log: receives messages and warnings.
+    All ranks call it, with a CPU ``group`` of all. ``model`` may be pipeline stages, and sharded.
+    Returns the folder, on rank 0 only, and the error message on all ranks, None on success.
     """
     adapters = adapters_of(model)
-    adapters_only = settings.save_adapter_weights_only and adapters.modules
-    weights = gather_weights(
-        model,
-        ranks.device,
-        keeps=ranks.dp_rank == 0,
-        group=group,
-        only=adapters.trained if adapters_only else None,
-    )
+    only = adapters.trained if adapters_only and adapters.modules else None
+    weights = gather_weights(model, ranks.device, keeps=ranks.dp_rank == 0, group=group, only=only)
     folder = error = None
     if nonfinite := [key for key, weight in weights.items() if not weight.isfinite().all()]:
-        error = (
-            f"{name}: not exported, {len(nonfinite)} of {len(weights)} weights are NaN or infinite, "
-            f"{nonfinite[0]} among them"
-        )
+        num_nonfinite = f"{len(nonfinite)} of {len(weights)} weights"
+        error = f"{name}: not exported, {num_nonfinite} are NaN or infinite ({nonfinite[0]}, ...)"
     elif ranks.is_zero:
-        export_dtype = PRECISION_STR_TO_DTYPE.get(settings.export_dtype or dtype)
         try:
-            contents, lost = contents_of_export(weights, adapters, export_dtype)
+            contents, lost = contents_of_export(weights, adapters, dtype)
             folder = export(checkpointer, contents, name)
             log.info(f"Exported to {folder}")
             if lost > 0.01:
                 log.warn(
-                    f"{name}: {lost:.0%} of what the adapters change is lost by rounding the merged "
-                    f"weights; export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
+                    f"{name}: rounding the merged weights loses {lost:.0%} of the adapters' change; "
+                    f"export_dtype=fp32 keeps it, and so do the adapters in {name}/adapter"
                 )
         except Exception as failure:  # any: the other ranks wait for the result
             error = str(failure)
@@ -91,7 +71,7 @@ def log_model(
         log.info(summary_of_validation(read_metrics(metrics) if metrics.exists() else []))
         log.info(f"Model: {folder}")
         if write_generation_config(config, folder, path, device):
-            log.info(f"Ask it: tune run generate --config {path} prompt.user='...'")
+            log.info(f"Sample from it: tune run generate --config {path} prompt.user='...'")
     except OSError as error:
         log.warn(f"output_dir: {error}")
 
@@ -100,12 +80,9 @@ def summary_of_training(
     num_steps: int, num_seen: int, seconds: float, counted: str = "target tokens"
 ) -> str:
     """Returns a sentence with the number of update steps, their data, time and rate."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(hours or minutes)
-    time = " ".join([*parts, f"{rest} s"])
+    time = tqdm.format_interval(seconds)
     rate, unit = num_seen / max(seconds, 1e-9), counted.split()[-1]
-    return f"{num_steps} update steps, {num_seen:,} {counted} in {time}: {rate:,.0f} {unit}/s"
+    return f"{num_steps} update steps, {num_seen:,} {counted} in {time} ({rate:,.0f} {unit}/s)"
 
 
 def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
@@ -115,10 +92,8 @@ def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
         if found:
             values = list(found.values())
             step = best_of(found, key=found.__getitem__)
-            return (
-                f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {found[step]:.3f} (update step "
-                f"{step})"
-            )
+            best = f"{found[step]:.3f} (update step {step})"
+            return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
     return ""
 
 
@@ -138,20 +113,19 @@ def write_generation_config(
     model = without_adapters(config["model"])
     if not files or model is None or "tokenizer" not in config:
         return False
-    given = config["checkpointer"]
-    component = given["_component_"]
-    if component.startswith("recipe_utils."):  # it would create new weights
-        component = "torchtune.training.FullModelHFCheckpointer"
+    checkpointer = {
+        "_component_": config["checkpointer"]["_component_"],
+        "checkpoint_dir": str(export),
+        "checkpoint_files": files,
+        "model_type": config["checkpointer"].get("model_type", "LLAMA3_2"),
+        "output_dir": "${output_dir}",
+    }
+    if checkpointer["_component_"].startswith("recipe_utils."):  # it would create new weights
+        checkpointer["_component_"] = "torchtune.training.FullModelHFCheckpointer"
     generation = {
         "output_dir": str(path.parent / "generation"),
         "model": model,
-        "checkpointer": {
-            "_component_": component,
-            "checkpoint_dir": str(export),
-            "checkpoint_files": files,
-            "model_type": given.get("model_type", "LLAMA3_2"),
-            "output_dir": "${output_dir}",
-        },
+        "checkpointer": checkpointer,
         "tokenizer": config["tokenizer"],
         "device": device,
         "dtype": config.get("dtype") if config.get("dtype") in ("bf16", "fp32") else "fp32",

@@ -1,6 +1,5 @@
 """Lock of an output folder: one run at a time writes to it."""
 
-import json
 import os
 import socket
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.json"
+LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.txt"
 
 
 class LockedError(OSError):
@@ -29,10 +28,12 @@ class FolderLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout as error:
-            raise LockedError(_holder_in(self._holder)) from error
+            is_known = self._holder.exists()  # not while it is written
+            raise LockedError(
+                self._holder.read_text() if is_known else "another process"
+            ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        self._holder.write_text(json.dumps(holder))
+        self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
 
     def release(self) -> None:
         """Releases the lock and removes its files."""
@@ -40,11 +41,3 @@ class FolderLock:
         # A process that waits for the removed file retries with a new one.
         Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
-
-
-def _holder_in(path: Path) -> str:
-    try:
-        holder = json.loads(path.read_text())
-        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"

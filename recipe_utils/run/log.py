@@ -29,7 +29,6 @@ class Log:
         self._is_shown = is_shown
         self._writers: dict[str, Any] = {}
         self._failed: set[str] = set()
-        self._begins_at: tuple[int, str] | None = None
 
     def info(self, text: str) -> None:
         """Logs a line unless it is empty."""
@@ -46,8 +45,14 @@ class Log:
         self._writers[name] = metric_logger
 
     def begin(self, global_step: int, run_id: str) -> None:
-        """Sets the position of the run. The first metrics open the metrics file."""
-        self._begins_at = (global_step, run_id) if self._is_shown else None
+        """Opens the metrics file at the position of the run."""
+        if self._is_shown:
+            try:
+                self.add(
+                    METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, global_step, run_id)
+                )
+            except OSError as error:
+                self._report(METRICS_FILE, error)
 
     def log_config(self, cfg: Any) -> None:
         """Passes the config to the loggers."""
@@ -56,29 +61,25 @@ class Log:
 
     def write(self, step: int, metrics: Mapping[str, Any], also: Mapping[str, Any]) -> None:
         """Writes metrics of an update step; ``also`` only to the file."""
-        if self._begins_at is not None:
-            begins_at, self._begins_at = self._begins_at, None
-            try:
-                self.add(METRICS_FILE, MetricsFile(self._folder / METRICS_FILE, *begins_at))
-            except OSError as error:
-                self._tell(METRICS_FILE, error)
         for name in self._writers:
             own = also if name == METRICS_FILE else {}
             self._call(name, "log_dict", {**own, **metrics}, step=step)
 
     def write_answers(self, step: int, prompts: Sequence[str], answers: Sequence[str]) -> None:
         """Logs answers to prompts and appends them to ``samples.jsonl``."""
+        if not self._is_shown:
+            return
+        lines = ""
         for prompt, answer in zip(prompts, answers, strict=True):
             self.info(f"update step {step} | {prompt} -> {' '.join(answer.split())}")
-        if self._is_shown:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with (self._folder / "samples.jsonl").open("a") as file:
-                    for prompt, answer in zip(prompts, answers, strict=True):
-                        line = {"step": step, "prompt": prompt, "answer": answer}
-                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            except OSError as error:
-                self._tell("samples.jsonl", error)
+            line = {"step": step, "prompt": prompt, "answer": answer}
+            lines += json.dumps(line, ensure_ascii=False) + "\n"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "samples.jsonl").open("a") as file:
+                file.write(lines)
+        except OSError as error:
+            self._report("samples.jsonl", error)
 
     def close(self) -> None:
         """Closes the loggers."""
@@ -89,11 +90,11 @@ class Log:
         try:
             getattr(self._writers[name], method)(*args, **kwargs)
         except Exception as error:
-            self._tell(name, error)
+            self._report(name, error)
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _report(self, name: str, error: Exception) -> None:
         if name not in self._failed:
-            self.warn(f"{name}: {error}; training goes on, further failures are not told")
+            self.warn(f"{name}: {error}; training continues, further errors are not reported")
         self._failed.add(name)
 
 
@@ -158,7 +159,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-# ---- Terminal ---------------------------------------------------------------------------------------
+# ---- Terminal ----------------------------------------------------------------------------------
 
 _NOISE = (
     " Profiling disabled.",
@@ -182,25 +183,17 @@ def set_up_screen() -> None:
     logger = get_logger()
     for handler in logger.handlers:
         handler.setFormatter(_ByLevel())
-    logger.addFilter(_is_no_noise)
-
-
-def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NOISE)
+    logger.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
 
 
 @contextmanager
 def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
     """Shows the progress of an epoch's update steps. ``TQDM_DISABLE=1`` hides it, too."""
+    layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
     hidden = {} if shown else {"disable": True}
     with (
         logging_redirect_tqdm([get_logger()]),
-        tqdm(
-            total=total,
-            initial=initial,
-            bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
-            **hidden,
-        ) as bar,
+        tqdm(total=total, initial=initial, bar_format=layout, **hidden) as bar,
     ):
         yield bar
 
@@ -217,9 +210,9 @@ def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
         parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
     for counted, unit in (("tokens", "tok"), ("images", "img")):
-        if f"{counted}_per_second_per_gpu" in metrics:
-            rate = tqdm.format_sizeof(metrics[f"{counted}_per_second_per_gpu"] * world_size)
-            parts.append(f"{rate} {unit}/s")
+        rate = metrics.get(f"{counted}_per_second_per_gpu")
+        if rate is not None:
+            parts.append(f"{tqdm.format_sizeof(rate * world_size)} {unit}/s")
     if "val_loss" in metrics:
         parts.append(f"val {metrics['val_loss']:.2f}")
     if "knn_accuracy" in metrics:

@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -71,19 +71,6 @@ class Throughput:
         return figures
 
 
-class _Held(NamedTuple):
-    """Metrics of an update step that the device may still be computing."""
-
-    step: int
-    position: dict[str, Any]
-    metrics: dict[str, Any]
-    names: list[str]  # of ``numbers``, which end with the counts of skipped steps
-    numbers: Tensor
-    arrived: Any  # event of the copy to the host; None on CPU
-    guard: NonfiniteGuard
-    num_steps: int  # since the guard's counts were last taken
-
-
 class Metrics:
     """Metrics that are reduced over ranks, read and written.
 
@@ -98,7 +85,7 @@ class Metrics:
         """Latest values, for the progress bar."""
         self._log = log
         self._throughput = throughput
-        self._held: _Held | None = None
+        self._held: Callable[[], None] | None = None
 
     def hold(
         self,
@@ -117,27 +104,28 @@ class Metrics:
         numbers = torch.cat([means, *others])
         on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
         arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-        known = {name: each for name, each in metrics.items() if each is not None}
-        names = [*sums, *tensors]
-        self._held = _Held(step, position, known, names, on_host, arrived, guard, num_steps)
+
+        def write() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            *values, num_skipped, most_in_a_row = on_host.tolist()
+            found: dict[str, Any] = dict(zip([*sums, *tensors], values, strict=True))
+            known = {name: each for name, each in metrics.items() if each is not None}
+            found = {**known, **found, **self._throughput.read_and_restart()}
+            if num_skipped:
+                found["num_nonfinite_steps"] = int(num_skipped)
+            self.write(step, position, found)
+            self._log.warn(guard.judge(int(num_skipped), int(most_in_a_row), num_steps, step))
+
+        self._held = write
         if not self.reads_late:
             self.write_held()
 
     def write_held(self) -> None:
         """Writes held metrics after waiting for their update step. All ranks call it."""
         held, self._held = self._held, None
-        if held is None:
-            return
-        if held.arrived is not None:
-            held.arrived.synchronize()
-        *values, num_skipped, most_in_a_row = held.numbers.tolist()
-        found = {**dict.fromkeys(held.names), **held.metrics}
-        found |= dict(zip(held.names, values, strict=True))
-        if num_skipped:
-            found["num_nonfinite_steps"] = int(num_skipped)
-        self.write(held.step, held.position, found | self._throughput.read_and_restart())
-        text = held.guard.judge(int(num_skipped), int(most_in_a_row), held.num_steps, held.step)
-        self._log.warn(text)
+        if held is not None:
+            held()
 
     def write(self, step: int, position: dict[str, Any], metrics: dict[str, Any]) -> None:
         """Writes metrics of an update step; ``position`` only to the metrics file."""
@@ -146,13 +134,10 @@ class Metrics:
 
     def close(self) -> None:
         """Writes held metrics and closes the loggers."""
-        step = self._held.step if self._held is not None else 0
         try:
             self.write_held()
-        except (
-            Exception
-        ) as error:  # the device's, which is raised elsewhere if it ends the training
-            self._log.warn(f"update step {step}: its metrics are lost ({error})")
+        except Exception as error:  # the device's, raised elsewhere if it ends the training
+            self._log.warn(f"metrics of the last update step are lost ({error})")
         self._log.close()
 
 
@@ -166,10 +151,10 @@ class UpdateStepProfiler:
     def __init__(self, profiler: Any, settings: DictConfig, record_memory_history: bool) -> None:
         self._profiler = profiler
         self._num_steps = 0
-        self._history = range(0)
+        self._recorded = range(0)
         if settings["enabled"] and settings.get("profile_memory") and record_memory_history:
             first = settings["wait_steps"] + settings["warmup_steps"]
-            self._history = range(first, first + settings["active_steps"])
+            self._recorded = range(first, first + settings["active_steps"])
 
     def start(self) -> None:
         """Starts the profiler before the first update step."""
@@ -187,12 +172,9 @@ class UpdateStepProfiler:
         self._profiler.stop()
 
     def _switch_memory_history(self) -> None:
-        if not self._history:
-            return
-        if self._num_steps == self._history.start:
-            torch.cuda.memory._record_memory_history()
-        elif self._num_steps == self._history.stop:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._recorded and self._num_steps in (self._recorded.start, self._recorded.stop):
+            starts = self._num_steps == self._recorded.start
+            torch.cuda.memory._record_memory_history("all" if starts else None)
 
 
 def build_profiler(cfg: Mapping[str, Any] | None, ranks: Ranks) -> UpdateStepProfiler:

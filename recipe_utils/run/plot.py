@@ -14,63 +14,47 @@ from typing import Any
 
 from recipe_utils.run.log import METRICS_FILE, read_metrics
 
-PANELS = (
-    ("loss", "num_tokens_seen", "loss [nats]"),
-    ("loss", "step", "loss [nats]"),
-    ("val_loss", "num_tokens_seen", "val_loss [nats]"),
-    ("val_loss", "step", "val_loss [nats]"),
-    ("knn_accuracy", "step", "k-NN accuracy"),
-    ("lr", "step", "learning rate"),
-    ("grad_norm", "step", "gradient norm"),
-    ("tokens_per_second_per_gpu", "step", "target tokens / s / rank"),
-    ("images_per_second_per_gpu", "step", "images / s / rank"),
-    ("padding_fraction", "step", "padding [fraction of positions]"),
-)
-"""Metric, x axis, label."""
-_OVER = {"step": "update steps", "num_tokens_seen": "target tokens"}
+METRICS = {
+    "loss": "loss [nats]",
+    "val_loss": "val_loss [nats]",
+    "knn_accuracy": "k-NN accuracy",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second_per_gpu": "target tokens / s / rank",
+    "images_per_second_per_gpu": "images / s / rank",
+    "padding_fraction": "padding [fraction of positions]",
+}
+X_AXES = {"num_tokens_seen": "target tokens", "step": "update steps"}
+PANELS = [
+    *((name, "num_tokens_seen") for name in ("loss", "val_loss")),
+    *((name, "step") for name in METRICS),
+]
 
 
-def curve(
-    metrics: Sequence[Mapping[str, Any]], name: str, over: str
-) -> tuple[list[Any], list[Any]]:
+def curve(metrics: Sequence[Mapping[str, Any]], name: str, over: str) -> list[tuple[Any, Any]]:
     """Returns the points of metric ``name`` over metric ``over``, without missing values."""
-    points = [
-        (line[over], line[name])
-        for line in metrics
-        if line.get(name) is not None and line.get(over) is not None
-    ]
-    return [x for x, _ in points], [y for _, y in points]
+    points = [(line.get(over), line.get(name)) for line in metrics]
+    return [point for point in points if None not in point]
 
 
 def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Plots runs by name in one colour each. The suffix of ``path`` selects the format."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [
-        panel for panel in PANELS if any(curve(metrics, *panel[:2])[0] for metrics in runs.values())
-    ]
+    panels = [panel for panel in PANELS if any(curve(run, *panel) for run in runs.values())]
     num_columns = max(-(-len(panels) // 2), 1)
-    figure, axes = pyplot.subplots(
-        2, num_columns, figsize=(4 * num_columns, 7), layout="constrained", squeeze=False
-    )
-    for axis in axes.T.flat[len(panels) :]:
-        axis.remove()
-    for axis, (name, over, label) in zip(axes.T.flat, panels, strict=False):
+    figure = Figure(figsize=(4 * num_columns, 7), layout="constrained")
+    for index, (name, over) in enumerate(panels):
+        axis = figure.add_subplot(2, num_columns, index + 1)
         for run, metrics in runs.items():
-            x, y = curve(metrics, name, over)
+            points = curve(metrics, name, over)
+            x, y = zip(*points, strict=True) if points else ((), ())
             axis.plot(x, y, label=run, linewidth=1, marker="." if len(x) < 30 else None)
-        axis.set_xlabel(_OVER[over])
-        axis.set_ylabel(label)
+        axis.set(xlabel=X_AXES[over], ylabel=METRICS[name])
         axis.grid(alpha=0.3)
-        if name == "padding_fraction":
-            axis.set_ylim(0, 1)
-    if len(runs) > 1:
-        axes.flat[0].legend()
+        if index == 0 and len(runs) > 1:
+            axis.legend()
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
 
 
 def main() -> None:
@@ -86,7 +70,7 @@ def main() -> None:
         try:
             runs[str(folder)] = read_metrics(path)
         except OSError as error:
-            sys.exit(f"{path}: {error.strerror}; it is written by trainings since 0.4.2")
+            sys.exit(f"{path}: {error.strerror}; set the output_dir of a training")
     path = arguments.out or arguments.output_dir[0] / "metrics.png"
     try:
         plot(runs, path)

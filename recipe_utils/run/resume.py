@@ -51,13 +51,13 @@ class Resume:
         self._log = log
         self._skipped: list[tuple[Path, str]] = []  # checkpoints and the reasons
 
-        is_asked_for = bool(settings.resume_from_checkpoint)
-        self.path = self._find_checkpoint() if is_asked_for else None
+        resumes = bool(settings.resume_from_checkpoint)
+        self.path = self._find_checkpoint() if resumes else None
         self.from_stock = (
-            is_asked_for and self.path is None and finds_stock_state(config["checkpointer"])
+            resumes and self.path is None and finds_stock_state(config["checkpointer"])
         )
         """True if training resumes from a stock recipe's state."""
-        if self.path is None and not self.from_stock:
+        if resumes and self.path is None and not self.from_stock:
             self._check_that_nothing_is_lost()
         if self.from_stock and ranks.dims.pp > 1:
             raise ConfigError(
@@ -76,20 +76,16 @@ class Resume:
     ) -> TrainingState:
         """Loads model and optimizer in place if training resumes. Returns the initial state.
 
-        Args:
-            model: modules saved in checkpoints.
-            optimizer: optimizer of the model.
-            loader: loader of the checkpoint's training data.
-            stock_checkpoint: contents of a stock recipe's checkpoint besides weights.
-            frozen: fingerprints of frozen weights, which must equal the checkpoint's.
-            seed: seed of this run.
+        ``stock_checkpoint`` is a stock recipe's checkpoint without weights; ``frozen`` contains
+        fingerprints of frozen weights, which must equal the checkpoint's.
 
         Raises:
             ConfigError: ranks have different data, or old checkpoints cannot be moved.
             CheckpointError: no checkpoint can be used, or it does not match model or data.
         """
         fingerprint = loader.fingerprint()
-        self._check_that_ranks_see_the_same(fingerprint)
+        self._check_that_ranks_have_the_same_data(fingerprint)
+        folder = self._settings.output_dir
         state = TrainingState(
             recipe=self._recipe,
             global_step=0,
@@ -102,19 +98,7 @@ class Resume:
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
         if self.path is not None:
-            found = self._load(model, optimizer, loader, state)
-            if found.seed != seed:
-                self._log.warn(f"seed={seed}: the checkpoint was saved with {found.seed}")
-            self._log_position(found, found.run_id or state.run_id)
-            return replace(
-                found,
-                **{
-                    key: getattr(state, key)
-                    for key in ("seed", "data_fingerprint", "config", "frozen")
-                },
-                run_id=found.run_id or state.run_id,
-            )
-        folder = self._settings.output_dir
+            return self._resume(self._load(model, optimizer, loader, state), state)
         if self.from_stock:
             epoch = self._load_stock(model, optimizer, loader, stock_checkpoint, seed)
             state = replace(state, epoch=epoch, global_step=epoch * loader.steps_per_epoch)
@@ -122,33 +106,38 @@ class Resume:
             self._log.info(f"Run {state.run_id} starts in {folder}")
         if self._settings.resume_from_checkpoint == "auto" and state.global_step == 0:
             self._log.info(
-                f"resume_from_checkpoint=auto: there is no checkpoint in {folder} yet; starts with the "
-                "checkpointer's weights"
+                f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch"
             )
         return state
 
-    def _check_that_ranks_see_the_same(self, fingerprint: Mapping[str, Any]) -> None:
+    def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
         of_ranks = gather_objects(fingerprint, self._group)
         others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
         if others:
             hashes = [of_ranks[rank]["hash_of_samples"] for rank in (0, others[0])]
             raise ConfigError(
-                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 (hash "
-                f"{hashes[1]} instead of {hashes[0]}); give all ranks the same files and the same tokenizer"
+                f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
+                f"(hash {hashes[1]} instead of {hashes[0]}); give all ranks the same files and "
+                "the same tokenizer"
             )
 
     def _new_run(self) -> str:
         """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
         run_id, problem = "", None
+        folder = self._settings.output_dir
         if self._ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             try:
-                if not self._settings.resume_from_checkpoint:
-                    self._move_to_backup(run_id)
+                resumes = self._settings.resume_from_checkpoint
+                backup = None if resumes else move_to_backup(Path(folder), run_id)
+                if backup is not None:
+                    names = ", ".join(sorted(path.name for path in backup.iterdir()))
+                    self._log.warn(
+                        f"output_dir={folder}: checkpoints of an earlier run ({names}) are moved to "
+                        f"{backup}; move them back to resume from them"
+                    )
             except OSError as error:
-                problem = (
-                    f"output_dir: checkpoints of an earlier run could not be put aside: {error}"
-                )
+                problem = f"output_dir: checkpoints of an earlier run cannot be moved: {error}"
         run_id, problem = gather_objects((run_id, problem), self._group)[0]
         if problem is not None:
             raise ConfigError(problem)
@@ -162,7 +151,6 @@ class Resume:
         now: TrainingState,
     ) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
-        with_data = None if self._settings.resume_with_other_data else now.data_fingerprint
         config = dict(self._config)
         if self._settings.resume_with_other_model:
             del config["model"]
@@ -174,7 +162,9 @@ class Resume:
                     model,
                     optimizer,
                     recipe=self._recipe,
-                    data_fingerprint=with_data,
+                    data_fingerprint=(
+                        None if self._settings.resume_with_other_data else now.data_fingerprint
+                    ),
                     frozen=now.frozen,
                     config=config,
                     group=self._group,
@@ -184,29 +174,36 @@ class Resume:
                 self.path = self._find_checkpoint(older_than=self.path)
                 if self.path is None:
                     raise DamagedError(
-                        f"{error}; there is no older one. resume_from_checkpoint=False starts from scratch"
+                        f"{error}; there is no older one. resume_from_checkpoint=False starts from "
+                        "scratch"
                     ) from error
                 self._log.warn(f"{error}; skipped")
         num_samples = len(loader.dataset)
         if state.samples_consumed >= num_samples + loader.global_batch_size:
             raise ConfigError(
-                f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples of an epoch, "
-                f"the dataset has {num_samples}; set the dataset that it was saved with"
+                f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "
+                f"of an epoch, the dataset has {num_samples}; set the dataset that it was saved with"
             )
         return state
 
-    def _log_position(self, state: TrainingState, run_id: str) -> None:
-        """Logs the position, and optimizer options that differ from the checkpoint's."""
+    def _resume(self, saved: TrainingState, now: TrainingState) -> TrainingState:
+        """Returns the position of ``saved`` in this run; logs it and what differs."""
+        run_id = saved.run_id or now.run_id
+        if saved.seed != now.seed:
+            self._log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
         self._log.info(
-            f"Resumes from {self.path}: run {run_id}, epoch {state.epoch + 1}, after update step "
-            f"{state.global_step}"
+            f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
+            f"{saved.global_step}"
         )
-        for key in sorted(changed_options(state.config, self._config)):
-            then, now = (
-                config["optimizer"].get(key, "its default")
-                for config in (state.config, self._config)
+        for key in sorted(changed_options(saved.config, now.config)):
+            before, after = (
+                config["optimizer"].get(key, "its default") for config in (saved.config, now.config)
             )
-            self._log.info(f"optimizer.{key}: {then} in the checkpoint, {now} from now on")
+            self._log.info(f"optimizer.{key}: {before} in the checkpoint, {after} from now on")
+        kept = {
+            name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")
+        }
+        return replace(saved, run_id=run_id, **kept)
 
     def _load_stock(
         self,
@@ -219,12 +216,10 @@ class Resume:
         """Loads a stock recipe's end-of-epoch state. Returns the number of completed epochs."""
         check_stock_state(saved)
         load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self._ranks.device)
-        for key, here in (
-            (training.SEED_KEY, seed),
-            (training.MAX_STEPS_KEY, loader.settings.max_steps_per_epoch),
-        ):
-            if saved[key] != here:
-                self._log.warn(f"{key}={here}: the checkpoint was saved with {saved[key]}")
+        max_steps = loader.settings.max_steps_per_epoch
+        for key, value in ((training.SEED_KEY, seed), (training.MAX_STEPS_KEY, max_steps)):
+            if saved[key] != value:
+                self._log.warn(f"{key}={value}: the checkpoint was saved with {saved[key]}")
         epochs: int = saved[training.EPOCHS_KEY]
         return epochs
 
@@ -233,33 +228,23 @@ class Resume:
         found = None
         if self._ranks.is_zero:
             found = find_newest_whole(Path(self._settings.output_dir), self._recipe, older_than)
-        path, skipped = gather_objects(found, self._group)[0]
-        self._skipped = skipped
-        for other, reason in skipped:
+        path, self._skipped = gather_objects(found, self._group)[0]
+        for other, reason in self._skipped:
             self._log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
 
-    def _move_to_backup(self, run_id: str) -> None:
-        aside = move_to_backup(Path(self._settings.output_dir), run_id)
-        if aside is not None:
-            found = ", ".join(sorted(path.name for path in aside.iterdir()))
-            self._log.warn(
-                f"output_dir={self._settings.output_dir}: it holds checkpoints of an earlier run ({found}), which "
-                f"are in {aside} now; resume_from_checkpoint=True goes on from them, once they are back"
-            )
-
     def _check_that_nothing_is_lost(self) -> None:
-        """Raises ConfigError if resuming requires a complete checkpoint and there is none."""
+        """Raises ConfigError if a complete checkpoint is required and there is none."""
         key = f"resume_from_checkpoint={self._settings.resume_from_checkpoint}"
         folder = self._settings.output_dir
-        if self._settings.resume_from_checkpoint and self._skipped:
+        if self._skipped:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
             raise ConfigError(
-                f"{key}: none of the checkpoints in {folder} can be used ("
-                + "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
-                + f"; {len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
+                f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
+                f"{len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
             )
         if self._settings.resume_from_checkpoint is True:
             raise ConfigError(
-                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to start where "
-                "there is none"
+                f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
+                "start without one"
             )

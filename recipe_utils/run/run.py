@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config, training
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
@@ -41,11 +42,8 @@ class Run:
     """State and output of a training run, without model and optimizer.
 
     As a context manager it closes writer, logger, profiler and process groups, also after an error.
-    The whole ``cfg`` is saved with each checkpoint.
-
-    Raises:
-        ConfigError: see :class:`recipe_utils.run.resume.Resume`; on entry, if another run writes to
-            ``output_dir``.
+    On entry it raises ConfigError if another run writes to ``output_dir``, or as
+    :class:`recipe_utils.run.resume.Resume`. The whole ``cfg`` is saved with each checkpoint.
     """
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
@@ -93,7 +91,7 @@ class Run:
                 group=self._group,
                 asynchronous=self.settings.enable_async_checkpointing,
             )
-            _ = self._resume  # what cannot be resumed is refused before anything is built
+            _ = self._resume  # raises before anything is built
         except BaseException:
             self._at_exit.close()
             raise
@@ -104,7 +102,7 @@ class Run:
     def __exit__(self, *reason: Any) -> None:
         self._at_exit.__exit__(*reason)
 
-    # ---- Position ---------------------------------------------------------------------------------
+    # ---- Position -------------------------------------------------------------------------------
 
     @property
     def resumes_from_stock(self) -> bool:
@@ -113,9 +111,8 @@ class Run:
 
     @cached_property
     def _resume(self) -> Resume:
-        return Resume(
-            self._recipe, self.settings, self._config, self._ranks, self._group, self._log
-        )
+        settings, ranks, log = self.settings, self._ranks, self._log
+        return Resume(self._recipe, settings, self._config, ranks, self._group, log)
 
     def resume(
         self,
@@ -129,9 +126,8 @@ class Run:
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
-            self.warn(
-                "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-            )
+            key = "save_adapter_weights_only=True"
+            self._log.warn(f"{key}: the model has no adapters; exports all weights")
         self._state = self._resume.restore(
             model, optimizer, loader, stock_checkpoint, frozen, self.seed
         )
@@ -180,23 +176,19 @@ class Run:
             for step in steps:
                 self._wait_seconds = steps.wait_seconds
                 if step.totals[counted] == 0:
-                    self._skip(step, counted)
+                    self.samples_consumed = step.samples_consumed
+                    self._log.warn(
+                        f"epoch {epoch + 1}, update step {step.index + 1}: it has no "
+                        f"{counted.replace('_', ' ')}; skipped, weights and schedule are unchanged"
+                    )
                 else:
                     yield step
                 if self._is_stopped:
                     return
-                text = bar_text(
-                    epoch, self.settings.epochs, self.metrics.shown, self._ranks.world_size
-                )
+                epochs, world_size = self.settings.epochs, self._ranks.world_size
+                text = bar_text(epoch, epochs, self.metrics.shown, world_size)
                 bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
-
-    def _skip(self, step: UpdateStep, counted: str) -> None:
-        self.samples_consumed = step.samples_consumed
-        self.warn(
-            f"epoch {self.epoch + 1}, update step {step.index + 1}: it has no {counted.replace('_', ' ')}; "
-            "skipped, weights and schedule stay as they are"
-        )
 
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
@@ -208,21 +200,22 @@ class Run:
         self.num_images_seen += step.totals.get("images", 0)
         self._throughput.add(step, self._wait_seconds)
 
-    # ---- Log --------------------------------------------------------------------------------------
+    # ---- Log ------------------------------------------------------------------------------------
+
+    def _is_due(self, every_n_steps: int | None) -> bool:
+        return every_n_steps is not None and self.global_step % every_n_steps == 0
 
     def should_log(self) -> bool:
         """Returns True if metrics of this update step are logged."""
-        return self.global_step % self.settings.log_every_n_steps == 0
+        return self._is_due(self.settings.log_every_n_steps)
 
     def should_validate(self) -> bool:
         """Returns True if a validation is due."""
-        every = self.settings.run_val_every_n_steps
-        return every is not None and self.global_step % every == 0
+        return self._is_due(self.settings.run_val_every_n_steps)
 
     def should_sample(self) -> bool:
         """Returns True if answers to ``sample_prompts`` are due."""
-        every = self.settings.sample_every_n_steps
-        return every is not None and self.global_step % every == 0
+        return self._is_due(self.settings.sample_every_n_steps)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -245,7 +238,7 @@ class Run:
         """Returns True if training validates. Warns if ``dataset_val`` is unused."""
         validates = self.settings.run_val_every_n_steps is not None
         if not validates and dataset_val is not None:
-            self.warn("dataset_val: not used, because run_val_every_n_steps is not set")
+            self._log.warn("dataset_val: not used, because run_val_every_n_steps is not set")
         return validates
 
     def log(
@@ -259,14 +252,9 @@ class Run:
         """Logs metrics of this update step, with throughput, skipped steps and changed weights.
 
         On an accelerator they are read after the next update step is enqueued, or before anything
-        else is logged, saved or exported.
-
-        Args:
-            sums: this rank's parts of metrics, [] each, of one dtype. Means over ranks are logged.
-            guard: its counts are logged, and checked when they are read.
-            lr: learning rate.
-            grad_norm: norm before clipping [].
-            metrics: further numbers; None is not logged.
+        else is logged, saved or exported. ``sums`` are this rank's parts of metrics, [] each, of
+        one dtype; their means over ranks are logged. ``guard`` judges its counts when they are
+        read. Metrics that are None are not logged.
         """
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
         fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
@@ -293,65 +281,44 @@ class Run:
     def stop_if_nonfinite(
         self, guard: NonfiniteGuard, step: UpdateStep, model: nn.Module, optimizer: AnyOptimizer
     ) -> None:
-        """Saves a checkpoint and raises after too many non-finite gradients.
+        """Saves a checkpoint and raises NonfiniteError after too many non-finite gradients.
 
         Synchronizes with the device only before a checkpoint, export, validation or sampling.
-
-        Raises:
-            NonfiniteError: too many gradients were not finite; they have not changed the weights.
         """
-        if (
-            self.should_save(step)
-            or self.should_export(step)
-            or self.should_validate()
-            or self.should_sample()
-            or step.is_last_of_epoch
-            or step.stop_requested
-        ):
+        saves = self.should_save(step) or self.should_export(step) or step.stop_requested
+        if saves or self.should_validate() or self.should_sample() or step.is_last_of_epoch:
             self.metrics.write_held()
             guard.check(self.global_step)
         if guard.problem:
             self.save(model, optimizer)
             raise NonfiniteError(guard.problem)
 
-    def warn(self, text: str) -> None:
-        """Logs a warning on rank 0 unless it is empty."""
-        self._log.warn(text)
-
-    def info(self, text: str) -> None:
-        """Logs a line on rank 0."""
-        self._log.info(text)
-
     def _position(self) -> dict[str, Any]:
         if self.num_images_seen:
             return {"epoch": self.epoch, "num_images_seen": self.num_images_seen}
         return {"epoch": self.epoch, "num_tokens_seen": self.num_tokens_seen}
 
-    def _log_summary(
-        self, first_step: int, first_tokens: int, first_images: int, began: float
-    ) -> None:
+    def _log_summary(self, first_step: int, tokens: int, images: int, began: float) -> None:
         num_steps = self.global_step - first_step
         if num_steps:
-            num_images = self.num_images_seen - first_images
+            num_images = self.num_images_seen - images
             counted = "images" if num_images else "target tokens"
-            num_seen = num_images or self.num_tokens_seen - first_tokens
+            num_seen = num_images or self.num_tokens_seen - tokens
             seconds = time.perf_counter() - began
-            self.info(summary_of_training(num_steps, num_seen, seconds, counted))
+            self._log.info(summary_of_training(num_steps, num_seen, seconds, counted))
         elif self._last_export is None:
-            self.info(
-                f"Nothing left: {self.epoch} of {self.settings.epochs} epochs are done; set "
-                f"epochs={self.epoch + 1} to train on"
+            self._log.info(
+                f"All {self.epoch} epochs are complete; set epochs={self.epoch + 1} to train longer"
             )
         if self._last_export is not None:  # on rank 0
             output_dir, device = Path(self.settings.output_dir), self._ranks.device.type
             log_model(self._last_export, output_dir, self._config, device, self._log)
 
-    # ---- Checkpoints and exports ------------------------------------------------------------------
+    # ---- Checkpoints and exports ----------------------------------------------------------------
 
     def should_export(self, step: UpdateStep) -> bool:
         """Returns True if an export within the epoch is due."""
-        every = self.settings.export_every_n_steps
-        return every is not None and self.global_step % every == 0 and not step.is_last_of_epoch
+        return self._is_due(self.settings.export_every_n_steps) and not step.is_last_of_epoch
 
     def should_save(self, step: UpdateStep) -> bool:
         """Returns True if a checkpoint within the epoch is due, by steps or rank 0's clock."""
@@ -360,10 +327,9 @@ class Run:
         if self._unsaved_since_seconds is None:
             self._unsaved_since_seconds = step.clock_seconds
         unsaved_minutes = (step.clock_seconds - self._unsaved_since_seconds) / 60
-        every, minutes = self.settings.save_every_n_steps, self.settings.save_every_n_minutes
-        return (every is not None and self.global_step % every == 0) or (
-            minutes is not None and unsaved_minutes >= minutes
-        )
+        minutes = self.settings.save_every_n_minutes
+        is_due_by_clock = minutes is not None and unsaved_minutes >= minutes
+        return is_due_by_clock or self._is_due(self.settings.save_every_n_steps)
 
     def finish_step(
         self,
@@ -386,7 +352,7 @@ class Run:
         if step.stop_requested:  # the same on all ranks
             self.save(model, optimizer)
             self._is_stopped = True
-            self.info(
+            self._log.info(
                 f"Stopped as requested after update step {self.global_step}; the same command with "
                 "resume_from_checkpoint=True resumes from there"
             )
@@ -406,11 +372,9 @@ class Run:
     ) -> None:
         """Exports the model and saves a checkpoint unless training has stopped.
 
-        The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``.
-
-        Raises:
-            ExportError: the trained model could not be exported. A checkpoint is saved first;
-                resuming from it repeats only the export.
+        The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``, or if
+        the trained model cannot be exported, which raises ExportError: resuming from the checkpoint
+        repeats only the export.
         """
         if self._is_stopped:
             return
@@ -423,9 +387,8 @@ class Run:
             )
         self.epoch += 1
         self.samples_consumed = 0
-        settings = self.settings
-        saves = settings.save_every_n_steps is not None or settings.save_every_n_minutes is not None
-        if saves or self.epoch < settings.epochs:
+        saves = self.settings.save_every_n_steps or self.settings.save_every_n_minutes
+        if saves or self.epoch < self.settings.epochs:
             self.save(model, optimizer)
 
     def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
@@ -444,28 +407,23 @@ class Run:
         """Exports a model; see :func:`.export_model`. Returns an error message or None."""
         self.metrics.write_held()
         self._report(self._checkpoints.wait())  # it uses the same group and disk
-        folder, error = export_model(
-            checkpointer,
-            model,
-            name,
-            settings=self.settings,
-            dtype=self._config.get("dtype"),
-            ranks=self._ranks,
-            group=self._group,
-            log=self._log,
-        )
+        dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype or self._config.get("dtype"))
+        adapters_only = self.settings.save_adapter_weights_only
+        of_run = self._ranks, self._group, self._log
+        folder, error = export_model(checkpointer, model, name, dtype, adapters_only, *of_run)
         self._last_export = folder or self._last_export
         return error
 
     def _report(self, outcome: SaveOutcome | None) -> None:
         """Warns about a failed checkpoint. Training continues: the last complete one is kept."""
-        if outcome is not None and outcome.error is not None:
-            self.warn(
-                f"update step {outcome.global_step}: no checkpoint could be saved ({outcome.error}); "
-                "the one before stays"
+        if outcome is None:
+            return
+        if outcome.error is not None:
+            self._log.warn(
+                f"update step {outcome.global_step}: no checkpoint could be saved "
+                f"({outcome.error}); the previous one is kept"
             )
-        if outcome is not None:
-            self.warn(outcome.warning or "")
+        self._log.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:
         """Locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
@@ -475,11 +433,13 @@ class Run:
                 self._at_exit.callback(FolderLock(Path(folder)).release)
             except LockedError as error:
                 problem = (
-                    f"output_dir={folder}: another run writes to it ({error}); wait for its end, stop it, or set "
-                    "another folder"
+                    f"output_dir={folder}: another run writes to it ({error}); wait for its end, "
+                    "stop it, or set another folder"
                 )
             except OSError as error:  # no reason not to train
-                self.warn(f"output_dir={folder}: it cannot be locked ({error}); run one at a time")
+                self._log.warn(
+                    f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
+                )
         problem = gather_objects(problem, self._group)[0]
         if problem is not None:
             raise ConfigError(problem)

@@ -73,36 +73,25 @@ class RunSettings:
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             keys = ("sample_prompts", "sample_every_n_steps")
-            yield Problem(
-                ", ".join(keys), "one has no effect without the other; set both", depends_on=keys
-            )
+            text = "one has no effect without the other; set both"
+            yield Problem(", ".join(keys), text, depends_on=keys)
 
     def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:
         """Yields problems with validation data and ranks."""
-        if self.run_val_every_n_steps is not None and dataset_val is None:
-            yield Problem(
-                "run_val_every_n_steps",
-                "set dataset_val, too",
-                self.run_val_every_n_steps,
-                ("dataset_val",),
-            )
+        every = self.run_val_every_n_steps
+        if every is not None and dataset_val is None:
+            text = "set dataset_val, too"
+            yield Problem("run_val_every_n_steps", text, every, ("dataset_val",))
         if self.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
-            yield Problem(
-                "sample_prompts",
-                f"pipeline_parallel_dim={ranks.pipeline_parallel_dim} cannot generate; leave the key out, and "
-                "sample from exported models",
-                depends_on=("pipeline_parallel_dim",),
-            )
+            stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+            text = f"{stages} cannot generate; leave the key out, and sample from exported models"
+            yield Problem("sample_prompts", text, depends_on=("pipeline_parallel_dim",))
 
     def problems_without_text(self) -> Iterator[Problem]:
         """Yields problems of keys that need a language model or a ``val_loss``."""
         if self.sample_prompts is not None:
-            yield Problem(
-                "sample_prompts", "a vision transformer generates no text; leave the key out"
-            )
+            text = "a vision transformer generates no text; leave the key out"
+            yield Problem("sample_prompts", text)
         if self.keep_best_checkpoint:
-            yield Problem(
-                "keep_best_checkpoint",
-                "there is no val_loss here; set export_every_n_steps instead",
-                True,
-            )
+            text = "there is no val_loss here; set export_every_n_steps instead"
+            yield Problem("keep_best_checkpoint", text, True)

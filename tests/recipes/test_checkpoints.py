@@ -393,7 +393,7 @@ def test_a_full_disk_is_said_and_the_training_goes_on_with_the_last_whole_checkp
     (said,) = [text for text in warnings if "no checkpoint could be saved" in text]
     assert said.startswith(f"update step 6: no checkpoint could be saved (rank {world_size - 1}: ")
     assert "File too large" in said
-    assert "the one before stays" in said
+    assert "the previous one is kept" in said
     assert saved(config) == ["step_10", "step_3", "step_5", "step_9"]
 
 

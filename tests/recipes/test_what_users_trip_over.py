@@ -64,7 +64,7 @@ def test_a_new_run_puts_aside_what_an_earlier_one_has_left_and_goes_on_from_its_
     second = {**first, "optimizer": {**ADAMW, "lr": 0.05}, "max_steps_per_epoch": 4}
     whole, warnings = run_recipe_keeping_warnings({**second, "epochs": 2})
     (aside,) = Path(first["output_dir"]).glob("before_*")
-    told = "it holds checkpoints of an earlier run (step_2, step_4, step_6, step_8)"
+    told = "checkpoints of an earlier run (step_2, step_4, step_6, step_8) are moved to"
     assert told in " ".join(warnings)
     assert str(aside) in " ".join(warnings)
     assert {path.name for path in aside.iterdir()} == {"step_2", "step_4", "step_6", "step_8"}
@@ -407,7 +407,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(tiny_con
     assert len(logged) == 2
     told = [text for text in warnings if "metric_logger" in text]
     assert told == [
-        "metric_logger: [Errno 28] No space left on device; training goes on, further failures are not told"
+        "metric_logger: [Errno 28] No space left on device; training continues, further errors are not reported"
     ]
 
 

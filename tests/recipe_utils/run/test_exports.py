@@ -4,24 +4,19 @@ from recipe_utils.run.exports import summary_of_training, summary_of_validation
 from recipe_utils.run.log import bar_text
 
 
-def test_the_end_talks_of_tokens_or_of_images():
-    assert summary_of_training(12, 4096, 61.0) == (
-        "12 update steps, 4,096 target tokens in 1 min 1 s: 67 tokens/s"
-    )
-    assert summary_of_training(64, 4096, 58.5, "images") == (
-        "64 update steps, 4,096 images in 58 s: 70 images/s"
-    )
+def test_the_summary_counts_tokens_or_images():
+    text = "12 update steps, 4,096 target tokens in 01:01 (67 tokens/s)"
+    assert summary_of_training(12, 4096, 61.0) == text
+    text = "64 update steps, 4,096 images in 00:58 (70 images/s)"
+    assert summary_of_training(64, 4096, 58.5, "images") == text
 
 
 def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
-    losses = [(2, 3.0), (4, 1.0), (6, 2.0)]
-    lines = [{"step": step, "val_loss": value} for step, value in losses]
+    lines = [{"step": step, "val_loss": v} for step, v in ((2, 3.0), (4, 1.0), (6, 2.0))]
     assert summary_of_validation([{"step": 1, "loss": 9.0}, *lines]) == (
         "val_loss: first 3.000, last 2.000, best 1.000 (update step 4)"
     )
-    lines = [
-        {"step": step, "knn_accuracy": value} for step, value in ((2, 0.0), (4, 0.9), (6, 0.9))
-    ]
+    lines = [{"step": step, "knn_accuracy": v} for step, v in ((2, 0.0), (4, 0.9), (6, 0.9))]
     assert summary_of_validation([*lines, {"step": 8, "knn_accuracy": None}]) == (
         "knn_accuracy: first 0.000, last 0.900, best 0.900 (update step 4)"
     )
