@@ -1,11 +1,11 @@
-"""What the recipe logs, and that it does not wait for the device to log nothing."""
+"""The logged metrics, and when the host reads them from the device."""
 
 import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DPO, KD, SFT, ListLogger, recipe_class, run_recipe
+from recipe_runs import ListLogger, recipe_class, run_recipe
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,14 +13,9 @@ DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 16}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_metrics_have_their_names_and_count_what_they_say(world_size, tiny_config):
-    config = tiny_config(
-        dataset=DATA,
-        shuffle=False,
-        batch_size=4,
-        global_batch_size=8,
-        gradient_accumulation_steps=...,
-    )
+def test_metrics_have_their_names_and_definitions(world_size, tiny_config):
+    batch = {"batch_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+    config = tiny_config(dataset=DATA, shuffle=False, **batch)
     logged = run_distributed(run_recipe, world_size, config)[0]
     assert set(logged[0]) == {
         "step", "loss", "lr", "grad_norm", "num_tokens", "tokens_per_second_per_gpu",
@@ -30,21 +25,18 @@ def test_metrics_have_their_names_and_count_what_they_say(world_size, tiny_confi
     for step, metrics in enumerate(logged):
         rows = [len(sample["tokens"]) for sample in samples[8 * step : 8 * step + 8]]
         microbatches = [rows[:4], rows[4:]] if world_size == 1 else [rows[0::2], rows[1::2]]
-        num_slots = sum(len(rows) * max(rows) for rows in microbatches)
-        assert metrics["padding_fraction"] == pytest.approx(1 - sum(rows) / num_slots)
+        num_positions = sum(len(rows) * max(rows) for rows in microbatches)
+        assert metrics["padding_fraction"] == pytest.approx(1 - sum(rows) / num_positions)
         ratio = metrics["real_tokens_per_second_per_gpu"] / metrics["tokens_per_second_per_gpu"]
         assert ratio == pytest.approx(sum(rows) / metrics["num_tokens"])
         assert metrics["data_wait_seconds"] >= 0
 
 
 class CountReads(TorchDispatchMode):
-    """Counts what a host must wait for a device to answer: item() and shapes that depend on data."""
+    """Counts operations that wait for a device: item() and shapes that depend on data."""
 
     WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-
-    def __init__(self):
-        super().__init__()
-        self.num_reads = 0
+    num_reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num_reads += func in self.WAITING
@@ -78,17 +70,14 @@ def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_conf
 
 
 class Reads(TorchFunctionMode):
-    """Names of what has asked a tensor for its numbers."""
+    """Names of functions that read a tensor's values on the host."""
 
     WAITING = (
         "item",
         "tolist",
         "nonzero",
         "numpy",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__format__",
+        *(f"__{n}__" for n in ("bool", "int", "float")),
     )
 
     def __init__(self):
@@ -103,20 +92,15 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_every_n_steps", [1, 2])
-@pytest.mark.parametrize("recipe", [SFT, DPO, KD])
-def test_what_is_logged_is_read_once_the_device_has_the_next_update_step(
-    recipe, log_every_n_steps, tiny_config, tiny_dpo_config, tiny_kd_config
+def test_metrics_are_read_after_the_next_update_step_is_enqueued(
+    log_every_n_steps, recipe_and_config
 ):
-    """After an update nothing is asked for but what is logged of an earlier one; at an epoch's end all."""
-    make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
-    cfg = OmegaConf.create(
-        make(
-            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True},
-            max_steps_per_epoch=7,
-            batch_size=1,
-            log_every_n_steps=log_every_n_steps,
-        )
-    )
+    """Between two update steps only metrics of an earlier one are read; at an epoch's end all."""
+    recipe, make = recipe_and_config
+    every = log_every_n_steps
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True}
+    changes = {"max_steps_per_epoch": 7, "batch_size": 1, "log_every_n_steps": every}
+    cfg = OmegaConf.create(make(optimizer=optimizer, **changes))
     ListLogger.logged.clear()
     made = recipe_class(recipe=recipe)(cfg)
     run, reads = made.run, Reads()
@@ -140,14 +124,13 @@ def test_what_is_logged_is_read_once_the_device_has_the_next_update_step(
             logged_by.append([line["step"] for line in ListLogger.logged])
             reads.__enter__()
 
-        def after_log_and_look():
+        def after_log():
             reads.__exit__(None, None, None)
             read_between.append(bool(reads.found))
             profiled()
 
-        made.update, run.advance, run.profiler.step = updating, advancing, after_log_and_look
+        made.update, run.advance, run.profiler.step = updating, advancing, after_log
         made.train()
-    every = log_every_n_steps
     assert logged_by == [list(range(every, i + 1, every)) for i in range(7)]
     assert read_in_advance == [i > 0 and i % every == 0 for i in range(7)]
     assert read_between == [False] * 6 + [True]  # known before the export

@@ -1,6 +1,5 @@
 """An update step whose gradient is not finite never reaches the weights, on any rank."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -8,31 +7,24 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import ListLogger, recipe_class
+from recipe_runs import ListLogger, keep_warnings, recipe_class
 from torch.distributed.tensor import DTensor
-from torchtune.utils import get_logger
 
 from recipe_utils.run.log import read_metrics
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 48}
 
 
-def config_of(tiny_config, **changes):
-    """Six update steps of 8 samples."""
-    return tiny_config(
-        **{
-            "dataset": DATA,
-            "batch_size": 2,
-            "global_batch_size": 8,
-            "gradient_accumulation_steps": ...,
-            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True},
-            **changes,
-        }
-    )
+@pytest.fixture
+def make_config(tiny_config):
+    """Makes configs of six update steps of 8 samples."""
 
+    def make(fused=True, **changes):
+        batch = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+        optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": fused}
+        return tiny_config(dataset=DATA, optimizer=optimizer, **batch, **changes)
 
-def metrics_file(config):
-    return Path(config["output_dir"], "logs", "metrics.jsonl")
+    return make
 
 
 def everything(recipe):
@@ -44,15 +36,12 @@ def everything(recipe):
 
 
 def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
-    """The last rank's first microbatch of the update steps ``spoilt`` has its loss times ``factor``.
+    """Multiplies a loss of the last rank by ``factor`` in the update steps ``spoilt``.
 
-    Returns what was logged, the warnings, and for each update step whether it changed anything.
+    Returns the metrics or the error, the warnings, and whether each update step changed anything.
     """
     ListLogger.logged.clear()
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    get_logger().addHandler(handler)
+    warnings = keep_warnings()
     cfg = OmegaConf.create(config)
     recipe = recipe_class()(cfg)
     recipe.run.metrics.reads_late |= reads_late
@@ -82,96 +71,60 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
     return list(ListLogger.logged), warnings, changed
 
 
+def run(world_size, *args):
+    return run_distributed(run_with_spoilt_steps, world_size, *args)
+
+
+REASON = "1 of the last 1 update steps up to 3 had a loss or gradient that is not finite"
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not-fused"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_skipped_step_changes_nothing_on_any_rank(world_size, fused, factor, tiny_config):
-    config = config_of(
-        tiny_config,
-        on_nonfinite="skip",
-        clip_grad_norm=1.0,
-        optimizer={"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": fused},
-    )
-    for logged, warnings, changed in run_distributed(
-        run_with_spoilt_steps, world_size, config, [3, 5], factor
-    ):
-        assert changed == [True, True, False, True, False, True]
-        if logged:  # rank 0
-            left_out = [metrics.get("num_nonfinite_steps", 0) for metrics in logged]
-            assert left_out == [0, 0, 1, 0, 1, 0]
-            assert len([text for text in warnings if "they were skipped" in text]) == 2
+@pytest.mark.parametrize(
+    ("world_size", "fused", "factor", "reads_late"),
+    [
+        (1, True, NAN, True),
+        (1, False, INF, False),
+        (2, True, INF, False),
+        (2, False, NAN, True),
+        (2, True, NAN, True),
+    ],
+)
+def test_a_skipped_step_changes_nothing_on_any_rank(
+    world_size, fused, factor, reads_late, make_config
+):
+    config = make_config(fused, on_nonfinite="skip", clip_grad_norm=1.0)
+    (logged, warnings, changed), *others = run(world_size, config, [3, 6], factor, reads_late)
+    assert changed == [True, True, False, True, True, False]
+    assert all(of_rank == changed for *_, of_rank in others)
+    assert [m.get("num_nonfinite_steps", 0) for m in logged] == [0, 0, 1, 0, 0, 1]
+    skipped = [text for text in warnings if "they were skipped" in text]
+    assert ["up to 3" in skipped[0], "up to 6" in skipped[1], len(skipped)] == [True, True, 2]
 
 
-def test_a_run_stops_with_a_checkpoint_of_untouched_weights(tiny_config):
-    config = config_of(tiny_config)
-    for error, _, changed in run_distributed(run_with_spoilt_steps, 2, config, [3], float("nan")):
-        assert (
-            "1 of the last 1 update steps up to 3 had a loss or gradient that is not finite"
-            in error
-        )
+@pytest.mark.parametrize(
+    "reads_late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at-once", "late"]
+)
+def test_a_run_stops_with_a_checkpoint_of_unchanged_weights(reads_late, make_config):
+    """With metrics that are read late, one update step later."""
+    config = make_config()
+    for error, _, changed in run(2, config, [3], NAN, reads_late):
+        assert REASON in error
         assert "on_nonfinite=stop" in error
-        assert changed == [True, True, False]
+        assert changed == [True, True, False, True][: 3 + reads_late]
+    logs = read_metrics(Path(config["output_dir"], "logs", "metrics.jsonl"))
+    assert [line["step"] for line in logs] == [1, 2, 3, 4][: 3 + reads_late]
     resumed = {**config, "resume_from_checkpoint": True}
-    (logged, _, changed), _ = run_distributed(run_with_spoilt_steps, 2, resumed, [], 1.0)
-    assert [metrics["step"] for metrics in logged] == [4, 5, 6]
-    assert all(changed)
-
-
-@pytest.mark.slow
-def test_too_many_in_a_row_stop_a_run_that_skips(tiny_config):
-    config = config_of(tiny_config, on_nonfinite="skip", max_nonfinite_steps=2, log_every_n_steps=2)
-    ((logged, _, changed),) = run_distributed(
-        run_with_spoilt_steps, 1, config, [1, 2, 4, 5], float("nan")
-    )
-    assert [m.get("num_nonfinite_steps", 0) for m in logged] == [2, 1, 1]
-    assert changed == [False, False, True, False, False, True]
-    ((error, _, changed),) = run_distributed(
-        run_with_spoilt_steps, 1, config, [2, 3, 4], float("nan")
-    )
-    assert "3 in a row, max_nonfinite_steps=2" in error
-    assert changed == [True, False, False, False]
-
-
-# ---- Where the device is behind the host --------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_reads_late_stops_an_update_step_later(world_size, tiny_config):
-    config = config_of(tiny_config)
-    args = (run_with_spoilt_steps, world_size, config)
-    for error, _, changed in run_distributed(*args, [3], float("nan"), True):
-        assert "1 of the last 1 update steps up to 3 had a loss or gradient" in error
-        assert changed == [True, True, False, True]
-    assert [line["step"] for line in read_metrics(metrics_file(config))] == [1, 2, 3, 4]
-    resumed = {**config, "resume_from_checkpoint": True}
-    (logged, _, changed), *_ = run_distributed(
-        run_with_spoilt_steps, world_size, resumed, [], 1.0, True
-    )
-    assert [metrics["step"] for metrics in logged] == [5, 6]
+    (logged, _, changed), _ = run(2, resumed, [], 1.0, reads_late)
+    assert [metrics["step"] for metrics in logged] == [4, 5, 6][reads_late:]
     assert all(changed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"save_every_n_steps": 3}, {"max_steps_per_epoch": 3}])
-def test_before_anything_is_left_on_the_disk_it_is_known(changes, tiny_config):
-    config = config_of(tiny_config, **changes)
-    ((error, _, changed),) = run_distributed(
-        run_with_spoilt_steps, 1, config, [3], float("nan"), True
-    )
-    assert "1 of the last 1 update steps up to 3 had a loss or gradient" in error
+def test_late_metrics_are_read_before_anything_is_saved(changes, make_config):
+    config = make_config(**changes)
+    ((error, _, changed),) = run(1, config, [3], NAN, True)
+    assert REASON in error
     assert changed == [True, True, False]
     assert not Path(config["output_dir"], "epoch_0").exists()
-
-
-@pytest.mark.slow
-def test_what_is_left_out_is_counted_and_said_late_all_the_same(tiny_config):
-    config = config_of(tiny_config, on_nonfinite="skip")
-    ((logged, warnings, changed),) = run_distributed(
-        run_with_spoilt_steps, 1, config, [3, 6], float("nan"), True
-    )
-    assert changed == [True, True, False, True, True, False]
-    assert [m.get("num_nonfinite_steps", 0) for m in logged] == [0, 0, 1, 0, 0, 1]
-    said = [text for text in warnings if "they were skipped" in text]
-    assert ["up to 3" in said[0], "up to 6" in said[1], len(said)] == [True, True, 2]
