@@ -59,9 +59,9 @@ def clip_grad_norm_(
         total_norm = torch.zeros((), dtype=dtype, device=like.device)
     if pipeline is not None:
         size = dist.get_world_size(pipeline.group)
-        of_stages = [torch.empty_like(total_norm) for _ in range(size)]
-        dist.all_gather(of_stages, total_norm, group=pipeline.group)
-        total_norm = torch.linalg.vector_norm(torch.stack(of_stages))
+        stage_norms = [torch.empty_like(total_norm) for _ in range(size)]
+        dist.all_gather(stage_norms, total_norm, group=pipeline.group)
+        total_norm = torch.linalg.vector_norm(torch.stack(stage_norms))
 
     if max_norm is not None and max_norm != float("inf"):
         for group in parameters_by_mesh.values():

@@ -44,7 +44,7 @@ class Log:
         """Adds a torchtune metric logger. Warnings refer to it as ``name``."""
         self._writers[name] = metric_logger
 
-    def begin(self, global_step: int, run_id: str) -> None:
+    def open_metrics(self, global_step: int, run_id: str) -> None:
         """Opens the metrics file at the position of the run."""
         if self._is_shown:
             try:
@@ -116,7 +116,7 @@ class MetricsFile:
         self._file = path.open("r+b")
         self._last: Mapping[str, Any] = kept[-1] if kept else {}
         self._file.seek(0, os.SEEK_END)
-        self._last_begins = self._file.tell() - len(_as_line(self._last).encode()) * bool(kept)
+        self._last_offset = self._file.tell() - len(_as_line(self._last).encode()) * bool(kept)
 
     def log_config(self, cfg: Any) -> None:
         """Does nothing. Checkpoints and ``torchtune_config.yaml`` contain the config."""
@@ -131,8 +131,8 @@ class MetricsFile:
             self._last = {**self._last, **found}
         else:
             self._last = {"step": step, "time": round(time.time(), 3), **found}
-            self._last_begins = self._file.seek(0, os.SEEK_END)
-        self._file.seek(self._last_begins)
+            self._last_offset = self._file.seek(0, os.SEEK_END)
+        self._file.seek(self._last_offset)
         self._file.write(_as_line(self._last).encode())
         self._file.truncate()
         self._file.flush()

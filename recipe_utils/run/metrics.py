@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune import config
 
@@ -141,45 +141,27 @@ class Metrics:
         self._log.close()
 
 
-class UpdateStepProfiler:
-    """``torch.profiler`` with a wait / warm-up / active schedule in update steps.
+def build_profiler(cfg: Mapping[str, Any] | None, ranks: Ranks) -> Any:
+    """Builds torchtune's profiler, disabled if ``cfg`` is None.
 
-    Profiler and settings are those of ``torchtune.training.setup_torch_profiler``. With
-    ``record_memory_history``, CUDA allocations are recorded in the active steps of the first cycle.
+    With ``profile_memory``, CUDA allocations are recorded in the active steps of the first cycle.
     """
-
-    def __init__(self, profiler: Any, settings: DictConfig, record_memory_history: bool) -> None:
-        self._profiler = profiler
-        self._num_steps = 0
-        self._recorded = range(0)
-        if settings["enabled"] and settings.get("profile_memory") and record_memory_history:
-            first = settings["wait_steps"] + settings["warmup_steps"]
-            self._recorded = range(first, first + settings["active_steps"])
-
-    def start(self) -> None:
-        """Starts the profiler before the first update step."""
-        self._profiler.start()
-        self._switch_memory_history()
-
-    def step(self) -> None:
-        """Ends an update step."""
-        self._num_steps += 1
-        self._profiler.step()  # dumps the trace and the memory snapshot after the last active step
-        self._switch_memory_history()
-
-    def stop(self) -> None:
-        """Stops the profiler after the last update step."""
-        self._profiler.stop()
-
-    def _switch_memory_history(self) -> None:
-        if self._recorded and self._num_steps in (self._recorded.start, self._recorded.stop):
-            starts = self._num_steps == self._recorded.start
-            torch.cuda.memory._record_memory_history("all" if starts else None)
-
-
-def build_profiler(cfg: Mapping[str, Any] | None, ranks: Ranks) -> UpdateStepProfiler:
-    """Builds torchtune's profiler, disabled if ``cfg`` is None."""
     component = OmegaConf.create({"_component_": PROFILER, **(cfg or {"enabled": False})})
     profiler, settings = config.instantiate(component)
-    records = ranks.is_zero and ranks.device.type == "cuda"
-    return UpdateStepProfiler(profiler, settings, record_memory_history=records)
+    is_on_cuda = ranks.is_zero and ranks.device.type == "cuda"
+    if is_on_cuda and settings["enabled"] and settings.get("profile_memory"):
+        first = settings["wait_steps"] + settings["warmup_steps"]
+        last = first + settings["active_steps"]
+        step = profiler.step
+
+        def step_and_switch() -> None:
+            step()  # dumps the trace and the memory snapshot after the last active step
+            if profiler.step_num == first:
+                torch.cuda.memory._record_memory_history()
+            elif profiler.step_num == last:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+        profiler.step = step_and_switch
+        if first == 0:
+            torch.cuda.memory._record_memory_history()
+    return profiler

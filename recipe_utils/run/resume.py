@@ -111,10 +111,10 @@ class Resume:
         return state
 
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
-        of_ranks = gather_objects(fingerprint, self._group)
-        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
+        fingerprints = gather_objects(fingerprint, self._group)
+        others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
         if others:
-            hashes = [of_ranks[rank]["hash_of_samples"] for rank in (0, others[0])]
+            hashes = [fingerprints[rank]["hash_of_samples"] for rank in (0, others[0])]
             raise ConfigError(
                 f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
                 f"(hash {hashes[1]} instead of {hashes[0]}); give all ranks the same files and "

@@ -51,9 +51,7 @@ class Run:
         self.epoch = 0
         self.samples_consumed = 0  # within the epoch, over all ranks
         self.global_step = 0
-        self.seed = training.set_seed(
-            seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode
-        )
+        self.seed = training.set_seed(settings.seed, settings.cudnn_deterministic_mode)
         self.run_id = ""  # set by resume()
         self.num_tokens_seen = 0  # target tokens
         self.num_images_seen = 0
@@ -149,7 +147,7 @@ class Run:
         """Yields the remaining epochs. SIGTERM and SIGINT request a stop from here on."""
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
-        self._log.begin(self.global_step, self.run_id)
+        self._log.open_metrics(self.global_step, self.run_id)
         self.profiler.start()
         first = self.global_step, self.num_tokens_seen, self.num_images_seen, time.perf_counter()
         for epoch in range(self.epoch, self.settings.epochs):
@@ -409,8 +407,8 @@ class Run:
         self._report(self._checkpoints.wait())  # it uses the same group and disk
         dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype or self._config.get("dtype"))
         adapters_only = self.settings.save_adapter_weights_only
-        of_run = self._ranks, self._group, self._log
-        folder, error = export_model(checkpointer, model, name, dtype, adapters_only, *of_run)
+        common = self._ranks, self._group, self._log
+        folder, error = export_model(checkpointer, model, name, dtype, adapters_only, *common)
         self._last_export = folder or self._last_export
         return error
 

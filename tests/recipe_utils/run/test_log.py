@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_the_others_are_writt
     (tmp_path / "logs").write_text("no folder")
     log = Log(tmp_path / "logs", is_shown=True)
     log.add("metric_logger", Kept())
-    log.begin(0, "run")
+    log.open_metrics(0, "run")
     for step in (1, 2):
         log.write(step, {"loss": 1.0}, also={"epoch": 0})
         log.write_answers(step, ["Why?"], ["Because."])
@@ -92,7 +92,7 @@ def test_answers_are_kept_as_json(tmp_path):
 
 def test_ranks_that_are_not_shown_write_nothing(tmp_path):
     log = Log(tmp_path / "logs", is_shown=False)
-    log.begin(0, "run")
+    log.open_metrics(0, "run")
     log.write(1, {"loss": 1.0}, {})
     log.write_answers(1, ["Why?"], ["So."])
     log.close()
