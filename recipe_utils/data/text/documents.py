@@ -35,9 +35,12 @@ class Documents(Sequence[Sequence[Document]]):
     segments: Tensor | None
     """[2, p], int32: document and branch of each segment; branch 0 is a shared prefix or a plain
     document, 1 and 2 are answers. None without prefix-shared pairs."""
+    longest: int
+    """Tokens of the longest document, including both answers of a pair."""
 
     def __init__(self, lengths: DocumentLengths) -> None:
         self.lengths = lengths
+        self.longest = max(sum(segment_lengths([each])) for row in lengths for each in row)
         documents = [
             segments
             for row in lengths
@@ -55,11 +58,6 @@ class Documents(Sequence[Sequence[Document]]):
     def shape(self) -> tuple[int, int]:
         """Returns rows b and positions s."""
         return len(self.lengths), sum(segment_lengths(self.lengths[0]))
-
-    @property
-    def longest(self) -> int:
-        """Returns the tokens of the longest document, including both answers of a pair."""
-        return max(sum(segment_lengths([document])) for row in self.lengths for document in row)
 
     def of_positions(self) -> tuple[Tensor, Tensor | None]:
         """Returns document and branch of each position, both [b, s] int32 on the device of the tensors.
@@ -108,13 +106,13 @@ def _without_empty_segments(document: Document) -> Iterator[tuple[int, ...]]:
         yield from ((answer,) for answer in answers if answer)
 
 
-def _flatten(documents: Documents) -> tuple[list[Any], DocumentLengths]:
-    return [documents.boundaries, documents.segments], documents.lengths
+def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int]]:
+    return [documents.boundaries, documents.segments], (documents.lengths, documents.longest)
 
 
-def _unflatten(tensors: Any, lengths: DocumentLengths) -> Documents:
+def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int]) -> Documents:
     documents = Documents.__new__(Documents)
-    documents.lengths = lengths
+    documents.lengths, documents.longest = numbers
     documents.boundaries, documents.segments = tensors
     return documents
 

@@ -18,21 +18,20 @@ BLOCK = 128
 def sees(documents: Documents) -> Callable[..., Tensor]:
     """Returns flex attention's ``mask_mod``.
 
-    A query attends to keys up to its own position, in its own document, that are shared or of its
-    own end.
+    A query attends to keys up to its own position in its own document, of the shared prefix or of
+    its own answer.
     """
-    document_of, end_of = documents.of_positions()
-    if end_of is None:
+    document_of, branch_of = documents.of_positions()
 
-        def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (document_of[b, k] == document_of[b, q])
+    def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (document_of[b, k] == document_of[b, q])
 
+    if branch_of is None:
         return of_plain
-    ends = end_of
+    branches = branch_of
 
     def of_prefix_shared(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        is_shared_or_own = (ends[b, k] == 0) | (ends[b, k] == ends[b, q])
-        return (k <= q) & (document_of[b, k] == document_of[b, q]) & is_shared_or_own
+        return of_plain(b, h, q, k) & ((branches[b, k] == 0) | (branches[b, k] == branches[b, q]))
 
     return of_prefix_shared
 
@@ -41,20 +40,20 @@ def dense_mask(documents: Documents) -> Tensor:
     """Returns the mask of all pairs of positions [b, s, s], on the documents' device."""
     num_rows, row_length = documents.shape
     device = documents.boundaries.device
-    slots = torch.arange(row_length, device=device)
+    positions = torch.arange(row_length, device=device)
     rows = torch.arange(num_rows, device=device)[:, None, None]
-    return sees(documents)(rows, rows, slots[:, None], slots)
+    return sees(documents)(rows, rows, positions[:, None], positions)
 
 
 def block_mask(documents: Documents) -> BlockMask:
     """Returns a microbatch's mask on the documents' device, equal to ``create_block_mask`` of :func:`sees`.
 
     ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions.
-    Documents increase along a row and ends within a document, so first and last position determine
+    Documents increase along a row and branches within a document, so first and last position determine
     a block: O(n^2) numbers, without a device synchronization.
     """
     _, row_length = documents.shape
-    document_of, end_of = documents.of_positions()
+    document_of, branch_of = documents.of_positions()
     first, last = _at_blocks(document_of)
     num_blocks = first.size(1)
     index = torch.arange(num_blocks, device=first.device)
@@ -64,16 +63,16 @@ def block_mask(documents: Documents) -> BlockMask:
     # [b, query block, key block]. An earlier block contains a query's document iff that is its last document.
     is_seen = is_before & (first[:, :, None] == last[:, None, :])
     is_seen_by_all = is_before & is_whole & (last[:, :, None] == first[:, None, :])
-    if end_of is not None:
-        first_end, last_end = _at_blocks(end_of)
+    if branch_of is not None:
+        first_branch, last_branch = _at_blocks(branch_of)
         # If a block's last document begins in it, its first position of that document is a shared one.
-        first_of_last = torch.where(first == last, first_end, 0)[:, None, :]
-        of_keys = last_end[:, None, :]
-        of_query = first_end[:, :, None]
+        first_of_last = torch.where(first == last, first_branch, 0)[:, None, :]
+        of_keys = last_branch[:, None, :]
+        of_query = first_branch[:, :, None]
         is_seen &= (first_of_last == 0) | (of_keys == of_query)
-        # Keys are all shared, or all of the one end of all queries, with none of the other end between them.
+        # Keys are all shared, or all of the one answer of all queries, with none of the other answer between them.
         is_plain = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
-        is_own = (of_query == last_end[:, :, None]) & (of_query == of_keys) & is_plain
+        is_own = (of_query == last_branch[:, :, None]) & (of_query == of_keys) & is_plain
         is_seen_by_all &= (of_keys == 0) | is_own
     # On the diagonal each position attends to itself and not to later ones.
     is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])
@@ -86,12 +85,12 @@ def block_mask(documents: Documents) -> BlockMask:
     )
 
 
-def _at_blocks(of_slots: Tensor) -> tuple[Tensor, Tensor]:
+def _at_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns values [b, s] at the first and last position of each block, [b, n] each."""
-    last = of_slots[:, BLOCK - 1 :: BLOCK]
-    if of_slots.size(1) % BLOCK:
-        last = torch.cat([last, of_slots[:, -1:]], dim=1)
-    return of_slots[:, ::BLOCK], last
+    last = values[:, BLOCK - 1 :: BLOCK]
+    if values.size(1) % BLOCK:
+        last = torch.cat([last, values[:, -1:]], dim=1)
+    return values[:, ::BLOCK], last
 
 
 def _in_order(is_block: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._pytree import tree_map_only
 from torchtune.modules import MultiHeadAttention
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.text.documents import DocumentLengths, Documents, segment_lengths
+from recipe_utils.data.text.documents import Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.packed_attention import (
+    Kernel,
     PackedAttention,
-    Way,
-    choose,
     raise_recompile_limit,
+    select_kernel,
     self_attentions,
 )
 from recipe_utils.settings.problems import ConfigError
@@ -34,35 +33,12 @@ from recipe_utils.settings.problems import ConfigError
 _log = get_logger("INFO")
 
 
-class DocumentMask:
-    """Document lengths in place of a mask [b, s, s], for attention document by document.
-
-    Not a tuple or dataclass, for which torch.compile would guard on lengths and recompile.
-    """
-
-    def __init__(self, lengths: DocumentLengths) -> None:
-        self.lengths = lengths
-
-
-class VarlenMask:
-    """Document boundaries in place of a mask, for FlashAttention over all documents of a microbatch.
-
-    Not a tuple or dataclass, as above.
-    """
-
-    def __init__(self, documents: Documents) -> None:
-        self.boundaries = documents.boundaries
-        self.longest = (
-            documents.longest
-        )  # an int on the host: a tensor would need a device synchronization
-
-
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.choose`; on an
-    accelerator it is logged at the first packed row. Models with another attention than torchtune's
-    get a dense mask [b, s, s].
+    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.select_kernel`; on an
+    accelerator it is logged at the first packed row. The forward raises ConfigError if rows are
+    packed and this machine or model does not support it.
 
     Args:
         model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
@@ -70,66 +46,58 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
         max_row_length: longest row [tokens]. A decoder rejects rows above its ``max_seq_len``,
             which is raised to this; positions restart with each document, so only documents must
             stay below the original.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: in the forward, if rows are packed and this
-            machine or model does not support it.
     """
-    attention = choose(model, device)
-    if attention.way != "dense":
+    attention = select_kernel(model, device)
+    if attention.kernel != "dense":
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
-            if attention.way == "varlen":
-                module.forward = MethodType(_forward_of_documents, module)
-    if attention.with_shared_prefixes().way == "flex":
+            if attention.kernel == "varlen":
+                module.forward = MethodType(_forward_with_varlen, module)
+    if attention.with_shared_prefixes().kernel == "flex":
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
 
-    def lengths_to_mask(
+    def documents_to_mask(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "document_lengths" in kwargs:
             kwargs["mask"] = _make_mask(kwargs.pop("document_lengths"), attention, device)
         return args, kwargs
 
-    model.register_forward_pre_hook(lengths_to_mask, with_kwargs=True)
+    model.register_forward_pre_hook(documents_to_mask, with_kwargs=True)
 
 
-def _make_mask(lengths: DocumentLengths, attention: PackedAttention, device: torch.device) -> Any:
-    """Returns the ``mask`` argument of attention; lengths on the host are copied to ``device``."""
-    if attention.way == "by_document":
-        _say_once(attention.way, attention.why, device)
-        return DocumentMask(getattr(lengths, "lengths", lengths))
-    documents = lengths
-    if not isinstance(documents, Documents):
-        documents = tree_map_only(Tensor, lambda each: each.to(device), Documents(lengths))
+def _make_mask(
+    documents: Documents, attention: PackedAttention, device: torch.device
+) -> Documents | BlockMask | Tensor:
+    """Returns the ``mask`` argument of attention: the documents themselves, unless the kernel needs a mask."""
     if documents.segments is not None:
         attention = attention.with_shared_prefixes()
     if attention.problem is not None:
         raise ConfigError(attention.problem)
-    _say_once(attention.way, attention.why, device)
-    if attention.way == "varlen":
-        return VarlenMask(documents)
-    return block_mask(documents) if attention.way == "flex" else dense_mask(documents)
+    _log_once(attention.kernel, attention.why, device)
+    if attention.kernel == "flex":
+        return block_mask(documents)
+    return dense_mask(documents) if attention.kernel == "dense" else documents
 
 
 @cache
-def _say_once(way: Way, why: str, device: torch.device) -> None:
+def _log_once(kernel: Kernel, why: str, device: torch.device) -> None:
     if device.type != "cpu":
-        log_rank_zero(_log, f"Packed rows attend by {way}: {why}")
+        log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
 
 
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps ``attention_call``, which computes all but a :class:`DocumentMask` or a block mask."""
+    """Wraps ``attention_call``, which computes everything but documents and block masks."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool
     ) -> Tensor:
-        if isinstance(mask, DocumentMask):
-            return _attend(q, k, v, mask, dropout_p)
+        if isinstance(mask, Documents):
+            return _attend_by_document(q, k, v, mask, dropout_p)
         if isinstance(mask, BlockMask):
             return _attend_by_blocks(q, k, v, mask)
         return attention_call(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
@@ -137,7 +105,7 @@ def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Te
     return call
 
 
-def _forward_of_documents(
+def _forward_with_varlen(
     self: MultiHeadAttention,
     x: Tensor,
     y: Tensor | None = None,
@@ -145,12 +113,12 @@ def _forward_of_documents(
     mask: Any = None,
     input_pos: Tensor | None = None,
 ) -> Tensor:
-    """Computes torchtune's self-attention of x [b, s, embed_dim]; with a :class:`VarlenMask`, by FlashAttention.
+    """Computes torchtune's self-attention of x [b, s, embed_dim]; within documents, by FlashAttention.
 
     torchtune copies each key and value to all query heads that share it; FlashAttention reads it in
     place.
     """
-    if not isinstance(mask, VarlenMask):
+    if not isinstance(mask, Documents):
         output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
         return output
     b, s, _ = x.shape
@@ -166,41 +134,31 @@ def _forward_of_documents(
         q = self.q_norm(q)
     if self.k_norm is not None:
         k = self.k_norm(k)
-    attended = _attend_to_all(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
+    attended = _attend_by_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
     projected: Tensor = self.output_proj(attended.view(b, s, -1))
     return projected
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
+def _attend_by_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Computes [b * s, h, d] from q [b * s, h, d] and k, v [b * s, h or fewer, d]."""
     # A local import, because it takes 0.3 seconds and is not needed on a CPU.
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal within each document
     if q.size(1) != k.size(1):
-        if _takes_shared_keys(attend):
-            options = {"enable_gqa": True}
+        if _shares_keys(attend):
+            options["enable_gqa"] = True
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
-    # Causal within each document.
-    attended: Tensor = attend(
-        q,
-        k,
-        v,
-        mask.boundaries,
-        mask.boundaries,
-        mask.longest,
-        mask.longest,
-        window_size=(-1, 0),
-        **options,
-    )
+    bounds = (documents.boundaries, documents.boundaries, documents.longest, documents.longest)
+    attended: Tensor = attend(q, k, v, *bounds, **options)
     return attended
 
 
 @cache
-def _takes_shared_keys(varlen_attn: Callable[..., Any]) -> bool:
+def _shares_keys(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12
 
 
@@ -219,18 +177,19 @@ def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, dropout_p: float) -> Tensor:
+def _attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float
+) -> Tensor:
     """Applies attention to q, k, v [b, h, s, d], document by document."""
     rows = []
-    for lengths, *row in zip(mask.lengths, q.split(1), k.split(1), v.split(1), strict=True):
+    for lengths, *row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
         # split and cat, because the backward of a slice fills a gradient of the whole row.
         parts = zip(*(tensor.split(segment_lengths(lengths), dim=2) for tensor in row), strict=True)
         attended = []
         for document in lengths:
             if isinstance(document, tuple):
-                attended += _attend_from_shared_prefix(
-                    next(parts), next(parts), next(parts), dropout_p
-                )
+                prefix, first, second = next(parts), next(parts), next(parts)
+                attended += _attend_from_shared_prefix(prefix, first, second, dropout_p)
             else:
                 q, k, v = next(parts)
                 attended.append(_attend_causally(q, k, v, dropout_p))

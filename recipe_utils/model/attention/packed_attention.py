@@ -1,6 +1,6 @@
 """Attention kernels for packed rows, and their requirements.
 
-| way | computes | needs |
+| kernel | computes | needs |
 | --- | --- | --- |
 | ``by_document`` | scaled_dot_product_attention, document by document | nothing; one kernel per document and layer |
 | ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width |
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
-Way = Literal["varlen", "flex", "by_document", "dense"]
+Kernel = Literal["varlen", "flex", "by_document", "dense"]
 
 _DTYPES_OF_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 _RECOMPILE_LIMIT = 64
@@ -30,17 +30,17 @@ _RECOMPILE_LIMIT = 64
 class PackedAttention(NamedTuple):
     """Attention of a model within the documents of packed rows."""
 
-    way: Way
+    kernel: Kernel
     why: str
-    """Reason, worded to follow ``way``."""
+    """Reason, for the log."""
     problem: str | None = None
     """Reason that it is not supported, and keys to set instead; None if it is."""
     problem_with_shared_prefixes: str | None = None
-    """The same for prefix-shared pairs, if they take another way."""
+    """The same for prefix-shared pairs, if they take another kernel."""
 
     def with_shared_prefixes(self) -> "PackedAttention":
         """Returns the attention for a microbatch with prefix-shared pairs."""
-        if self.way != "varlen":
+        if self.kernel != "varlen":
             return self
         why = "pairs share prefixes, and FlashAttention has no mask that hides one answer from the other"
         return PackedAttention("flex", why, self.problem or self.problem_with_shared_prefixes)
@@ -53,99 +53,87 @@ def self_attentions(model: nn.Module) -> list[Any]:
 
 
 def other_attention(model: nn.Module) -> str | None:
-    """Returns the type of a self-attention that is not torchtune's; None if there is none.
-
-    Only torchtune's own can attend within documents without a dense mask.
-    """
-    attentions = self_attentions(model)
-    others = [
-        type(module).__name__ for module in attentions if type(module) is not MultiHeadAttention
-    ]
-    if not attentions:
-        return type(model).__name__
-    return others[0] if others else None
+    """Returns the type of a self-attention that is not torchtune's, and needs a dense mask; None if there is none."""
+    types = [type(module) for module in self_attentions(model)] or [type(model)]
+    return next((each.__name__ for each in types if each is not MultiHeadAttention), None)
 
 
-def ask_for(model: nn.Module, way: str | None) -> None:
-    """Sets the ``packed_attention`` that :func:`choose` reads from a model."""
-    model.asked_packed_attention = way  # type: ignore[assignment]
+def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
+    """Selects the attention of ``model`` within documents on ``device``.
 
-
-def choose(model: nn.Module, device: torch.device) -> PackedAttention:
-    """Chooses the attention of ``model`` within documents on ``device``.
-
-    The configured one; by default on CUDA ``varlen``, or ``flex`` where FlashAttention does not
-    support the model or is not deterministic enough.
+    On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
+    ``flex`` if FlashAttention does not support the model or is not deterministic enough.
 
     The model is whole or a stage, in the precision that it computes in.
     """
     other = other_attention(model)
     if other is not None:
-        return PackedAttention("dense", f"{other} takes nothing but a mask [b, s, s]")
-    asked: Any = getattr(model, "asked_packed_attention", None)
-    dtype = next(model.parameters()).dtype
+        return PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
     if device.type != "cuda":
         return PackedAttention("by_document", f"the device is {device.type}")
 
-    against_varlen = _against_varlen(model, dtype, device)
-    way, why = asked, "packed_attention asks for it"
+    asked: Any = getattr(model, "packed_attention", None)
+    dtype = next(model.parameters()).dtype
+    dropout = max(float(attention.attn_dropout) for attention in self_attentions(model))
+    against_varlen = _against_varlen(model, dtype, dropout, device)
+    kernel, why = asked, "packed_attention is set to it"
     if asked is None:
-        way, why = _by_itself(model, dtype, against_varlen)
+        kernel, why = _default_kernel(dtype, dropout, against_varlen)
+    if kernel == "by_document":
+        return PackedAttention(kernel, why)
+    if kernel == "flex":
+        subject = "packed_attention=flex: it"
+        if asked is None:
+            subject = f"packed_attention=null: it is flex here ({why}), and it"
+        return PackedAttention(kernel, why, _problem_of_flex(dtype, dropout, subject))
     problem = None
-    if way == "varlen" and against_varlen is not None:
+    if against_varlen is not None:
         problem = (
             f"packed_attention=varlen: {against_varlen}; set packed_attention=flex, or leave it out"
         )
-    subject = "packed_attention=flex: it"
-    if asked is None:
-        subject = f"packed_attention=null: it is flex here ({why}), and it"
-    if way == "varlen":
-        subject = f"packed_attention={asked or 'null'}: pairs with prefix_sharing take flex attention, which"
-    of_flex = None if way == "by_document" else _problem_of_flex(model, dtype, subject)
-    if way == "flex":
-        return PackedAttention(way, why, of_flex)
-    return PackedAttention(way, why, problem, of_flex)
+    subject = (
+        f"packed_attention={asked or 'null'}: pairs with prefix_sharing take flex attention, which"
+    )
+    return PackedAttention(kernel, why, problem, _problem_of_flex(dtype, dropout, subject))
 
 
-def _by_itself(model: nn.Module, dtype: torch.dtype, against_varlen: str | None) -> tuple[Way, str]:
-    if _dropout(model) > 0:
-        return "by_document", f"attn_dropout={_dropout(model)}, which the others have not"
+def _default_kernel(
+    dtype: torch.dtype, dropout: float, against_varlen: str | None
+) -> tuple[Kernel, str]:
+    if dropout > 0:
+        return "by_document", f"the others do not support attn_dropout={dropout}"
     if dtype not in _DTYPES_OF_KERNELS:
-        return "by_document", f"no kernel of the others computes in {dtype}"
+        return "by_document", f"the others do not compute in {_name(dtype)}"
     if against_varlen is not None:
         return "flex", against_varlen
     if torch.are_deterministic_algorithms_enabled():
         # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
-        return (
-            "flex",
-            "cudnn_deterministic_mode asks for the same bits, and FlashAttention's backward adds in any order",
-        )
+        why = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
+        return "flex", why
     return "varlen", f"FlashAttention computes in {_name(dtype)}"
 
 
-def _dropout(model: nn.Module) -> float:
-    return max(float(attention.attn_dropout) for attention in self_attentions(model))
-
-
-def _against_varlen(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+def _against_varlen(
+    model: nn.Module, dtype: torch.dtype, dropout: float, device: torch.device
+) -> str | None:
     """Returns the reason that FlashAttention rejects a model (flash_attn/flash_api.cpp at 03b7c19), if any."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention does not compute in {_name(dtype)}"
-    if _dropout(model) > 0:
-        return f"it has no attn_dropout={_dropout(model)}"
+    if dropout > 0:
+        return f"it has no attn_dropout={dropout}"
     for head_dim in {attention.head_dim for attention in self_attentions(model)}:
         if head_dim % 8 or head_dim > 256:
-            return f"FlashAttention does not take heads of width {head_dim}"
+            return f"FlashAttention does not support heads of width {head_dim}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "FlashAttention needs a GPU of compute capability 8.0"
     return None
 
 
-def _problem_of_flex(model: nn.Module, dtype: torch.dtype, subject: str) -> str | None:
+def _problem_of_flex(dtype: torch.dtype, dropout: float, subject: str) -> str | None:
     """Returns the reason that flex attention is unavailable, in a sentence about ``subject``, if any."""
     instead = "set packed_attention=by_document"
-    if _dropout(model) > 0:
-        return f"{subject} has no attn_dropout={_dropout(model)}; {instead}"
+    if dropout > 0:
+        return f"{subject} has no attn_dropout={dropout}; {instead}"
     if dtype not in _DTYPES_OF_KERNELS:
         return f"{subject} does not compute in {_name(dtype)}; {instead}"
     missing = missing_for_triton()
@@ -159,10 +147,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def missing_for_triton() -> str | None:
-    """Returns the first missing requirement of Triton on this machine; None if there is none.
+    """Returns the first requirement of Triton that this machine lacks, if any.
 
-    Triton compiles a C launcher for each kernel: triton/runtime/build.py needs ``CC``, gcc or
-    clang, and the headers of this Python.
+    Triton compiles a C launcher for each kernel (triton/runtime/build.py).
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
@@ -176,10 +163,9 @@ def missing_for_triton() -> str | None:
 
 
 def raise_recompile_limit() -> None:
-    """Raises PyTorch's limit of 8 variants per compiled function.
+    """Raises PyTorch's limit of 8 variants per compiled function, beyond which it runs uncompiled.
 
-    Beyond it PyTorch runs the function uncompiled, with one warning; flex attention then stores all
-    scores [b, h, s, s], several times per layer.
+    Uncompiled flex attention stores all scores [b, h, s, s], several times per layer.
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"

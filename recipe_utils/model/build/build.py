@@ -15,17 +15,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import config, modules, training
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from torchtune.utils import get_logger
 
 from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_widening_hooks, without_quantising
 from recipe_utils.model.adapters.qat import simulate_quantisation
-from recipe_utils.model.attention.packed_attention import (
-    ask_for,
-    missing_for_triton,
-    raise_recompile_limit,
-)
+from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
 from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
@@ -42,6 +37,8 @@ from recipe_utils.settings.keys import STRICT, Count
 from recipe_utils.settings.problems import Problem
 
 _log = get_logger("INFO")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -93,14 +90,12 @@ class ModelSettings:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Precision of forward and backward, and of frozen weights."""
-        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.dtype or "fp32"]
-        return found
+        return _DTYPES[self.dtype or "fp32"]
 
     @property
     def torch_weights_dtype(self) -> torch.dtype:
         """Precision of trained weights, their summed gradients and optimizer state."""
-        found: torch.dtype = PRECISION_STR_TO_DTYPE[self.weights_dtype or self.dtype or "fp32"]
-        return found
+        return _DTYPES[self.weights_dtype or self.dtype or "fp32"]
 
     @property
     def sums_dtype(self) -> torch.dtype:
@@ -109,11 +104,11 @@ class ModelSettings:
 
     def offloads_to_cpu(self, device: torch.device) -> bool:
         """Returns True if FSDP2 keeps its shards on the CPU while computing on ``device``."""
-        asked = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
-        return asked and device.type != "cpu"
+        offloads = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
+        return offloads and device.type != "cpu"
 
     def without_gradients(self, **changes: Any) -> "ModelSettings":
-        """Returns the settings of a model without gradients: no recomputation, no separate weight precision."""
+        """Returns the settings of a model without gradients."""
         return replace(
             self,
             enable_activation_checkpointing=False,
@@ -134,103 +129,75 @@ class ModelSettings:
         )
         return context
 
-    def make_tensor_parallel_plan(self) -> dict[str, Any]:
-        """Returns parallel styles by module name pattern."""
-        return dict(config.instantiate(OmegaConf.create(self.tensor_parallel_plan)))
-
     def problems(self) -> Iterator[Problem]:
         """Yields conflicts between keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            yield Problem(
-                "enable_activation_offloading",
-                "it needs enable_activation_checkpointing=True",
-                True,
-                depends_on=("enable_activation_checkpointing",),
-            )
+            text = "it needs enable_activation_checkpointing=True"
+            depends_on = "enable_activation_checkpointing"
+            yield self._problem("enable_activation_offloading", text, depends_on)
         if self.enable_activation_checkpointing and self.ac_mode is not None:
-            yield Problem(
-                "ac_mode",
-                "enable_activation_checkpointing=True recomputes all layers "
-                "already; set one of the two to null or False",
-                self.ac_mode,
-                depends_on=("enable_activation_checkpointing",),
+            text = (
+                "enable_activation_checkpointing=True recomputes all layers already; set one of the two to "
+                "null or False"
             )
+            yield self._problem("ac_mode", text, "enable_activation_checkpointing")
         if self.ac_mode == "selective" and self.ac_option is None:
-            yield Problem(
-                "ac_mode",
-                "set ac_option, too: every how many-th layer is recomputed",
-                "selective",
-                ("ac_option",),
-            )
+            text = "set ac_option, too: every how many-th layer is recomputed"
+            yield self._problem("ac_mode", text, "ac_option")
         if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
-            yield Problem(
-                "weights_dtype",
-                f"dtype={self.dtype or 'fp32'} would compute in more digits "
-                "than the weights keep; set weights_dtype to null, or dtype to what the weights are",
-                self.weights_dtype,
-                depends_on=("dtype",),
+            text = (
+                f"dtype={self.dtype or 'fp32'} would compute in more digits than the weights keep; set "
+                "weights_dtype to null, or dtype to that of the weights"
             )
+            yield self._problem("weights_dtype", text, "dtype")
 
     def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields problems with this device and with tensor parallelism."""
+        """Yields problems with this device and with other parallel dimensions."""
         try:
             device = resolve_device(ranks.device)
         except ValueError:
             return
-        tensor_parallel_dim = ranks.tensor_parallel_dim
         yield from self._problems_of_kernels(device)
+        offloading = "enable_activation_offloading"
         if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
-            yield Problem(
-                "enable_activation_offloading",
-                "it does not go with pipeline_parallel_dim="
-                f"{ranks.pipeline_parallel_dim}; set it to False",
-                True,
-                depends_on=("pipeline_parallel_dim",),
-            )
+            text = f"it does not support pipeline_parallel_dim={ranks.pipeline_parallel_dim}; set it to False"
+            yield self._problem(offloading, text, "pipeline_parallel_dim")
         if self.enable_activation_offloading and device.type != "cuda":
-            yield Problem(
-                "enable_activation_offloading",
-                "it needs device=cuda; set it to False",
-                True,
-                depends_on=("device",),
-            )
+            yield self._problem(offloading, "it needs device=cuda; set it to False", "device")
         if self.dtype is not None:
             try:
                 training.get_dtype(self.dtype, device=device)
             except Exception as error:
-                yield Problem("dtype", f"{error}; set it to fp32", self.dtype)
-        if tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
-            yield Problem(
-                "tensor_parallel_dim",
-                "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan",
-                tensor_parallel_dim,
-                depends_on=("tensor_parallel_plan",),
+                yield self._problem("dtype", f"{error}; set it to fp32")
+        if ranks.tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
+            text = (
+                "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
             )
+            depends_on = ("tensor_parallel_plan",)
+            yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim, depends_on)
 
     def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
-        way = self.packed_attention
-        if way in ("varlen", "flex") and device.type != "cuda":
-            yield Problem(
-                "packed_attention",
+        kernel = self.packed_attention
+        if kernel in ("varlen", "flex") and device.type != "cuda":
+            text = (
                 f"it needs device=cuda; on device={device.type} leave it out, or set "
-                "packed_attention=by_document",
-                way,
-                depends_on=("device",),
+                "packed_attention=by_document"
             )
-        if way == "varlen" and self.dtype != "bf16":
-            yield Problem(
-                "packed_attention",
-                f"FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set "
-                "dtype=bf16, or packed_attention=flex",
-                "varlen",
-                depends_on=("dtype",),
+            yield self._problem("packed_attention", text, "device")
+        if kernel == "varlen" and self.dtype != "bf16":
+            text = (
+                f"FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set dtype=bf16, or "
+                "packed_attention=flex"
             )
+            yield self._problem("packed_attention", text, "dtype")
         missing = missing_for_triton()
         by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
         if self.compile and device.type == "cuda" and by_triton and missing is not None:
-            yield Problem(
-                "compile", f"Triton needs {missing}; install that, or set compile=False", True
-            )
+            text = f"Triton needs {missing}; install that, or set compile=False"
+            yield self._problem("compile", text)
+
+    def _problem(self, key: str, text: str, *depends_on: str) -> Problem:
+        return Problem(key, text, getattr(self, key), depends_on)
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
@@ -246,7 +213,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
             simulate_quantisation(model, settings.quantizer)
     drop_widening_hooks(model)
     freeze_base(model)
-    ask_for(model, settings.packed_attention)
+    model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
 
 
@@ -269,7 +236,7 @@ def build_model(
     whole = make()
     adapters = find_adapters(whole)
     if ranks.is_zero:
-        _say_what_is_trained(whole, adapters, settings)
+        _log_adapters(whole, adapters, settings)
     if ranks.dims.pp == 1:
         prepare(whole, True)
         return parallelize_model(whole, settings, ranks)
@@ -306,7 +273,7 @@ def _check_that_all_train(whole: Any, layers: list[range]) -> None:
             )
 
 
-def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:
+def _log_adapters(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:
     if not adapters.modules:
         return
     num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
@@ -317,25 +284,21 @@ def _say_what_is_trained(whole: nn.Module, adapters: Adapters, settings: ModelSe
     dropout = max(adapter.dropout for adapter in adapters.modules.values())
     if dropout > 0:
         _log.warning(
-            f"model.lora_dropout={dropout}: what is dropped depends on how samples fall into microbatches and "
-            "ranks, so the losses of two layouts are equal in the mean only; 0 is exact"
+            f"model.lora_dropout={dropout}: the dropped channels depend on microbatches and ranks, so the "
+            "losses of two layouts are equal in the mean only; 0 is exact"
         )
     if settings.low_cpu_ram:
-        _log.warning(
-            "low_cpu_ram=True: it changes nothing here, exports widen one weight at a time"
-        )
+        _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
 
 
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2 to a meta model, in that order.
 
-    FSDP2 also casts weights whose precision differs from the compute precision, even on a single
-    rank.
+    FSDP2 also casts weights to the compute precision, even on a single rank.
 
     Raises:
-        ValueError: token embeddings tied to the output layer would be sharded separately or split
-            over ``tp`` ranks; ``tp`` ranks would split adapters; NF4 weights do not divide into
-            whole blocks on each rank.
+        ValueError: tied token embeddings would be sharded separately or split over ``tp`` ranks;
+            ``tp`` ranks would split adapters; NF4 weights do not divide into whole blocks.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]
@@ -357,9 +320,10 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             "tensor_parallel_dim=1"
         )
     is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
-    is_cast = settings.torch_weights_dtype != settings.torch_dtype and _widen_trained(
-        model, settings.torch_weights_dtype
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    is_cast = settings.torch_weights_dtype != settings.torch_dtype and bool(trained)
+    for parameter in trained if is_cast else ():
+        parameter.data = parameter.data.to(settings.torch_weights_dtype)
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         raise_recompile_limit()
@@ -368,9 +332,8 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         fuse_norms_and_rope(model)
     if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
-        parallelize_module(
-            model, ranks.mesh["tp"], parallelize_plan=settings.make_tensor_parallel_plan()
-        )
+        plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
+        parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
     if settings.enable_activation_checkpointing:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
@@ -392,11 +355,3 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             ignored=frozen,
         )
     return model
-
-
-def _widen_trained(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Casts trained parameters to ``dtype``, in place; returns True if there are any."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.data = parameter.data.to(dtype)
-    return bool(trained)

@@ -4,13 +4,12 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
-from torchtune.modules.tied_linear import TiedLinear
+from torch import Tensor, nn
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.model.attention.packed_attention import Way, choose, other_attention
+from recipe_utils.model.attention.packed_attention import other_attention, select_kernel
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
@@ -27,28 +26,25 @@ attention. Not measured."""
 
 
 def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
-    """Returns the limits of samples and rows, and the cost of a microbatch.
-
-    The model is whole, in the precision that it computes in; it may be on the meta device.
-    """
+    """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch."""
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
-    attention = choose(model, device)
+    attention = select_kernel(model, device)
+    of_pairs = attention.with_shared_prefixes()
 
-    def num_row_lengths(way: Way) -> int | None:
+    def num_row_lengths(kernel: str) -> int | None:
         if compiles and device.type == "cpu":
             return _NUM_ROW_LENGTHS_ON_CPU
-        return _NUM_ROW_LENGTHS if compiles or way == "flex" else None
+        return _NUM_ROW_LENGTHS if compiles or kernel == "flex" else None
 
+    equal_length = equal_attention_length(model) / costs.attention_slowness
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        MicrobatchCost(
-            costs.overhead_slots, equal_attention_length(model) / costs.attention_slowness
-        ),
+        MicrobatchCost(costs.overhead_slots, equal_length),
         other_attention=other_attention(model),
-        num_row_lengths=num_row_lengths(attention.way),
-        num_row_lengths_with_shared_prefixes=num_row_lengths(attention.with_shared_prefixes().way),
+        num_row_lengths=num_row_lengths(attention.kernel),
+        num_row_lengths_with_shared_prefixes=num_row_lengths(of_pairs.kernel),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         packing_problem=attention.problem,
         packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
@@ -68,16 +64,14 @@ def num_outputs(model: nn.Module) -> int:
     """Returns the number of rows of the output layer."""
     decoder: Any = getattr(model, "decoder", model)
     output = decoder.output
-    holder = output.tied_module if isinstance(output, TiedLinear) else output
-    num_rows: int = holder.weight.size(0)
-    return num_rows
+    weight: Tensor = getattr(output, "tied_module", output).weight
+    return weight.size(0)
 
 
 def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) -> None:
-    """Warns if weights, gradients and Adam's state of one model and the weights of another exceed memory.
+    """Warns if the training state of one model and the weights of another exceed the memory of ``ranks``.
 
-    Both models are whole, on any device, and will be sharded over ``ranks``; ``trained`` is in its
-    training precision.
+    Both models are whole, on any device; ``trained`` is in its training precision.
     """
     sizes = [sum(p.nbytes for p in model.parameters()) for model in (trained, frozen)]
     sizes[0] += 3 * sum(p.nbytes for p in trained.parameters() if p.requires_grad)
@@ -90,7 +84,7 @@ def warn_if_above_memory(trained: nn.Module, frozen: nn.Module, ranks: Ranks) ->
         _log.warning(
             f"student {student:.1f} GiB (weights, gradients, Adam's state) and teacher {teacher:.1f} GiB over "
             f"{num_shards} ranks are above the {here:.1f} GiB of each; start more ranks, or set "
-            "teacher_cache=hidden, which lets go of the teacher before training"
+            "teacher_cache=hidden, which frees the teacher before training"
         )
 
 

@@ -1,4 +1,4 @@
-"""A block mask from lengths is the one that PyTorch makes of all pairs of slots."""
+"""A block mask from lengths is the one that PyTorch makes of all pairs of positions."""
 
 import random
 
@@ -33,14 +33,17 @@ def some_documents(row_length, with_shared_prefixes, draw):
     return row
 
 
-def assert_equal_masks(ours, expected):
+def assert_is_mask_of_all_pairs(rows):
+    documents, size = Documents(rows), sum(segment_lengths(rows[0]))
+    ours = block_mask(documents)
+    expected = create_block_mask(sees(documents), len(rows), None, size, size, "cpu")
     for name in TENSORS:
         mine, theirs = getattr(ours, name), getattr(expected, name)
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs), name
-    assert ours.seq_lengths == expected.seq_lengths
-    assert ours.BLOCK_SIZE == expected.BLOCK_SIZE
-    assert ours.shape == expected.shape
+    for name in ("seq_lengths", "BLOCK_SIZE", "shape"):
+        assert getattr(ours, name) == getattr(expected, name)
+    return ours
 
 
 @pytest.mark.parametrize("with_shared_prefixes", [False, True], ids=["plain", "prefix_shared"])
@@ -53,34 +56,21 @@ def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_shared_prefixes):
             some_documents(row_length, with_shared_prefixes, draw)
             for _ in range(1 if index % 4 else 3)
         ]
-        documents = Documents(rows)
-        expected = create_block_mask(
-            sees(documents), len(rows), None, row_length, row_length, "cpu"
-        )
-        ours = block_mask(documents)
-        assert_equal_masks(ours, expected)
-        kinds["partial"] += int(ours.kv_num_blocks.sum())
-        kinds["full"] += int(ours.full_kv_num_blocks.sum())
+        mask = assert_is_mask_of_all_pairs(rows)
+        kinds["partial"] += int(mask.kv_num_blocks.sum())
+        kinds["full"] += int(mask.full_kv_num_blocks.sum())
     assert min(kinds.values()) > 100
 
 
-@pytest.mark.parametrize("row", [[4096], [2048, 2048], [127, 1, 128, 129, 2048, 15], [1] * 256])
-def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
-    size = sum(row)
-    documents = Documents([row])
-    expected = create_block_mask(sees(documents), 1, None, size, size, "cpu")
-    assert_equal_masks(block_mask(documents), expected)
+PLAIN = [[4096], [2048, 2048], [127, 1, 128, 129, 2048, 15], [1] * 256]
+PAIRS = [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 127)]
 
 
 @pytest.mark.parametrize(
-    "document", [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 127)]
+    "row", [*PLAIN, *(row for pair in PAIRS for row in ([pair], [7, pair, 121], [pair, pair]))]
 )
-def test_ends_of_chosen_lengths_have_the_mask_of_all_pairs(document):
-    for row in ([document], [7, document, 121], [document, document]):
-        size = sum(segment_lengths(row))
-        documents = Documents([row])
-        expected = create_block_mask(sees(documents), 1, None, size, size, "cpu")
-        assert_equal_masks(block_mask(documents), expected)
+def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
+    assert_is_mask_of_all_pairs([row])
 
 
 def test_a_dense_mask_is_torchtune_s():
@@ -105,7 +95,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("row", [[2048] * 64, [(1024, 512, 512)] * 64], ids=["one", "two"])
 def test_it_is_made_without_a_number_from_the_device_and_without_all_pairs(row):
-    """On the meta device, where reading a number raises; 131072 slots, whose pairs are 17 billion."""
+    """On the meta device, where reading a number raises; 131072 positions, whose pairs are 17 billion."""
     documents = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), Documents([row]))
     with Largest() as largest:
         mask = block_mask(documents)

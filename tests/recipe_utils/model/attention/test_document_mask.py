@@ -1,172 +1,281 @@
-"""Documents of a row attend as if each were alone, whichever way the attention is computed."""
+"""Documents of a row attend as if each were alone, whichever kernel computes the attention."""
+
+import itertools
 
 import pytest
 import tiny
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_mask, flex_attention
-from torchtune.modules import TransformerDecoder
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention import varlen as varlen_module
+from torchtune.modules import RMSNorm
 
 from recipe_utils.data.text.documents import Documents
-from recipe_utils.model.attention.block_mask import block_mask, sees
+from recipe_utils.model.attention.block_mask import block_mask
 from recipe_utils.model.attention.document_mask import (
-    DocumentMask,
-    _attend,
     attend_within_documents,
+    compile_flex_attention,
 )
-from recipe_utils.model.attention.packed_attention import other_attention
+from recipe_utils.model.attention.packed_attention import raise_recompile_limit, self_attentions
+from recipe_utils.settings.problems import ConfigError
 
-CPU = torch.device("cpu")
-MODELS = {"llama": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2_MODEL}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PLAIN = [5, 1, 17, 2]
+PREFIX_SHARED = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
+MODELS = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2_MODEL}
 
 
-def make(sizes, max_row_length=0):
+def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=64):
+    """A model in float64 on the CPU with the attention of a bf16 model on ``device``."""
     model = tiny.tiny_model(sizes)
-    attend_within_documents(model, CPU, max_row_length)
-    return model
+    first = next(model.parameters())
+    weights, first.data = first.data, first.data.bfloat16()
+    model.packed_attention = kernel
+    attend_within_documents(model, device, max_row_length)
+    first.data = weights
+    return model.double()
 
 
-def documents(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, tiny.VOCAB_SIZE, (n,), generator=generator) for n in lengths]
-
-
-def one_row(parts):
-    return {
-        "tokens": torch.cat(parts)[None],
-        "input_pos": torch.cat([torch.arange(len(part)) for part in parts])[None],
-        "document_lengths": [[len(part) for part in parts]],
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_row_gives_the_logits_and_gradients_of_its_documents_alone(name):
-    parts = documents([5, 1, 17, 2])
-    with tiny.float64_throughout():
-        alone = make(MODELS[name]).double()
-        expected = [alone(part[None]) for part in parts]
-        torch.cat(expected, dim=1).square().sum().backward()
-        model = make(MODELS[name]).double()
-        logits = model(**one_row(parts))
-        logits.square().sum().backward()
-        mixed = model(tokens=one_row(parts)["tokens"], input_pos=one_row(parts)["input_pos"])
-    assert torch.allclose(logits, torch.cat(expected, dim=1), rtol=1e-6)
-    for (key, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        scale = other.grad.abs().max()
-        # torchtune's unembed rounds logits to fp32
-        assert (parameter.grad - other.grad).abs().max() < 1e-6 * scale, key
-    assert not torch.allclose(mixed, logits, rtol=1e-2)
-
-
-def test_rows_of_one_microbatch_keep_apart():
-    rows = [documents([3, 9], seed=1), documents([7, 4, 1], seed=2)]
-    together = {
-        key: torch.cat([one_row(row)[key] for row in rows]) for key in ("tokens", "input_pos")
-    }
-    lengths = [one_row(row)["document_lengths"][0] for row in rows]
-    model = make(tiny.MODEL)
-    logits = model(**together, document_lengths=lengths)
-    for row, of_row in zip(rows, logits, strict=True):
-        assert torch.allclose(of_row, model(**one_row(row))[0], rtol=1e-4)
-
-
-def test_a_row_may_be_longer_than_any_document_the_model_takes():
-    parts = documents([60, 60, 60])
-    with pytest.raises(ValueError, match="seq_len"):
-        make(tiny.MODEL)(**one_row(parts))
-    assert make(tiny.MODEL, max_row_length=180)(**one_row(parts)).shape[:2] == (1, 180)
-
-
-def test_without_document_lengths_nothing_changes():
-    (part,) = documents([20])
-    assert torch.equal(make(tiny.MODEL)(part[None]), tiny.tiny_model()(part[None]))
-
-
-@pytest.mark.slow
-def test_compiled_layers_are_not_compiled_again_for_other_documents():
-    torch._dynamo.reset()
-    compilations = []
-
-    def backend(graph, _):
-        compilations.append(graph)
-        return graph.forward
-
-    model = make(tiny.MODEL)
-    for layer in model.layers:
-        layer.compile(backend=backend)
-    model(**one_row(documents([5, 1, 17, 2])))
-    num_compilations = len(compilations)
-    assert num_compilations > 0
-    for lengths in ([20, 5], [9, 9, 7], [25]):
-        logits = model(**one_row(documents(lengths)))
-        eager = make(tiny.MODEL)(**one_row(documents(lengths)))
-        assert torch.allclose(logits, eager, rtol=1e-4)
-    assert len(compilations) == num_compilations
-    torch._dynamo.reset()
-
-
-def test_models_that_cannot_keep_documents_apart_are_told_by_their_attention():
-    assert other_attention(tiny.tiny_model()) is None
-    assert other_attention(tiny.tiny_fusion_model()) is None
-    assert other_attention(tiny.tiny_model(tiny.GEMMA2_MODEL)) == "Gemma2Attention"
-    assert other_attention(nn.Linear(1, 1)) == "Linear"
-    assert isinstance(tiny.tiny_model(), TransformerDecoder)
-
-
-PAIRS = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
-"""Plain documents and prefix-shared pairs."""
-
-
-def ends_alone(row):
-    """Each end behind what it shares, or a document, as a sample of its own; in the row its slots."""
+def answers_of(lengths):
+    """Positions in the row of each plain document, and of each answer of a pair with its prefix."""
     start = 0
-    for document in row:
-        shared, *ends = document if isinstance(document, tuple) else (0, document)
+    for document in lengths:
+        shared, *answers = document if isinstance(document, tuple) else (0, document)
         at = start + shared
-        for length in ends:
+        for length in answers:
             yield [*range(start, start + shared), *range(at, at + length)]
             at += length
         start = at
 
 
-def row_of(lengths):
-    num_tokens = sum(sum(d) if isinstance(d, tuple) else d for d in lengths)
-    (tokens,) = documents([num_tokens], seed=3)
-    positions = torch.zeros(num_tokens, dtype=torch.long)
-    for slots in ends_alone(lengths):
-        positions[slots] = torch.arange(len(slots))
-    return {"tokens": tokens[None], "input_pos": positions[None], "document_lengths": [lengths]}
+def row_of(lengths, seed=3):
+    answers = list(answers_of(lengths))
+    size = answers[-1][-1] + 1
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.zeros(1, size, dtype=torch.long)
+    for answer in answers:
+        positions[0, answer] = torch.arange(len(answer))
+    return {
+        "tokens": torch.randint(1, tiny.VOCAB_SIZE, (1, size), generator=generator),
+        "input_pos": positions,
+        "document_lengths": Documents([lengths]),
+    }
 
 
-def test_an_end_sees_what_both_share_and_nothing_of_the_other():
-    row = row_of(PAIRS)
+def assert_close_with_gradients(model, logits, other, expected):
+    for each in (logits, expected):
+        torch.cat(each).square().sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mixed"),
+    [(PLAIN, [25]), (PREFIX_SHARED, [15, 4, 9, 11, 1])],
+    ids=["plain", "pairs"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_gives_the_logits_and_gradients_of_its_documents_alone(name, lengths, mixed):
+    model, alone, row = make(MODELS[name]), make(MODELS[name]), row_of(lengths)
     with tiny.float64_throughout():
-        alone, model = make(tiny.UNTIED_MODEL).double(), make(tiny.UNTIED_MODEL).double()
+        expected = [alone(row["tokens"][:, answer])[0] for answer in answers_of(lengths)]
         logits = model(**row)[0]
-        for slots in ends_alone(PAIRS):
-            expected = alone(row["tokens"][:, slots])[0]
-            assert torch.allclose(logits[slots], expected, rtol=1e-12, atol=1e-12)
-        flat = [sum(d) if isinstance(d, tuple) else d for d in PAIRS]
-        seen_by_each_other = model(**{**row, "document_lengths": [flat]})[0]
-    assert not torch.allclose(seen_by_each_other, logits, rtol=1e-2)
+        of_mixed = model(**{**row, "document_lengths": Documents([mixed])})[0]
+        found = [logits[answer] for answer in answers_of(lengths)]
+        assert_close_with_gradients(model, found, alone, expected)
+    assert not torch.allclose(of_mixed, logits, rtol=1e-2)
 
 
-def test_flex_attention_s_mask_is_the_same_as_attention_piece_by_piece():
-    lengths = [PAIRS, [(3, 20, 17)]]
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, 4, 40, 8)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
-    ours = [t.clone().requires_grad_() for t in tensors]
-    by_pieces = _attend(*ours, DocumentMask(lengths), 0.0)
-    mask = block_mask(Documents(lengths))
-    by_mask = flex_attention(*tensors, block_mask=mask)  # which has no backward on a CPU
-    torch.testing.assert_close(by_pieces, by_mask, rtol=1e-12, atol=1e-12)
-    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-    (by_pieces * weights).sum().backward()
-    dense = create_mask(sees(Documents(lengths)), 2, 1, 40, 40, CPU)
-    plain = [t.clone().requires_grad_() for t in tensors]
-    attended = nn.functional.scaled_dot_product_attention(*plain, attn_mask=dense)
-    torch.testing.assert_close(by_pieces, attended, rtol=1e-12, atol=1e-12)
-    (attended * weights).sum().backward()
-    for mine, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+def test_rows_of_one_microbatch_keep_apart():
+    rows = [row_of([3, 9], seed=1), row_of([7, 4, 1], seed=2)]
+    together = {key: torch.cat([row[key] for row in rows]) for key in ("tokens", "input_pos")}
+    model = make()
+    logits = model(**together, document_lengths=Documents([[3, 9], [7, 4, 1]]))
+    for row, of_row in zip(rows, logits, strict=True):
+        torch.testing.assert_close(of_row, model(**row)[0])
+
+
+def test_a_row_may_be_longer_than_any_document_the_model_takes():
+    row = row_of([60, 60, 60])
+    with pytest.raises(ValueError, match="seq_len"):
+        make()(**row)
+    assert make(max_row_length=180)(**row).shape[:2] == (1, 180)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=["by_document", "varlen"])
+def test_without_documents_torchtune_s_own_forward_runs(device):
+    tokens = row_of([20])["tokens"]
+    assert torch.equal(make(device=device)(tokens), tiny.tiny_model().double()(tokens))
+
+
+def test_other_attention_than_torchtune_s_is_not_changed():
+    model = tiny.tiny_model(tiny.GEMMA2_MODEL)
+    forwards = [attention.forward for attention in self_attentions(model)]
+    attend_within_documents(model, CUDA, 64)
+    assert [attention.forward for attention in self_attentions(model)] == forwards
+
+
+def test_rows_that_cannot_be_computed_are_refused_in_the_forward():
+    model = make({**tiny.MODEL, "attn_dropout": 0.1}, "flex", CUDA)
+    with pytest.raises(ConfigError, match=r"packed_attention=flex: it has no attn_dropout=0\.1"):
+        model(**row_of(PLAIN))
+
+
+# ---- Kernels for CUDA ---------------------------------------------------------------------------
+
+
+def flash_attention(q, k, v, sizes, grad=None):
+    """What FlashAttention computes of documents of ``sizes``; given ``grad`` its gradients, by the formula.
+
+    Takes q [t, h, d], k and v [t, h or fewer, d]. No autograd: it ends above a custom operator's kernels.
+    """
+    num_copies = q.size(1) // k.size(1)
+    scale = q.size(-1) ** -0.5
+    made = []
+    inputs = (q, k, v) if grad is None else (q, k, v, grad)
+    for row in zip(*(each.transpose(0, 1).split(sizes, dim=1) for each in inputs), strict=True):
+        q, k, v = row[0], *(each.repeat_interleave(num_copies, dim=0) for each in row[1:3])
+        sees = torch.ones(q.size(1), q.size(1), dtype=torch.bool).tril()
+        p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)
+        if grad is None:
+            made.append([p @ v])
+            continue
+        of_p = row[3] @ v.mT
+        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
+        of_k, of_v = (
+            each.unflatten(0, (-1, num_copies)).sum(1) for each in (of_scores.mT @ q, p.mT @ row[3])
+        )
+        made.append([of_scores @ k, of_k, of_v])
+    return tuple(
+        torch.cat(parts, dim=1).transpose(0, 1).contiguous() for parts in zip(*made, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def flash_attention_on_a_cpu():
+    """PyTorch's varlen_attn with kernels for a CPU; what its operators are called with is checked."""
+
+    def check(cu_q, cu_k, max_q, max_k, is_causal):
+        sizes = cu_q.diff()
+        assert cu_q.dtype == torch.int32
+        assert torch.equal(cu_q, cu_k)
+        assert sizes.min() > 0
+        assert max_q == max_k
+        assert max_q >= sizes.max()
+        assert is_causal
+        return sizes.tolist()
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, *_, **__):
+        sizes = check(cu_q, cu_k, max_q, max_k, is_causal)
+        (attended,) = flash_attention(q, k, v, sizes)
+        return attended, torch.zeros(q.size(1), q.size(0)), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(grad, q, k, v, _, __, cu_q, cu_k, max_q, max_k, is_causal, *___, **____):
+        return flash_attention(q, k, v, check(cu_q, cu_k, max_q, max_k, is_causal), grad)
+
+    varlen_module._varlen_attn.register_kernel("cpu", forward)
+    varlen_module._varlen_attn_backward.register_kernel("cpu", backward)
+
+
+@pytest.fixture
+def flex_attention_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # no backward on a CPU
+    triton = "recipe_utils.model.attention.packed_attention.missing_for_triton"
+    monkeypatch.setattr(triton, lambda: None)
+
+
+def assert_same_as_on_a_cpu(model, on_cpu, lengths):
+    row = row_of(lengths)
+    with tiny.float64_throughout():
+        assert_close_with_gradients(model, list(model(**row)), on_cpu, list(on_cpu(**row)))
+
+
+@pytest.mark.parametrize("lengths", [PLAIN, PREFIX_SHARED], ids=["plain", "pairs"])
+@pytest.mark.parametrize("kernel", ["varlen", "flex", "by_document"])
+def test_each_kernel_gives_the_same_logits_and_gradients(
+    kernel, lengths, flash_attention_on_a_cpu, flex_attention_on_a_cpu
+):
+    with torch.compiler.set_stance("force_eager"):
+        assert_same_as_on_a_cpu(make(kernel=kernel, device=CUDA), make(), lengths)
+
+
+def test_queries_and_keys_are_normalised_as_torchtune_does(flash_attention_on_a_cpu):
+    models = make(device=CUDA), make()
+    for model in models:
+        for attention in self_attentions(model):
+            attention.q_norm, attention.k_norm = (RMSNorm(8).double() for _ in range(2))
+            nn.init.constant_(attention.q_norm.scale, 1.3)
+    assert_same_as_on_a_cpu(*models, PLAIN)
+
+
+def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attention_on_a_cpu):
+    """As with torch 2.11, whose varlen_attn has no enable_gqa."""
+    varlen_attn = varlen_module.varlen_attn
+
+    def of_torch_2_11(query, key, value, *bounds, window_size):
+        assert query.shape == key.shape
+        return varlen_attn(query, key, value, *bounds, window_size=window_size)
+
+    monkeypatch.setattr(varlen_module, "varlen_attn", of_torch_2_11)
+    assert_same_as_on_a_cpu(make(device=CUDA), make(), PLAIN)
+
+
+# ---- Compilation --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend():
+    """A compiler's backend that keeps the graphs in ``backend.graphs`` and runs them as they are."""
+
+    def keep(graph, _):
+        keep.graphs.append(graph)
+        return graph.forward
+
+    keep.graphs = []
+    torch._dynamo.reset()
+    yield keep
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=["by_document", "varlen"])
+def test_compiled_layers_are_not_compiled_again_for_other_documents(
+    device, backend, flash_attention_on_a_cpu
+):
+    model = make(device=device)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    with tiny.float64_throughout():
+        model(**row_of(PLAIN))
+        num_compilations = len(backend.graphs)
+        assert num_compilations > 0
+        for lengths in ([20, 5], [9, 9, 7], [25]):
+            row = row_of(lengths)
+            torch.testing.assert_close(model(**row), make(device=device)(**row))
+    assert len(backend.graphs) == num_compilations
+
+
+@pytest.mark.slow
+def test_flex_attention_is_compiled_once_for_each_length_of_rows_in_training_and_validation(
+    backend, flex_attention_on_a_cpu
+):
+    """Six lengths, twice each: 12 variants, beyond PyTorch's limit of 8; fresh documents add none."""
+    attend = compile_flex_attention(backend)
+    raise_recompile_limit()
+
+    def attend_to(row, trains):
+        q, k, v = (torch.randn(1, 2, sum(row), 16, requires_grad=trains) for _ in range(3))
+        with torch.set_grad_enabled(trains):
+            return attend(q, k, v, block_mask=block_mask(Documents([row])))
+
+    variants = list(itertools.product(range(1, 7), (True, False)))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for num_blocks, trains in variants:
+            attend_to([100, 128 * num_blocks - 100], trains)
+        assert len(backend.graphs) == len(variants) == 12
+        for num_blocks, trains in variants:
+            attend_to([30, 90, 128 * num_blocks - 120], trains)
+            attend_to([128 * num_blocks], trains)
+    assert len(backend.graphs) == 12
+    compile_flex_attention.cache_clear()
