@@ -1,7 +1,7 @@
 """torchtune's norms and rotary positions with fewer passes over activations.
 
-On a CPU, outputs and gradients are bitwise equal to torchtune's. Eager layers are memory-bound, so
-each saved pass saves time; compiled layers stay as they are, since the compiler fuses better.
+On a CPU, outputs and gradients are bitwise equal to torchtune's. Compiled layers stay as they are,
+since the compiler fuses better.
 
 Shapes: b rows, s positions per row, h heads, d width of a head or of the model.
 """
@@ -18,11 +18,9 @@ from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 
 
 def fuse_norms_and_rope(model: nn.Module) -> None:
-    """Replaces the forwards of a model's norms and rotary positions, in place.
+    """Replaces the forwards of torchtune's norms and rotary positions (Llama 3.1's, too), in place.
 
-    Applies to torchtune's :class:`RMSNorm`, :class:`RotaryPositionalEmbeddings` and Llama 3.1's
-    scaled ones; other modules and DTensors (tensor parallel) keep their own forward. Weights and
-    their names stay.
+    Other modules and DTensors (tensor parallel) keep their own forward; weights keep their names.
     """
     for module in model.modules():
         if type(module) is RMSNorm:
@@ -39,9 +37,7 @@ def _normalise(norm: Any, x: Tensor) -> Tensor:
         # One kernel, internally in fp32, for equal dtypes; torchtune's would upcast x and run six.
         return F.rms_norm(x, norm.normalized_shape, norm.scale.to(x.dtype), norm.eps)
     wide = x.float()
-    if (
-        wide.dtype.itemsize < norm.scale.dtype.itemsize
-    ):  # an fp64 model, whose activations torchtune downcasts
+    if wide.dtype.itemsize < norm.scale.dtype.itemsize:  # torchtune computes fp64 models so, too
         return type(norm).forward(norm, x)
     normed: Tensor = _RMSNorm.apply(wide, norm.scale, norm.eps)
     return normed.to(x.dtype)
@@ -50,9 +46,8 @@ def _normalise(norm: Any, x: Tensor) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm on a CPU, for which PyTorch has no fused kernel.
 
-    The operations and their order are those of autograd for torchtune's norm, except that numbers
-    per row are not expanded to whole activations, and intermediate results that can be recomputed
-    are not saved.
+    The operations and their order are autograd's for torchtune's norm, except that numbers per row
+    are not expanded to whole activations, and results that can be recomputed are not saved.
     """
 
     @staticmethod

@@ -32,15 +32,9 @@ def load_model(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``; ``seed`` initializes fresh
-    adapters.
-
-    Returns:
-        The checkpoint without its weights, and fingerprints of the frozen weights.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: weights that cannot be read, or do not fit the
-            model.
+    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``. Returns the checkpoint
+    without its weights, and fingerprints of the frozen weights. Raises ConfigError if the weights
+    cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
@@ -57,71 +51,66 @@ def load_weights(
 ) -> dict[str, str]:
     """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
-    Each rank slices its own shards from the full weights, without communication.
+    Each rank slices its own shards from the full weights, without communication. Parameters are
+    converted to the precision that they were built in, and stay on the CPU for FSDP2's offload.
 
-    ``model`` is the result of :func:`recipe_utils.model.build.build.build_model`. ``checkpoint``
-    contains full weights and, optionally, adapters, on every rank, by torchtune's keys; both are
-    removed from it. Parameters are converted to the precision that they were built in, and stay on
-    the CPU for FSDP2's offload. ``seed`` is that of fresh adapters.
+    Args:
+        model: result of :func:`recipe_utils.model.build.build.build_model`.
+        checkpoint: full weights and, optionally, adapters, on every rank, by torchtune's keys; both
+            are removed from it.
+        settings: settings that the model was built with.
+        device: device of the forwards.
+        seed: seed of fresh adapters.
 
     Returns:
-        Fingerprints of the frozen weights, so that a resumed training is refused other ones.
+        Fingerprints of the frozen weights; a resumed training must have the same ones.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape, or a parameter does not
-            divide over the ranks that shard it twice (tensor parallel and FSDP2).
+        ValueError: weights do not match the model, or do not divide over the ranks that shard them
+            twice (tensor parallel and FSDP2).
         RuntimeError: the model has buffers that neither the checkpoint nor ``rope_init`` provides.
     """
     base = checkpoint.pop(training.MODEL_KEY)
     given = checkpoint.pop(training.ADAPTER_KEY, None)
     adapters = adapters_of(model)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
-    if isinstance(model, Stages):
-        for stage in model.values():
-            _load(stage, weights, settings, device, model.whole.names_of_weights)
-    else:
-        _load(model, weights, settings, device, names_of_other_stages=())
+    names = model.whole.names_of_weights if isinstance(model, Stages) else ()
+    for part in model.values() if isinstance(model, Stages) else [model]:
+        _load(part, weights, settings, device, names)
     return fingerprint_of_frozen(adapters, base)
 
 
 def _load(
     model: nn.Module,
-    state_dict: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     settings: ModelSettings,
     device: torch.device,
     names_of_other_stages: Collection[str],
 ) -> None:
-    frozen = find_adapters(model).frozen
     with training.set_default_dtype(settings.torch_dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its cache is not in the state dict
                 module.rope_init()  # type: ignore[operator]
 
-    check_weights(model, state_dict, names_of_other_stages)
-    expected = model.state_dict()
-    weights_device = torch.device("cpu") if settings.offloads_to_cpu(device) else device
-    model.load_state_dict(
-        {
-            name: _shard_like(
-                parameter, name, state_dict[name], weights_device, frozen.get(name, False)
-            )
-            for name, parameter in expected.items()
-        },
-        strict=True,
-        assign=True,  # meta tensors cannot be copied to
-    )
+    check_weights(model, weights, names_of_other_stages)
+    is_quantised = find_adapters(model).frozen
+    on_cpu = settings.offloads_to_cpu(device)
+    weights_device = torch.device("cpu") if on_cpu else device
+    shards = {
+        name: _shard_like(like, name, weights[name], weights_device, is_quantised.get(name, False))
+        for name, like in model.state_dict().items()
+    }
+    model.load_state_dict(shards, assign=True)  # meta tensors cannot be copied to
     training.validate_no_params_on_meta_device(model)
 
 
 def check_weights(
     model: nn.Module, state_dict: Mapping[str, Tensor], names_of_other_stages: Collection[str] = ()
 ) -> None:
-    """Checks that full weights, by torchtune's keys, match a model or a stage, sharded and on meta or not.
+    """Raises ValueError if full weights, by torchtune's keys, are missing, unexpected or of another shape.
 
-    ``names_of_other_stages`` may be in ``state_dict`` in addition.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape.
+    The model or stage may be sharded and on the meta device. ``names_of_other_stages`` may be in
+    ``state_dict`` in addition.
     """
     expected = model.state_dict()
     missing = expected.keys() - state_dict.keys()
@@ -139,22 +128,21 @@ def check_weights(
         if names:
             raise ValueError(
                 f"the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and checkpointer must "
-                "be of one kind and size"
+                "be of one architecture and size"
             )
 
 
 def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) -> str:
     """Returns a checksum of every byte of full CPU weights, the same on every rank. All ranks together.
 
-    ``group`` is a CPU (gloo) group of all ranks; each reads its share of the weights.
+    Each rank reads its share of the weights; ``group`` is a CPU (gloo) group of all ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     share = {}
     for name in sorted(weights)[rank::world_size]:
         weight = weights[name].detach().contiguous()
         data: Any = weight.reshape(-1).view(torch.uint8).numpy()
-        crc32 = zlib.crc32(data)
-        share[name] = f"{tuple(weight.shape)} {weight.dtype} {crc32:08x}"
+        share[name] = f"{tuple(weight.shape)} {weight.dtype} {zlib.crc32(data):08x}"
     of_all = {name: text for each in gather_objects(share, group) for name, text in each.items()}
     return f"{zlib.crc32(repr(sorted(of_all.items())).encode()):08x}"
 
@@ -233,14 +221,8 @@ def _shard_like(
         assert like._spec.tensor_meta is not None
         meta = like._spec.tensor_meta._replace(dtype=own.dtype)
         return DTensor(own, replace(like._spec, tensor_meta=meta), requires_grad=False)
-    return DTensor.from_local(
-        own,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(own, like.device_mesh, like.placements, **layout)
 
 
 def _plain(weight: Tensor, device: torch.device) -> Tensor:
@@ -250,12 +232,6 @@ def _plain(weight: Tensor, device: torch.device) -> Tensor:
         own = own.get_original_weight()
     if not isinstance(weight, DTensor):
         return own
-    whole = DTensor.from_local(
-        own.to(device),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    return whole.full_tensor()
+    layout: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+    sharded = DTensor.from_local(own.to(device), weight.device_mesh, weight.placements, **layout)
+    return sharded.full_tensor()

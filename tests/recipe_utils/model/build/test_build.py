@@ -1,5 +1,7 @@
 """Models are built without memory, prepared before they are wrapped, and wrapped as asked for."""
 
+from functools import partial
+
 import pytest
 import tiny
 import torch
@@ -7,6 +9,7 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.model.build.build import (
     ModelSettings,
@@ -65,7 +68,7 @@ def test_wrapped_models_load_the_weights_of_plain_ones(ranks, wrapping):
     assert len(recomputing) == (2 if "enable_activation_checkpointing" in wrapping else 1)
 
 
-def test_a_model_in_one_piece_is_prepared_once_with_its_output_before_it_is_wrapped(ranks):
+def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(ranks):
     prepared = []
 
     def prepare(model, has_output):
@@ -75,92 +78,55 @@ def test_a_model_in_one_piece_is_prepared_once_with_its_output_before_it_is_wrap
 
     settings = ModelSettings(enable_activation_checkpointing=True, dtype="bf16")
     model = build_model(make, prepare, settings, ranks, PipelineSettings())
-    assert [facts for _, *facts in prepared] == [[True, False, True]]
-    assert prepared[0][0] is model
+    assert prepared == [(model, True, False, True)]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert any("CheckpointWrapper" in type(m).__name__ for m in model.modules())
 
 
 def build_on_two_ranks(layouts):
-    """For each layout what ``prepare`` was called with, and what became of the model."""
+    """For each layout, the layers that ``prepare`` was called with and whether these had the output."""
     found = []
     for layout, schedule in layouts:
         ranks = join_ranks(RankSettings(device="cpu", **dict(layout)))
         prepared = []
 
         def prepare(model, has_output, prepared=prepared):
-            layers = [
-                index
-                for index, layer in enumerate(model.layers)
-                if not isinstance(layer, NotOnThisStage)
-            ]
-            prepared.append((layers, has_output, isinstance(model, FSDPModule)))
+            layers = enumerate(model.layers)
+            own = [index for index, layer in layers if not isinstance(layer, NotOnThisStage)]
+            assert not isinstance(model, FSDPModule)
+            prepared.append((own, has_output))
 
-        model = build_model(
-            lambda: make(tiny.DEEP_UNTIED_MODEL),
-            prepare,
-            ModelSettings(),
-            ranks,
-            PipelineSettings(pipeline_parallel_schedule=schedule),
-        )
-        stages = sorted(model.by_index()) if isinstance(model, Stages) else None
-        whole = model.whole._replace(names_of_weights=[]) if stages is not None else None
-        found.append((prepared, stages, isinstance(model, FSDPModule), whole))
+        pipeline = PipelineSettings(pipeline_parallel_schedule=schedule)
+        of_model = partial(make, tiny.DEEP_UNTIED_MODEL)
+        model = build_model(of_model, prepare, ModelSettings(), ranks, pipeline)
+        if isinstance(model, Stages):
+            assert len(model.whole.adapters.trained) == 39
+            assert len(model) == len(prepared)
+        assert isinstance(model, FSDPModule) == ("data_parallel_shard_dim" in dict(layout))
+        found.append(prepared)
     return found
 
 
-@pytest.fixture(scope="module")
-def built_on_two_ranks():
-    """Per rank: sharded over both, cut into 2 stages, cut into 4."""
+def test_each_stage_is_prepared_by_itself_and_only_the_last_has_the_output():
     layouts = [
         ({"data_parallel_shard_dim": 2}, "1F1B"),
         ({"pipeline_parallel_dim": 2}, "1F1B"),
         ({"pipeline_parallel_dim": 2}, "Interleaved1F1B"),
     ]
-    return run_distributed(build_on_two_ranks, 2, layouts)
-
-
-def test_a_model_is_prepared_before_it_is_sharded(built_on_two_ranks):
-    for sharded, *_ in built_on_two_ranks:
-        assert sharded == ([([0, 1, 2, 3], True, False)], None, True, None)
-
-
-def test_each_stage_is_prepared_by_itself_and_only_the_last_has_the_output(built_on_two_ranks):
-    (_, first, _), (_, second, _) = built_on_two_ranks
-    assert first[:3] == ([([0, 1], False, False)], [0], False)
-    assert second[:3] == ([([2, 3], True, False)], [1], False)
-
-
-def test_interleaved_schedules_have_every_other_stage_on_each_rank(built_on_two_ranks):
-    (*_, first), (*_, second) = built_on_two_ranks
-    assert first[:2] == ([([0], False, False), ([2], False, False)], [0, 2])
-    assert second[:2] == ([([1], False, False), ([3], True, False)], [1, 3])
-
-
-def test_stages_know_the_model_that_they_are_parts_of(built_on_two_ranks):
-    for _, two, four in built_on_two_ranks:
-        for (*_, whole), num_stages in ((two, 2), (four, 4)):
-            assert whole[:4] == ([], num_stages, 32, False)
-            assert len(whole.adapters.trained) == 39
-            assert (whole.adapters.modules, whole.adapters.frozen) == ({}, {})
+    first, second = run_distributed(build_on_two_ranks, 2, layouts)
+    assert first[0] == second[0] == [([0, 1, 2, 3], True)]
+    assert first[1:] == [[([0, 1], False)], [([0], False), ([2], False)]]
+    assert second[1:] == [[([2, 3], True)], [([1], False), ([3], True)]]
 
 
 # ---- Settings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (None, torch.float32),
-        ("fp32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("fp64", torch.float64),
-    ],
-)
-def test_dtypes_are_those_of_torch(name, dtype):
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp64"])
+def test_dtypes_are_those_of_torch(name):
     settings = ModelSettings(dtype=name)
-    assert settings.torch_dtype == dtype
+    assert settings.torch_dtype == PRECISION_STR_TO_DTYPE[name]
     assert list(settings.problems_with(RankSettings(device="cpu"))) == []
+    assert ModelSettings().torch_dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp13"])
@@ -169,35 +135,27 @@ def test_a_dtype_that_cannot_work_is_refused_by_key(dtype):
         ModelSettings(dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"enable_activation_offloading": True}, "enable_activation_offloading=True: "),
-        ({"enable_activation_checkpointing": True, "ac_mode": "full"}, "ac_mode=full: "),
-        ({"ac_mode": "selective"}, "ac_mode=selective: set ac_option, too"),
-    ],
+OFFLOADING, RECOMPUTING = (
+    {"enable_activation_offloading": True},
+    {"enable_activation_checkpointing": True},
 )
-def test_keys_that_do_not_go_together_are_problems_by_name(settings, key):
-    (problem,) = ModelSettings(**settings).problems()
-    assert str(problem).startswith(key)
-    assert list(ModelSettings().problems()) == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "key"),
+    ("settings", "ranks", "problem"),
     [
-        (
-            {"enable_activation_offloading": True, "enable_activation_checkpointing": True},
-            {},
-            "enable_activation_offloading=True: it needs device=cuda",
-        ),
+        (OFFLOADING, {}, "enable_activation_offloading=True: it needs enable_activation_checkpointing"),
+        ({**OFFLOADING, **RECOMPUTING}, {}, "enable_activation_offloading=True: it needs device=cuda"),
+        ({**RECOMPUTING, "ac_mode": "full"}, {}, "ac_mode=full: "),
+        ({"ac_mode": "selective"}, {}, "ac_mode=selective: set ac_option, too"),
         ({}, {"tensor_parallel_dim": 2}, "tensor_parallel_dim=2: set tensor_parallel_plan, too"),
     ],
-)
-def test_what_a_device_or_a_layout_cannot_do_is_a_problem_by_name(settings, ranks, key):
-    ranks = RankSettings(device="cpu", **ranks)
-    (problem,) = ModelSettings(**settings).problems_with(ranks)
-    assert str(problem).startswith(key)
+)  # fmt: skip
+def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
+    settings, ranks = ModelSettings(**settings), RankSettings(device="cpu", **ranks)
+    found = [str(each) for each in (*settings.problems(), *settings.problems_with(ranks))]
+    assert found[0].startswith(problem)
+    assert list(ModelSettings().problems()) == []
 
 
 def test_weights_stay_on_the_cpu_only_where_the_device_is_another():

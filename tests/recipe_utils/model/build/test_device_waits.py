@@ -23,7 +23,6 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings
 from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
-from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
@@ -65,10 +64,9 @@ def text(lengths=LENGTHS):
 
 
 def rows_of_a_packed_dataset():
-    size = sum(LENGTHS)
     row = {
-        "tokens": torch.arange(size),
-        "labels": torch.arange(size),
+        "tokens": torch.arange(sum(LENGTHS)),
+        "labels": torch.arange(sum(LENGTHS)),
         "input_pos": torch.cat([torch.arange(n) for n in LENGTHS]),
         "seq_lens": torch.tensor(LENGTHS),
     }
@@ -78,29 +76,27 @@ def rows_of_a_packed_dataset():
 def pairs():
     limits = ModelLimits(VOCAB_SIZE, 8192, MicrobatchCost())
     settings = DataSettings(microbatching="packed", batch_size=2, max_tokens_per_microbatch=2048)
-    kind = PairCollator(settings, tiny.tiny_tokenizer(), limits, PairSettings())
+    collator = PairCollator(settings, tiny.tiny_tokenizer(), limits, PairSettings())
     prompt = list(range(1, 300))
-    sample = {}
-    for side, answer in (("chosen", 500), ("rejected", 700)):
-        sample[f"{side}_input_ids"] = prompt + [answer] * 90
-        sample[f"{side}_labels"] = [tiny.IGNORE] * len(prompt) + [answer] * 90
-    return kind.collate([kind.prepare(sample, f"sample {i} of dataset") for i in range(2)])
+    pair = {}
+    for side, answer in (("chosen", [500] * 90), ("rejected", [700] * 90)):
+        pair[f"{side}_input_ids"] = prompt + answer
+        pair[f"{side}_labels"] = [tiny.IGNORE] * len(prompt) + answer
+    return collator.collate([collator.prepare(pair, f"sample {i} of dataset") for i in range(2)])
 
 
 class WaitingCopies(TorchDispatchMode):
-    """Raises where an operation goes between devices, but for copies that are told not to wait."""
+    """Raises where an operation goes between devices, except for non-blocking copies."""
 
     supports_higher_order_operators = True  # flex attention, one kernel on a GPU
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        devices = {leaf.device.type for leaf in [*given, *leaves] if leaf.dim()}
         if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
             return made
-        if len(devices) > 1:
+        leaves = tree_leaves((args, kwargs, made))
+        if len({t.is_meta for t in leaves if isinstance(t, torch.Tensor) and t.dim()}) > 1:
             raise RuntimeError(f"{func} goes between devices, and the host waits")
         return made
 
@@ -140,12 +136,6 @@ def test_what_makes_the_host_wait_is_found(do):
         do(torch.empty(3, dtype=torch.long, device=META), torch.zeros(3, dtype=torch.long))
 
 
-def test_what_does_not_make_it_wait_is_let_pass():
-    with no_waits():
-        on_device = torch.zeros(3).to(META, non_blocking=True)
-        on_device[torch.zeros(3, dtype=torch.long, device=META)] += 1
-
-
 @pytest.mark.parametrize(
     ("make_model", "loss_fn", "microbatch", "settings"),
     [
@@ -177,7 +167,7 @@ def test_the_host_does_not_wait_in_the_copy_the_forward_or_the_backward(
 
 
 class Traffic(TorchDispatchMode):
-    """Operations that are no views, and the bytes of all that they take and give."""
+    """Number of operations that are no views, and bytes of all that they read and write."""
 
     def __init__(self):
         super().__init__()
@@ -192,59 +182,25 @@ class Traffic(TorchDispatchMode):
         return made
 
 
-def traffic_of(num_layers, after_layer=None):
+def traffic_of(num_layers):
     model = without_weights(partial(LLAMA, num_layers=num_layers), LinearCrossEntropyLoss())
-    for layer in model.layers if after_layer else ():
-        layer.register_forward_hook(lambda _, __, hidden: after_layer(hidden))
     (arrived,) = to_device_ahead([text([1024] * 8)], META)
     with Traffic() as traffic:
         (model(**arrived.inputs, targets=arrived.targets) * 0.5).sum().backward()
     return traffic.num_operations, traffic.num_bytes / 1e9
 
 
-def of_a_layer_and_of_the_rest(**changes):
-    """Operations and GB of one layer; those of all else."""
-    (in_one, gb_in_one), (in_two, gb_in_two) = (traffic_of(n, **changes) for n in (1, 2))
-    of_layer, gb_of_layer = in_two - in_one, gb_in_two - gb_in_one
-    return of_layer, gb_of_layer, in_one - of_layer, gb_in_one - gb_of_layer
-
-
 BOUNDS = (110, 12.04 * 1.004, 95, 68.71 * 1.004)
-"""Of a microbatch of 8192 slots, all targets; forward and backward, without an optimizer.
+"""Forward and backward of 8192 positions, all targets (torch 2.13.0 and 2.14.1).
 
-One layer: 110 operations, 12.03 GB; a norm, one kernel on a GPU, counts as its parts here. One more copy of the
-activations [8192, 2048] in fp32 is at least 0.10 GB, 0.8%.
-All else (embeddings, last norm, four chunks of 2048 targets over the vocabulary): 95 operations, 68.7 GB. One
-more pass over the logits in fp32 is 8.4 GB, 12%. What is gathered or scattered counts whole.
-The same with torch 2.13.0 and 2.14.1.
+One layer: 110 operations, 12.03 GB. One more fp32 copy of the activations [8192, 2048] is at least 0.8 %.
+All else (embeddings, last norm, four chunks of logits): 95 operations, 68.7 GB. One more pass over the logits in
+fp32 is 12 %.
 """
 
 
 def test_a_microbatch_takes_no_more_operations_and_bytes_than_it_did():
-    found = of_a_layer_and_of_the_rest()
+    (in_one, gb_in_one), (in_two, gb_in_two) = traffic_of(1), traffic_of(2)
+    of_layer, gb_of_layer = in_two - in_one, gb_in_two - gb_in_one
+    found = (of_layer, gb_of_layer, in_one - of_layer, gb_in_one - gb_of_layer)
     assert all(each <= bound for each, bound in zip(found, BOUNDS, strict=True)), found
-
-
-def test_a_copy_of_activations_in_fp32_is_above_the_bounds():
-    found = of_a_layer_and_of_the_rest(after_layer=lambda hidden: hidden.float().bfloat16())
-    assert found[0] > BOUNDS[0]
-    assert found[1] > BOUNDS[1]
-    assert found[2] <= BOUNDS[2]
-
-
-def test_a_pass_over_the_vocabulary_more_is_above_the_bounds(monkeypatch):
-    log_softmax = torch.nn.functional.log_softmax
-    monkeypatch.setattr(
-        "torch.nn.functional.log_softmax", lambda logits, dim: log_softmax(logits, dim).clone()
-    )
-    found = of_a_layer_and_of_the_rest()
-    assert found[0] <= BOUNDS[0]
-    assert found[2] > BOUNDS[2]
-    assert found[3] > BOUNDS[3]
-
-
-def test_documents_of_a_microbatch_are_copied_with_it():
-    (arrived,) = to_device_ahead([text()], META)
-    documents = arrived.inputs["document_lengths"]
-    assert isinstance(documents, Documents)
-    assert documents.boundaries.is_meta

@@ -17,20 +17,24 @@ def forward_and_gradients(module, x, **arguments):
     return y.detach(), x.grad, *(p.grad for p in module.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def assert_fused_is_bitwise_equal(module, x, **arguments):
+    stock = forward_and_gradients(module, x, **arguments)
+    fuse_norms_and_rope(module)
+    for ours, theirs in zip(forward_and_gradients(module, x, **arguments), stock, strict=True):
+        assert ours.dtype == theirs.dtype == x.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 7, 64), (1, 2048, 256), (3, 64), (1, 1, 8)])
 def test_norms_are_torchtune_s_bitwise(shape, dtype):
     torch.manual_seed(0)
-    x = (torch.randn(shape) * 3).to(dtype)
     norm = RMSNorm(shape[-1], eps=1e-5)
     torch.nn.init.normal_(norm.scale, mean=1)
-    norm.to(dtype)
-    stock = forward_and_gradients(norm, x)
-    fuse_norms_and_rope(norm)
-    found = forward_and_gradients(norm, x)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert ours.dtype == theirs.dtype == dtype
-        assert torch.equal(ours, theirs)
+    assert_fused_is_bitwise_equal(norm.to(dtype), (torch.randn(shape) * 3).to(dtype))
 
 
 def test_a_frozen_scale_gets_no_gradient():
@@ -42,7 +46,7 @@ def test_a_frozen_scale_gets_no_gradient():
     assert none is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", ["given", "none"])
 @pytest.mark.parametrize("kind", [RotaryPositionalEmbeddings, Llama3ScaledRoPE])
 def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
@@ -50,14 +54,8 @@ def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
     rope = kind(dim=16, max_seq_len=64)
     if kind is Llama3ScaledRoPE:
         rope.rope_init()
-    x = torch.randn(2, 40, 3, 16).to(dtype)
     given = {"input_pos": torch.randint(64, (2, 40))} if positions == "given" else {}
-    stock = forward_and_gradients(rope, x, **given)
-    fuse_norms_and_rope(rope)
-    found = forward_and_gradients(rope, x, **given)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert ours.dtype == theirs.dtype == dtype
-        assert torch.equal(ours, theirs)
+    assert_fused_is_bitwise_equal(rope, torch.randn(2, 40, 3, 16).to(dtype), **given)
 
 
 def test_what_is_no_plain_norm_keeps_its_forward():

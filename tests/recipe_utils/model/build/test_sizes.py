@@ -27,6 +27,8 @@ def test_limits_of_samples_are_those_of_the_model():
     assert vocab_size_and_max_seq_len(on_meta()) == (tiny.VOCAB_SIZE, 64)
     limits = limits_of(on_meta(), CPU, compiles=False)
     assert (limits.vocab_size, limits.max_seq_len) == (tiny.VOCAB_SIZE, 64)
+    assert limits.other_attention is None
+    assert limits_of(on_meta(tiny.GEMMA2_MODEL), CPU, False).other_attention == "Gemma2Attention"
 
 
 def test_special_tokens_with_embeddings_of_their_own_belong_to_the_vocabulary():
@@ -51,17 +53,6 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
         assert limits.costs_are_estimated == (device == "cuda")
 
 
-@pytest.mark.parametrize(
-    ("device", "compiles", "num_row_lengths"),
-    [("cpu", False, None), ("cpu", True, 1), ("cuda", False, 4), ("cuda", True, 4)],
-)
-def test_packed_rows_have_few_lengths_where_code_is_compiled_for_each(
-    device, compiles, num_row_lengths
-):
-    limits = limits_of(on_meta(), torch.device(device), compiles)
-    assert limits.num_row_lengths == num_row_lengths
-
-
-def test_attention_that_cannot_keep_documents_apart_is_named():
-    assert limits_of(on_meta(), CPU, False).other_attention is None
-    assert "Gemma2" in limits_of(on_meta(tiny.GEMMA2_MODEL), CPU, False).other_attention
+@pytest.mark.parametrize(("compiles", "num_row_lengths"), [(False, None), (True, 1)])
+def test_packed_rows_on_a_cpu_have_one_length_where_layers_are_compiled(compiles, num_row_lengths):
+    assert limits_of(on_meta(), CPU, compiles).num_row_lengths == num_row_lengths

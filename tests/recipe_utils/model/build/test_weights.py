@@ -1,5 +1,6 @@
 """Weights reach a meta model whole and checked, and what does not fit is named."""
 
+import copy
 import re
 
 import pytest
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
 
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -46,29 +50,23 @@ def test_loaded_weights_have_the_models_precision_and_their_own_memory():
         assert weight.requires_grad
 
 
-def without(state_dict):
-    del state_dict["layers.1.attn.q_proj.weight"]
-
-
-def with_more(state_dict):
-    state_dict["layers.2.attn.q_proj.weight"] = torch.zeros(32, 32)
-
-
-def with_other_shape(state_dict):
-    state_dict["norm.scale"] = torch.zeros(31)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, "lacks weights of the model: layers.1.attn.q_proj.weight"),
-        (with_more, "has weights that the model has not: layers.2.attn.q_proj.weight"),
-        (with_other_shape, "another shape: norm.scale (31,) instead of (32,)"),
+        (
+            {"layers.1.attn.q_proj.weight": None},
+            "lacks weights of the model: layers.1.attn.q_proj.weight",
+        ),
+        (
+            {"layers.2.attn.q_proj.weight": torch.zeros(32, 32)},
+            "has weights that the model has not: layers.2.attn.q_proj.weight",
+        ),
+        ({"norm.scale": torch.zeros(31)}, "another shape: norm.scale (31,) instead of (32,)"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(change, message):
-    state_dict = dict(tiny.tiny_model().state_dict())
-    change(state_dict)
+    changed = {**tiny.tiny_model().state_dict(), **change}
+    state_dict = {name: weight for name, weight in changed.items() if weight is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
         load_weights(on_meta(), {"model": state_dict}, FP32, CPU)
 
@@ -119,26 +117,20 @@ def test_weights_of_shards_and_stages_are_gathered_whole_in_the_models_order_on_
 
 
 def load_with_shards_on_the_cpu():
-    """On rank 1 of 4 with a mesh of GPUs that nobody has: what would be moved to one would fail."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """On rank 1 of 4 with a mesh of GPUs that do not exist: moving a shard to one would fail."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp_shard",))
     layers = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))  # positions would be made on a GPU
-    model, whole = layers.to("meta"), nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4)).state_dict()
+    whole, model = layers.state_dict(), copy.deepcopy(layers).to("meta")
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                rows = list(parameter.split(-(-len(parameter) // 4)))
-                local = rows[1] if len(rows) > 1 else parameter[:0]
-                shape, stride = parameter.shape, parameter.stride()
-                sharded = DTensor.from_local(
-                    local.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-                )
-                module._parameters[name] = nn.Parameter(sharded)
+            rows = parameter.split(-(-len(parameter) // 4))
+            local = rows[1].detach() if len(rows) > 1 else parameter[:0].detach()
+            sharded = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )  # fmt: skip
+            module._parameters[name] = nn.Parameter(sharded)
     settings = ModelSettings(fsdp_cpu_offload=True)
     load_weights(model, {"model": whole}, settings, torch.device("cuda"))
     found = {name: weight.to_local() for name, weight in model.state_dict().items()}
