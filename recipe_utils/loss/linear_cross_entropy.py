@@ -17,11 +17,9 @@ from recipe_utils.loss.chunks import compiled_for_all_lengths, sum_over_chunks
 class LinearCrossEntropyLoss(nn.Module):
     """Output projection and cross-entropy, summed over target tokens and computed in chunks.
 
-    Only target positions are projected; see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
-
     Args:
         tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32
-            numbers.
+            numbers. See :func:`recipe_utils.loss.chunks.sum_over_chunks`.
         num_output_chunks: number of chunks if the output layer is called as a module.
         ignore_index: label of positions that are no targets.
     """
@@ -53,10 +51,9 @@ class LinearCrossEntropyLoss(nn.Module):
         targets: Targets,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """Returns the loss summed over the targets [nats], shape [], at least fp32.
+        """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
-        Without targets the loss is 0, with a graph through ``hidden`` and the output weight. For
-        the arguments see :mod:`recipe_utils.loss.attach_loss`.
+        For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
 

@@ -5,6 +5,7 @@ pairs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,9 @@ class LinearLogProbs(nn.Module):
     """Loss module for ``attach_loss`` that returns the log-probability of each target token.
 
     Logits of all chunks but the last are recomputed in the backward, because the factor of each
-    token's gradient is only known then: four matrix products, where a summed loss takes three. If
-    the output weight is not a plain tensor, each chunk is projected by the output layer itself; see
-    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
-
-    The logits take ``tokens_per_chunk * v`` fp32 numbers.
+    token's gradient is only known then: four matrix products, where a summed loss takes three. The
+    arguments are those of :func:`recipe_utils.loss.chunks.sum_over_chunks`; logits take
+    ``tokens_per_chunk * v`` fp32 numbers.
     """
 
     takes_hidden_states = True
@@ -50,14 +49,11 @@ class LinearLogProbs(nn.Module):
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
-        Without targets the result is empty, with a graph through ``hidden`` and the output weight.
         For the arguments see :mod:`recipe_utils.loss.attach_loss`. Raises ValueError if
         ``backward_in_parts`` is True.
         """
         if backward_in_parts:
-            raise ValueError(
-                "pipeline_parallel_schedule: log-probabilities have no backward in parts"
-            )
+            raise ValueError("pipeline_parallel_schedule: this loss has no backward in parts")
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)
         weight = plain_weight(output)
@@ -66,14 +62,9 @@ class LinearLogProbs(nn.Module):
                 hidden, weight, labels, self.tokens_per_chunk, self._arithmetic
             )
             return log_probs
-        chunks = zip(
-            hidden.tensor_split(self.num_output_chunks),
-            labels.tensor_split(self.num_output_chunks),
-            strict=True,
-        )
-        return torch.cat(
-            [checkpoint(_log_probs, output, *chunk, use_reentrant=False) for chunk in chunks]
-        )
+        chunks = (each.tensor_split(self.num_output_chunks) for each in (hidden, labels))
+        of_chunk = partial(checkpoint, _log_probs, output, use_reentrant=False)
+        return torch.cat(list(map(of_chunk, *chunks)))
 
 
 _Arithmetic = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]
@@ -158,11 +149,15 @@ def sums_of_answers(of_tokens: Tensor, pairs: Pairs) -> Tensor:
     lengths = pairs.segment_lengths
     # unsafe: the check would synchronize with the device, and fails without pairs.
     sums = torch.segment_reduce(of_tokens.double(), "sum", lengths=lengths, unsafe=True, initial=0)
-    shared, chosen, rejected = sums.view(-1, 3).unbind(1)
-    return torch.stack([shared + chosen, shared + rejected])
+    return _of_answers(sums)
 
 
 def num_targets_of_answers(pairs: Pairs) -> Tensor:
     """Returns the number of targets of each chosen and each rejected answer, [2, p]."""
-    shared, chosen, rejected = pairs.segment_lengths.view(-1, 3).unbind(1)
+    return _of_answers(pairs.segment_lengths)
+
+
+def _of_answers(of_segments: Tensor) -> Tensor:
+    """Adds the numbers [3 * p] of shared prefixes to those of both answers, [2, p]."""
+    shared, chosen, rejected = of_segments.view(-1, 3).unbind(1)
     return torch.stack([shared + chosen, shared + rejected])

@@ -37,9 +37,6 @@ class PreferenceSettings:
 class IPOLoss(nn.Module):
     """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036, equation 17).
 
-    Squared distance of the log-ratio to 1 / (2 tau), so that the margin of a pair does not grow
-    without bound.
-
     Args:
         tau: strength of the reference, the paper's regularisation; TRL's ``beta``.
         normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses
@@ -53,15 +50,10 @@ class IPOLoss(nn.Module):
         self.normalizes_length = normalizes_length
 
     def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
     ) -> Losses:
         """Returns losses and rewards; see the module."""
-        chosen = policy_chosen_logps - reference_chosen_logps
-        rejected = policy_rejected_logps - reference_rejected_logps
+        chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
         losses = (chosen - rejected - 1 / (2 * self.tau)).square()
         return losses, self.tau * chosen.detach(), self.tau * rejected.detach()
 
@@ -83,21 +75,16 @@ class RobustDPOLoss(nn.Module):
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(
                 f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
-                "say nothing"
+                "are random"
             )
         self.beta = beta
         self.label_smoothing = label_smoothing
 
     def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
     ) -> Losses:
         """Returns losses and rewards; see the module."""
-        chosen = self.beta * (policy_chosen_logps - reference_chosen_logps)
-        rejected = self.beta * (policy_rejected_logps - reference_rejected_logps)
+        chosen, rejected = self.beta * (chosen - ref_chosen), self.beta * (rejected - ref_rejected)
         as_labelled, exchanged = -F.logsigmoid(chosen - rejected), -F.logsigmoid(rejected - chosen)
         noise = self.label_smoothing
         losses = ((1 - noise) * as_labelled - noise * exchanged) / (1 - 2 * noise)
@@ -107,8 +94,7 @@ class RobustDPOLoss(nn.Module):
 class NormalizedDPOLoss(DPOLoss):
     """DPO on mean log-probabilities per target token (Tulu 3, Lambert et al. 2024, arXiv:2411.15124, equation 6).
 
-    Long answers, whose sums are large, weigh no more than short ones. Means need a larger ``beta``
-    than sums.
+    Means need a larger ``beta`` than sums.
     """
 
     normalizes_length = True
@@ -136,14 +122,10 @@ class SimPOLoss(nn.Module):
         self.gamma = gamma
 
     def forward(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
     ) -> Losses:
-        """Returns losses and rewards; reference log-probabilities are not used."""
-        chosen, rejected = self.beta * policy_chosen_logps, self.beta * policy_rejected_logps
+        """Returns losses and rewards, without the reference."""
+        chosen, rejected = self.beta * chosen, self.beta * rejected
         losses = -F.logsigmoid(chosen - rejected - self.gamma)
         return losses, chosen.detach(), rejected.detach()
 
@@ -170,7 +152,7 @@ class PreferenceLoss(nn.Module):
         self.loss_fn = loss_fn
 
     def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on logits; see :class:`recipe_utils.loss.log_probs.LinearLogProbs`."""
+        """Compiles the arithmetic on logits, also of the backward."""
         self.log_probs.compile_chunks(backend)
 
     def forward(
@@ -212,22 +194,25 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
     The recipe sums losses over the pairs of an update step, however they are split over
-    microbatches. This is exact only if the loss of a pair does not depend on other pairs. Raises
-    ValueError if it does, or if the loss does not take log-probabilities of pairs and return a loss
-    and two rewards for each.
+    microbatches. This is exact only if the loss of a pair does not depend on other pairs.
+
+    Raises:
+        ValueError: the loss of a pair depends on other pairs, or the loss does not take
+            log-probabilities of pairs and return a loss and two rewards for each.
     """
     loss_fn = make()
-    name = type(loss_fn).__name__
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     generator = torch.Generator().manual_seed(0)
     pairs = -20 * torch.rand(4, 5, generator=generator, dtype=torch.float64)
     try:
         found = loss_fn(*pairs)
         shapes = [tuple(each.shape) for each in found]
     except Exception as error:
+        first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"loss: {name} does not take log-probabilities of pairs ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); set it to "
-            "torchtune.rlhf.loss.DPOLoss, or one of recipe_utils.loss.preference"
+            f"loss: {name} does not take log-probabilities of pairs "
+            f"({type(error).__name__}: {first_line}); set it to torchtune.rlhf.loss.DPOLoss, "
+            "or one of recipe_utils.loss.preference"
         ) from error
     if shapes != [(5,)] * 3:
         raise ValueError(
@@ -238,7 +223,7 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
     for together, each in zip(found, zip(*alone, strict=True), strict=True):
         if not torch.allclose(together, torch.cat(each), rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
-                f"loss: what {name} says of a pair depends on the other pairs of its batch, so it would "
-                "depend on batch_size and the number of ranks; set it to a loss of each pair by itself"
+                f"loss: the loss or rewards that {name} returns of a pair depend on the other pairs of its "
+                "batch, and so on batch_size and the number of ranks; set it to a loss of each pair by itself"
             )
     return loss_fn

@@ -1,10 +1,12 @@
 """Each loss is what its paper says; one that a recipe could not sum over pairs is refused."""
 
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+import trl
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
@@ -34,20 +36,13 @@ def test_losses_of_pairs_are_taken(make):
 
 
 @pytest.mark.parametrize("make", OURS)
-def test_exchanged_sides_exchange_the_rewards(make, log_probs):
-    chosen, rejected, ref_chosen, ref_rejected = log_probs
-    _, r_chosen, r_rejected = make()(chosen, rejected, ref_chosen, ref_rejected)
-    _, s_chosen, s_rejected = make()(rejected, chosen, ref_rejected, ref_chosen)
-    assert torch.equal(r_chosen, s_rejected)
-    assert torch.equal(r_rejected, s_chosen)
-
-
-@pytest.mark.parametrize("make", OURS)
-def test_rewards_have_no_graph_and_losses_do(make, log_probs):
-    policy = log_probs[:2].clone().requires_grad_()
-    losses, *rewards = make()(*policy, *log_probs[2:])
+def test_exchanged_sides_exchange_the_rewards_which_have_no_graph(make, log_probs):
+    chosen, rejected, ref_chosen, ref_rejected = log_probs.requires_grad_()
+    losses, *rewards = make()(chosen, rejected, ref_chosen, ref_rejected)
+    _, *exchanged = make()(rejected, chosen, ref_rejected, ref_chosen)
     assert losses.requires_grad
     assert not any(reward.requires_grad for reward in rewards)
+    assert all(map(torch.equal, rewards, reversed(exchanged)))
 
 
 def test_ipo_is_least_where_the_log_ratio_is_its_target(log_probs):
@@ -71,11 +66,9 @@ def test_the_robust_loss_is_that_of_right_labels_in_the_mean(log_probs):
     torch.testing.assert_close(mean, of_right_labels, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-def test_length_normalised_dpo_is_dpo_of_what_it_is_given(label_smoothing, log_probs):
-    ours = NormalizedDPOLoss(5.0, label_smoothing)(*log_probs)
-    for mine, other in zip(ours, DPOLoss(5.0, label_smoothing)(*log_probs), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+def test_length_normalised_dpo_is_dpo_of_its_inputs(log_probs):
+    ours = NormalizedDPOLoss(5.0, label_smoothing=0.3)(*log_probs)
+    torch.testing.assert_close(ours, DPOLoss(5.0, 0.3)(*log_probs), rtol=1e-12, atol=1e-12)
     assert NormalizedDPOLoss.normalizes_length
 
 
@@ -90,9 +83,6 @@ def test_simpo_asks_for_a_margin_and_no_reference(log_probs):
 
 def test_trl_s_losses_are_the_same(log_probs):
     """By the formulas of its trainer's own text, which cannot be called apart from it."""
-    trl = pytest.importorskip("trl")
-    import inspect
-
     text = inspect.getsource(trl.DPOTrainer._compute_loss)
     chosen, rejected, ref_chosen, ref_rejected = log_probs
     delta, beta, noise = chosen - ref_chosen - rejected + ref_rejected, 0.4, 0.2
@@ -101,10 +91,8 @@ def test_trl_s_losses_are_the_same(log_probs):
         ("robust", RobustDPOLoss(beta=beta, label_smoothing=noise)),
     ):
         branch = text.split(f'loss_type == "{name}":')[1].split("elif")[0]
-        lines = [line.strip() for line in branch.splitlines()]
-        code = [
-            line for line in lines if " = " in line and "mask" not in line and "avg" not in line
-        ]
+        assignments = [line.strip() for line in branch.splitlines() if " = " in line]
+        code = [line for line in assignments if "mask" not in line and "avg" not in line]
         names = {
             "self": type("Trainer", (), {"beta": beta, "label_smoothing": noise}), "F": F,
             "delta_score": delta, "ipo_delta": delta,
@@ -113,44 +101,34 @@ def test_trl_s_losses_are_the_same(log_probs):
         torch.testing.assert_close(ours(*log_probs)[0], names["per_sequence_loss"])
 
 
-class Mean(nn.Module):
-    def forward(self, *log_probs):
-        losses, *rewards = DPOLoss()(*log_probs)
-        return losses.mean(), *rewards
+def mean(*log_probs):
+    losses, *rewards = DPOLoss()(*log_probs)
+    return losses.mean(), *rewards
 
 
-class Sorted(nn.Module):
+def in_order_of_scores(chosen, rejected, ref_chosen, ref_rejected):
     """As TRL's ``aot``: the pairs of a batch are compared in the order of their scores."""
-
-    def forward(self, chosen, rejected, ref_chosen, ref_rejected):
-        delta = (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values
-        return -F.logsigmoid(delta), chosen.detach(), rejected.detach()
+    delta = (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values
+    return -F.logsigmoid(delta), chosen, rejected
 
 
-class Centred(nn.Module):
-    """Rewards less their mean over the batch."""
-
-    def forward(self, *log_probs):
-        losses, chosen, rejected = DPOLoss()(*log_probs)
-        return losses, chosen - chosen.mean(), rejected
+def centred(*log_probs):
+    losses, chosen, rejected = DPOLoss()(*log_probs)
+    return losses, chosen - chosen.mean(), rejected
 
 
-REFUSED = {
-    "cross-entropy": (
-        nn.CrossEntropyLoss,
-        "CrossEntropyLoss does not take log-probabilities of pairs",
-    ),
-    "a mean": (Mean, "a mean over the pairs must be left to the recipe"),
-    "sorted": (Sorted, "what Sorted says of a pair depends on the other pairs"),
-    "centred": (Centred, "what Centred says of a pair depends on the other pairs"),
-    "beta": (lambda: IPOLoss(tau=0), "loss.tau=0: it must be above 0"),
-    "noise": (lambda: RobustDPOLoss(label_smoothing=0.5), "loss.label_smoothing=0.5"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_loss_that_cannot_be_summed_over_pairs_is_refused(case):
-    make, text = REFUSED[case]
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (nn.CrossEntropyLoss, "CrossEntropyLoss does not take log-probabilities of pairs"),
+        (lambda: mean, "a mean over the pairs must be left to the recipe"),
+        (lambda: in_order_of_scores, "of a pair depend on the other pairs of its batch"),
+        (lambda: centred, "of a pair depend on the other pairs of its batch"),
+        (lambda: IPOLoss(tau=0), "loss.tau=0: it must be above 0"),
+        (lambda: RobustDPOLoss(label_smoothing=0.5), "loss.label_smoothing=0.5"),
+    ],
+)
+def test_a_loss_that_cannot_be_summed_over_pairs_is_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make_preference_loss(make)
 
