@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
@@ -29,11 +30,9 @@ def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
     chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
     shorter = min(chosen.shape[1], rejected.shape[1])
     differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
-    if not differ.any():
-        if chosen.shape == rejected.shape:
-            return None
-        return shorter - 1
-    return max(int(differ.argmax()) - 1, 0)
+    if differ.any():
+        return max(int(differ.argmax()) - 1, 0)
+    return None if chosen.shape == rejected.shape else shorter - 1
 
 
 def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
@@ -50,10 +49,9 @@ def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microba
 
 
 def padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Microbatch:
-    """Makes a microbatch of rows [b, s] with shifted labels."""
-    of_sides = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
-    of_pairs = torch.cat([torch.zeros(len(samples), 1, dtype=torch.long), of_sides], dim=1)
-    return _microbatch({"tokens": tokens}, labels, samples, of_pairs)
+    """Makes a microbatch of rows [b, s] with shifted labels, two for each of ``samples``."""
+    of_answers = (labels != IGNORE_INDEX).sum(1)[: 2 * len(samples)].view(-1, 2)
+    return _microbatch({"tokens": tokens}, labels, samples, F.pad(of_answers, (1, 0)))
 
 
 def collate_packed_pairs(
@@ -100,11 +98,8 @@ def packed_row(
         segments = [*segments, padding.expand(3, -num_real % row_multiple)]
         lengths = [*lengths, -num_real % row_multiple]
     tokens, labels, positions = torch.cat(list(segments), dim=1).unsqueeze(1)
-    inputs = {
-        "tokens": tokens,
-        "input_pos": positions,
-        "document_lengths": Documents([list(lengths)]),
-    }
+    documents = Documents([list(lengths)])
+    inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": documents}
     return _microbatch(inputs, labels, samples, of_pairs)
 
 

@@ -1,13 +1,13 @@
 """Collator of preference pairs, padded or packed.
 
-A sample is a pair; both answers are in one microbatch on one rank. If packed, the common prefix of
-both sides (the prompt, and more if the answers start alike) is computed once.
+Both answers of a pair are in one microbatch. If packed, their common prefix (the prompt, and more
+if the answers start alike) is computed once.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -51,33 +51,20 @@ class PairSettings:
     def problems_with(self, data: DataSettings) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
         if self.prefix_sharing and not data.is_packed:
-            yield Problem(
-                "prefix_sharing",
-                f"microbatching={data.microbatching} gives each side a row of its own; "
-                "set microbatching=packed",
-                True,
-                depends_on=("microbatching",),
+            text = (
+                f"microbatching={data.microbatching} gives each side a row of its own; set "
+                "microbatching=packed"
             )
+            yield Problem("prefix_sharing", text, True, depends_on=("microbatching",))
         if data.collate_fn != DataSettings.collate_fn:
-            yield Problem(
-                "collate_fn",
-                "pairs are collated in one way only; leave the key out",
-                data.collate_fn,
-            )
-
-
-class CachedLogProbs(Protocol):
-    """Cache of reference log-probabilities."""
-
-    def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
-        """Returns the lookup for the training loop; its ``num_missing`` counts pairs not in the cache."""
+            text = "pairs are collated in one way only; remove the key"
+            yield Problem("collate_fn", text, data.collate_fn)
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
     """Instantiates a preference dataset from a component, or from a list, which is concatenated.
 
-    Raises:
-        ValueError: its samples are not pairs.
+    Raises ValueError if its samples are not pairs.
     """
     dataset = load_dataset(cfg, tokenizer)
     try:
@@ -101,7 +88,8 @@ class PairCollator:
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         limits: limits of the model.
         pair_settings: settings of pairs.
-        cache: cache of reference log-probabilities.
+        cache: :class:`recipe_utils.model.frozen.outputs.FrozenOutputs` of the reference; its
+            ``find`` returns keys of samples and the number of missing ones.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``.
@@ -112,12 +100,7 @@ class PairCollator:
     )  # fmt: skip
     """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
     tokens computed once instead of twice; computed positions."""
-    fingerprint_keys = (
-        "chosen_input_ids",
-        "chosen_labels",
-        "rejected_input_ids",
-        "rejected_labels",
-    )
+    fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
     def __init__(
         self,
@@ -125,13 +108,12 @@ class PairCollator:
         tokenizer: Any,
         limits: ModelLimits,
         pair_settings: PairSettings,
-        cache: CachedLogProbs | None = None,
+        cache: Any = None,
     ) -> None:
-        self._of_validation = partial(
+        self._make_for_validation = partial(
             PairCollator, settings.of_validation(), tokenizer, limits, pair_settings
         )
-        self._limits = limits
-        self._cache = cache
+        self._limits, self._cache = limits, cache
         self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
         self.layout = "packed" if self._is_packed else "padded"
@@ -139,8 +121,7 @@ class PairCollator:
         if self._shares_prefixes:
             self.layout += ", prefixes shared"
         self._pad_id: int = tokenizer.pad_id
-        max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._max_seq_len = max_seq_len
+        self._max_seq_len = max_seq_len = getattr(tokenizer, "max_seq_len", None)
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
@@ -160,11 +141,11 @@ class PairCollator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Omits the cache, which DataLoader workers do not use."""
-        return {**self.__dict__, "_cache": None, "_of_validation": None}
+        return {**self.__dict__, "_cache": None, "_make_for_validation": None}
 
     def for_validation(self) -> "PairCollator":
         """Returns the validation loader's collator: ``batch_size_val`` pairs per microbatch."""
-        return self._of_validation(cache=self._cache)
+        return self._make_for_validation(cache=self._cache)
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings about estimated costs and about pairs longer than a microbatch."""
@@ -180,8 +161,7 @@ class PairCollator:
         """Returns the pair as arrays, with its name and number of shared tokens.
 
         Raises:
-            SampleError: a key is missing, or see
-                :func:`recipe_utils.data.text.collator.check_sample`.
+            SampleError: see :func:`recipe_utils.data.text.collator.check_sample`.
             SkippedSampleError: a side has no target, or the sides are equal.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
@@ -189,12 +169,8 @@ class PairCollator:
             keys = (f"{side}_input_ids", f"{side}_labels")
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
-            check_sample(
-                {"tokens": tokens, "labels": labels},
-                f"{name}, {side}",
-                IGNORE_INDEX,
-                self._limits,
-            )
+            side_of_pair = {"tokens": tokens, "labels": labels}
+            check_sample(side_of_pair, f"{name}, {side}", IGNORE_INDEX, self._limits)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
@@ -211,8 +187,11 @@ class PairCollator:
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of at least one pair, with the lookup of a cache if there is one."""
-        microbatch = self._collate(samples)
+        """Makes a microbatch of at least one pair, with the keys of a cache if there is one."""
+        if self._is_packed:
+            microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple)
+        else:
+            microbatch = collate_padded_pairs(samples, self._pad_id)
         if self._cache is None:
             return microbatch
         found = self._cache.find(samples, [1] * len(samples))
@@ -227,8 +206,3 @@ class PairCollator:
         else:
             microbatch = padded_rows(token[:1], token[1:2], [])
         return replace(microbatch, counts={})
-
-    def _collate(self, samples: Sequence[Sample]) -> Microbatch:
-        if self._is_packed:
-            return collate_packed_pairs(samples, self._pad_id, self._row_multiple)
-        return collate_padded_pairs(samples, self._pad_id)

@@ -8,6 +8,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.microbatch import CacheKeys
@@ -28,13 +29,13 @@ SIDES = ("chosen", "rejected")
 LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
-def kind_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
+def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
     return PairCollator(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
 
 
-def prepared(kind, pairs):
-    return [kind.prepare(pair, f"sample {i} of dataset") for i, pair in enumerate(pairs)]
+def prepared(collator, pairs):
+    return [collator.prepare(pair, f"sample {i} of dataset") for i, pair in enumerate(pairs)]
 
 
 def pair(chosen, rejected, masked=1):
@@ -67,64 +68,55 @@ def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
 
 def targets_read_back(microbatch):
     """For each pair and side: (tokens up to the target, target), from the microbatch alone."""
-    tokens, labels = microbatch.inputs["tokens"], microbatch.targets.labels
-    found = []
-    if "document_lengths" not in microbatch.inputs:
-        for row, of_row in zip(tokens.tolist(), labels.tolist(), strict=True):
-            found.append(
-                [(row[: i + 1], label) for i, label in enumerate(of_row) if label != tiny.IGNORE]
-            )
-        return list(zip(found[::2], found[1::2], strict=True))
-    start, row, of_row = 0, tokens[0].tolist(), labels[0].tolist()
-    positions = microbatch.inputs["input_pos"][0].tolist()
-    for document in microbatch.inputs["document_lengths"][0]:
-        parts = document if isinstance(document, tuple) else (0, document)
-        shared = list(range(start, start + parts[0]))
-        at = start + parts[0]
-        for length in parts[1:]:
-            slots = shared + list(range(at, at + length))
-            at += length
-            assert [positions[i] for i in slots] == list(range(len(slots)))
-            of_side = [row[i] for i in slots]
-            found.append(
-                [
-                    (of_side[: n + 1], of_row[i])
-                    for n, i in enumerate(slots)
-                    if of_row[i] != tiny.IGNORE
-                ]
-            )
-        start += sum(parts)
-    assert start == len(row)
+    inputs = microbatch.inputs
+    rows = zip(inputs["tokens"].tolist(), microbatch.targets.labels.tolist(), strict=True)
+    if "document_lengths" not in inputs:
+        sides = [(row, labels) for row, labels in rows]
+    else:
+        ((row, labels),), start, sides = list(rows), 0, []
+        positions = inputs["input_pos"][0].tolist()
+        for document in inputs["document_lengths"][0]:
+            shared, *answers = document if isinstance(document, tuple) else (0, document)
+            at = start + shared
+            for length in answers:
+                indices = [*range(start, start + shared), *range(at, at + length)]
+                assert [positions[i] for i in indices] == list(range(len(indices)))
+                sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
+                at += length
+            start = at
+        assert start == len(row)
+    found = [
+        [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
+        for tokens, labels in sides
+    ]
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-@pytest.mark.parametrize("kind_of_pairs", tiny.PAIR_KINDS)
+@pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
 @pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
-def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, kind_of_pairs):
-    pairs = tiny.make_pairs(9, kind_of_pairs)
-    kind = kind_of(microbatching, sharing)
-    microbatch = kind.collate(prepared(kind, pairs))
+def test_every_target_stands_behind_its_own_tokens(microbatching, sharing, pair_kind):
+    pairs = tiny.make_pairs(9, pair_kind)
+    collator = collator_of(microbatching, sharing)
+    microbatch = collator.collate(prepared(collator, pairs))
     for sample, of_sides in zip(pairs, targets_read_back(microbatch), strict=True):
         for side, found in zip(SIDES, of_sides, strict=True):
             ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]
-            expected = [
-                (ids[:i], labels[i]) for i in range(1, len(ids)) if labels[i] != tiny.IGNORE
-            ]
-            assert found == expected
+            targets = [(ids[:i], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
+            assert found == [(before, label) for before, label in targets if before]
 
 
-@pytest.mark.parametrize("kind_of_pairs", tiny.PAIR_KINDS)
-def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(kind_of_pairs):
-    pairs = tiny.make_pairs(9, kind_of_pairs)
+@pytest.mark.parametrize("pair_kind", tiny.PAIR_KINDS)
+def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pair_kind):
+    pairs = tiny.make_pairs(9, pair_kind)
     of_layouts = []
     for layout in LAYOUTS:
-        kind = kind_of(*layout)
-        counts = dict(kind.collate(prepared(kind, pairs)).counts)
-        assert tuple(counts) == kind.counts
+        collator = collator_of(*layout)
+        counts = dict(collator.collate(prepared(collator, pairs)).counts)
+        assert tuple(counts) == collator.counts
         num_shared, slots = counts.pop("shared_tokens"), counts.pop("positions")
         if layout[0] == "packed":
             assert slots == counts["real_tokens"] - num_shared
-        assert (num_shared > 0) == (layout[1] is True and kind_of_pairs != "nothing_common")
+        assert (num_shared > 0) == (layout[1] is True and pair_kind != "nothing_common")
         of_layouts.append(counts)
     assert of_layouts[0] == of_layouts[1] == of_layouts[2]
     targets = {
@@ -139,7 +131,7 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(kin
 def test_padded_rows_are_those_of_torchtune_in_another_order():
     pairs = tiny.make_pairs(5)
     tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
-    microbatch = collate_padded_pairs(prepared(kind_of("in_order"), pairs), padding_idx=0)
+    microbatch = collate_padded_pairs(prepared(collator_of("in_order"), pairs), padding_idx=0)
     order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
     assert torch.equal(microbatch.inputs["tokens"], tokens[order])
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
@@ -147,8 +139,8 @@ def test_padded_rows_are_those_of_torchtune_in_another_order():
 
 @pytest.mark.parametrize(("microbatching", "sharing"), LAYOUTS)
 def test_a_dummy_is_no_pair(microbatching, sharing):
-    kind = kind_of(microbatching, sharing)
-    dummy = kind.dummy(prepared(kind, tiny.make_pairs(1))[0])
+    collator = collator_of(microbatching, sharing)
+    dummy = collator.dummy(prepared(collator, tiny.make_pairs(1))[0])
     assert dummy.counts == {}
     assert len(dummy.targets.positions) == 0
     assert dummy.targets.pairs.segment_lengths.shape == (0,)
@@ -158,10 +150,10 @@ def test_a_dummy_is_no_pair(microbatching, sharing):
 
 def test_lengths_are_what_a_pair_takes_in_a_row():
     for microbatching, sharing in LAYOUTS:
-        kind = kind_of(microbatching, sharing)
-        for sample in prepared(kind, tiny.make_pairs(20, "alike_beginnings")):
-            tokens = kind.collate([sample]).inputs["tokens"]
-            assert kind.length(sample) == tokens.shape[1]
+        collator = collator_of(microbatching, sharing)
+        for sample in prepared(collator, tiny.make_pairs(20, "alike_beginnings")):
+            tokens = collator.collate([sample]).inputs["tokens"]
+            assert collator.length(sample) == tokens.shape[1]
 
 
 @given(
@@ -169,24 +161,24 @@ def test_lengths_are_what_a_pair_takes_in_a_row():
 )
 def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, num_pairs):
     bound = {} if microbatching == "in_order" else {"max_tokens_per_microbatch": 90}
-    kind = kind_of(microbatching, batch_size=2, **bound)
-    samples = prepared(kind, tiny.make_pairs(num_pairs, seed=num_pairs))
-    planned = kind.plan([kind.length(sample) for sample in samples], num_ranks)
+    collator = collator_of(microbatching, batch_size=2, **bound)
+    samples = prepared(collator, tiny.make_pairs(num_pairs, seed=num_pairs))
+    planned = collator.plan([collator.length(sample) for sample in samples], num_ranks)
     assert len(planned) == num_ranks
-    assert sorted(i for of_rank in planned for part in of_rank for i in part) == list(
-        range(num_pairs)
-    )
-    for part in (part for of_rank in planned for part in of_rank if len(part) > 1):
-        assert kind.collate([samples[i] for i in part]).inputs["tokens"].numel() <= 90 or not bound
+    parts = [part for of_rank in planned for part in of_rank]
+    assert sorted(i for part in parts for i in part) == list(range(num_pairs))
+    for part in parts if bound else ():
+        tokens = collator.collate([samples[i] for i in part]).inputs["tokens"]
+        assert tokens.numel() <= 90 or len(part) == 1
 
 
 def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
-    kind = kind_of(limits=LIMITS._replace(num_row_lengths=1), batch_size=1)
-    samples = prepared(kind, tiny.make_pairs(3))
-    microbatch = kind.collate(samples)
+    collator = collator_of(limits=LIMITS._replace(num_row_lengths=1), batch_size=1)
+    samples = prepared(collator, tiny.make_pairs(3))
+    microbatch = collator.collate(samples)
     assert microbatch.inputs["tokens"].shape == (1, 128)
     *_, padding = microbatch.inputs["document_lengths"][0]
-    assert padding == 128 - sum(map(kind.length, samples))
+    assert padding == 128 - sum(map(collator.length, samples))
     assert microbatch.counts["pairs"] == 3
 
 
@@ -200,69 +192,58 @@ class HalfOfThem:
 
 def test_a_microbatch_counts_its_pairs_that_a_cache_does_not_contain():
     data = DataSettings(microbatching="packed")
-    kind = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), HalfOfThem())
-    in_worker = pickle.loads(pickle.dumps(kind))  # which prepares samples and reads no cache
-    microbatch = kind.collate(prepared(in_worker, tiny.make_pairs(9)))
+    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), HalfOfThem())
+    in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
+    microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
     assert microbatch.counts["missing_pairs"] == 4
     assert microbatch.targets.teacher.num_missing == 4
-    assert kind_of().collate(prepared(kind, tiny.make_pairs(9))).counts["missing_pairs"] == 0
+    assert (
+        collator_of().collate(prepared(collator, tiny.make_pairs(9))).counts["missing_pairs"] == 0
+    )
 
 
 @pytest.mark.parametrize("microbatching", ["in_order", "packed"])
 def test_validation_has_batches_of_its_own_size(microbatching):
-    kind = kind_of(microbatching, batch_size=2, batch_size_val=8).for_validation()
-    assert [len(part) for part in kind.plan([5] * 8, 1)[0]] == [8]
+    collator = collator_of(microbatching, batch_size=2, batch_size_val=8).for_validation()
+    assert [len(part) for part in collator.plan([5] * 8, 1)[0]] == [8]
 
 
-BAD = {
-    "no labels": ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
-    "labels": (
-        pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
-        "sample 3, rejected: 1 labels for 2 tokens",
-    ),
-    "no tokens": (pair([], [1, 3]), "sample 3, chosen: it has no tokens"),
-    "too long": (pair([1] * 65, [1, 3]), "sample 3, chosen: 65 tokens are more than the model's"),
-    "vocabulary": (pair([1, 2], [1, 67]), "sample 3, rejected: token 67 is outside"),
-    "text": (
-        pair([1, 2], [1, 3]) | {"chosen_input_ids": ["a", "b"]},
-        "sample 3: its 'chosen_input_ids' is no",
-    ),
-    "fractions": (
-        pair([1, 2.5], [1, 3]),
-        "sample 3: its 'chosen_input_ids' is not a list of integers",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_pair_is_named(case):
-    sample, text = BAD[case]
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ({"chosen_input_ids": [1, 2]}, "sample 3: it has no 'chosen_labels', only"),
+        (
+            pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
+            "sample 3, rejected: 1 labels for 2 tokens",
+        ),
+        (pair([], [1, 3]), "sample 3, chosen: it has no tokens"),
+        (pair([1] * 65, [1, 3]), "sample 3, chosen: 65 tokens are more than the model's"),
+        (pair([1, 2], [1, 67]), "sample 3, rejected: token 67 is outside"),
+        (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
+        (pair([1, 2.5], [1, 3]), "sample 3: its 'chosen_input_ids' is not a list of integers"),
+    ],
+)
+def test_a_bad_pair_is_named(sample, text):
     with pytest.raises(SampleError, match=f"^{text}") as error:
-        kind_of().prepare(sample, "sample 3")
+        collator_of().prepare(sample, "sample 3")
     assert not isinstance(error.value, SkippedSampleError)
 
 
-LEFT_OUT = {
-    "no target": (pair([1, 2, 3], [1, 2], masked=2), "its rejected side has no target"),
-    "target first": (
-        pair([4, 2], [4, 3], masked=0) | {"chosen_labels": [4, tiny.IGNORE]},
-        "its chosen side",
-    ),
-    "equal": (pair([1, 2, 3], [1, 2, 3]), "its sides are equal"),
-}
-
-
-@pytest.mark.parametrize("case", LEFT_OUT)
-def test_a_pair_that_teaches_nothing_is_left_out(case):
-    sample, text = LEFT_OUT[case]
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (pair([1, 2, 3], [1, 2], masked=2), "its rejected side has no target"),
+        (pair([4], [4, 3], masked=0), "its chosen side has no target"),
+        (pair([1, 2, 3], [1, 2, 3]), "its sides are equal"),
+    ],
+)
+def test_a_pair_that_cannot_be_learned_from_is_skipped(sample, text):
     with pytest.raises(SkippedSampleError, match=f"^sample 3: {text}"):
-        kind_of().prepare(sample, "sample 3")
+        collator_of().prepare(sample, "sample 3")
 
 
 def test_a_dataset_of_single_answers_is_told_what_to_be():
     cfg = {"_component_": "tiny.tiny_dataset", "num_samples": 3}
-    from omegaconf import OmegaConf
-
     with pytest.raises(ValueError, match=r"samples have labels, tokens.*preference_dataset"):
         load_pairs(OmegaConf.create(cfg), tiny.tiny_tokenizer())
     assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), tiny.tiny_tokenizer())) == 0
