@@ -1,5 +1,6 @@
 """The gradient of every parameter is that of its pairs one by one, in float64, whatever the layout."""
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ from recipe_runs import (
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.pairs.collator import PairCollator
+from recipe_utils.data.text.documents import Documents
 from recipe_utils.loss import preference
-from recipe_utils.model.pipeline.pipeline import Pipeline
+from recipe_utils.model.frozen import model as frozen_model
 
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
 LOSSES = {
@@ -83,8 +85,8 @@ FAST = [
 ROWS = [
     *FAST,
     # All losses and kinds of pairs with padded and with packed rows
-    *(Row("one", "untied", i, (i + 1) % 4) for i in range(8)),
-    *(Row("one", "tied", i, (i + 3) % 4) for i in range(8)),
+    *(Row("one", "untied" if i % 2 else "tied", i, (i + 1) % 4) for i in range(8)),
+    *(Row("one", "tied" if i % 2 else "untied", i, (i + 3) % 4) for i in range(8)),
     Row("one", "lora", 4, 2, RECOMPUTED),
     Row("one", "untied lora", 0, 0, CACHED),
     Row("fsdp-2", "tied", 3, 2, OFFLOADED),
@@ -185,7 +187,7 @@ def rejected_sees_chosen(patches):
     def one_document(_, args, kwargs):
         rows = kwargs["document_lengths"]
         plain = [[sum(d) if isinstance(d, tuple) else d for d in row] for row in rows]
-        return args, {**kwargs, "document_lengths": plain}
+        return args, {**kwargs, "document_lengths": Documents(plain)}
 
     def attend_to_both(decoder, *args):
         attend(decoder, *args)
@@ -214,13 +216,6 @@ def one_more_token_shared(patches):
     patches.setattr(PairCollator, "prepare", share_one_more)
 
 
-def mean_of_microbatch_means(patches):
-    recipe = recipe_class(recipe=DPO)
-    sums = recipe.sums
-    patches.setattr(UpdateStep, "scale", lambda step, _: 1 / len(step.microbatches))
-    patches.setattr(recipe, "sums", lambda self, m: sums(self, m) / m.counts["pairs"])
-
-
 def pairs_of_one_rank(patches):
     patches.setattr(UpdateStep, "scale", lambda step, count: 1 / step.totals[count])
 
@@ -229,32 +224,17 @@ def dummy_counted_as_a_pair(patches):
     patches.setattr(PairCollator, "dummy", lambda self, sample: self.collate([sample]))
 
 
-def a_microbatch_replaced_by_the_last(patches):
-    run = Pipeline.forward_backward
-    patches.setattr(
-        Pipeline,
-        "forward_backward",
-        lambda self, found, *rest: run(self, [*found[1:], found[-1]], *rest),
-    )
-
-
 def reference_with_adapters(patches):
-    from contextlib import nullcontext
-
-    from recipe_utils.model.frozen import model
-
-    patches.setattr(model, "disable_adapter", lambda _: nullcontext())
+    patches.setattr(frozen_model, "disable_adapter", lambda _: nullcontext())
 
 
-MULTI_TURN = {"max_tokens_per_microbatch": 100}
+SHORT_ROWS = {"max_tokens_per_microbatch": 100}
 MUTANTS = {
-    rejected_sees_chosen: Row("one", "tied", 5, 2, MULTI_TURN),
-    shared_targets_counted_for_chosen_alone: Row("one", "tied", 1, 2, MULTI_TURN),
-    one_more_token_shared: Row("one", "tied", 5, 2, MULTI_TURN),
-    mean_of_microbatch_means: Row("one", "tied", 5, 2, MULTI_TURN),
-    pairs_of_one_rank: Row("fsdp-2", "tied", 5, 2, MULTI_TURN),
-    dummy_counted_as_a_pair: Row("fsdp-4", "tied", 5, 3, MULTI_TURN),
-    a_microbatch_replaced_by_the_last: Row("pp-2", "tied", 5, 0),
+    rejected_sees_chosen: Row("one", "tied", 5, 2, SHORT_ROWS),
+    shared_targets_counted_for_chosen_alone: Row("one", "tied", 1, 2, SHORT_ROWS),
+    one_more_token_shared: Row("one", "tied", 5, 2, SHORT_ROWS),
+    pairs_of_one_rank: Row("fsdp-2", "tied", 5, 2, SHORT_ROWS),
+    dummy_counted_as_a_pair: Row("fsdp-4", "tied", 5, 3, SHORT_ROWS),
     reference_with_adapters: Row("pp-2", "lora", 5, 0),
 }
 

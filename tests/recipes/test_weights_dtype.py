@@ -18,12 +18,11 @@ from recipe_runs import (
     recipe_class,
     run_compiled_recipe,
     run_recipe,
-    save_weights,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.func import functional_call
 
+from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.build.build import ModelSettings
@@ -38,7 +37,7 @@ RECORDED = {**STEP_OF_16, **MIXED, "batch_size": 2, "optimizer": RECORDING_SGD}
 
 
 def gradients_and_steps(config):
-    """The full gradients of each update step by name, and the update steps that they are of."""
+    """The full gradients of each update step by name, and the update steps."""
     tiny.RecordingSGD.recorded.clear()
     cfg = OmegaConf.create(config)
     made = recipe_class()(cfg)
@@ -46,13 +45,8 @@ def gradients_and_steps(config):
         made.setup(cfg)
         with made.loader.epoch(0) as steps:
             steps = list(steps)
-        parts = made.model.values() if made.pipeline is not None else [made.model]
-        names = [
-            name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-            for part in parts
-            for name, p in part.named_parameters()
-            if p.requires_grad
-        ]
+        names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
+        names = [names_by_id[id(p)] for p in made.optimizer.param_groups[0]["params"]]
         made.train()
     recorded = tiny.RecordingSGD.recorded
     return [dict(zip(names, step, strict=True)) for step in recorded], steps
@@ -63,19 +57,17 @@ def of_all(configs):
 
 
 def bf16_gradients(model, microbatch, scale):
-    """Of one microbatch, with fp32 weights that are cast by hand; in fp32."""
+    """Gradients of one microbatch for fp32 weights that are cast by hand, in fp32."""
     leaves = {name: p.detach().bfloat16().requires_grad_() for name, p in model.named_parameters()}
     if FSDP2_KEEPS_WIDER_GRADIENTS:
         for leaf in leaves.values():
             leaf.grad_dtype = None
-    sums = functional_call(
-        model, leaves, kwargs={**microbatch.inputs, "targets": microbatch.targets}
-    )
-    (sums * scale).sum().backward()
+    inputs = {**microbatch.inputs, "targets": microbatch.targets}
+    (functional_call(model, leaves, kwargs=inputs) * scale).sum().backward()
     return {name: leaf.grad.float() for name, leaf in leaves.items()}
 
 
-def reference(sizes, steps_of_ranks, sums_each_microbatch, accumulate=torch.float32):
+def reference(sizes, steps_of_ranks, sums_each_microbatch=False, accumulate=torch.float32):
     """The gradients of each update step, from plain tensors and a plain model."""
     model = tiny.tiny_model(sizes)
     fuse_norms_and_rope(model)  # bf16 would make more of a norm's last digit
@@ -90,10 +82,8 @@ def reference(sizes, steps_of_ranks, sums_each_microbatch, accumulate=torch.floa
         total = {}
         for name in of_ranks[0][0]:
             parts = [[g[name].to(accumulate) for g in of_rank] for of_rank in of_ranks]
-            if sums_each_microbatch:
-                total[name] = sum(
-                    sum(of_ranks) / len(steps) for of_ranks in zip(*parts, strict=True)
-                )
+            if sums_each_microbatch:  # over the ranks, then over the microbatches
+                total[name] = sum(sum(each) / len(steps) for each in zip(*parts, strict=True))
             else:
                 total[name] = sum(sum(of_rank[1:], of_rank[0]) for of_rank in parts) / len(steps)
         found.append(total)
@@ -112,19 +102,19 @@ def error(gradients, expected):
     return max((g - expected[name]).abs().max().item() for name, g in gradients.items()) / scale
 
 
-ONE_PROCESS = {
-    "tied": {"model": tiny.MODEL},
-    "one sync": {"model": tiny.UNTIED_MODEL, "gradient_sync": "last_microbatch"},
-    "recomputed": {"model": tiny.UNTIED_MODEL, "enable_activation_checkpointing": True},
-    "every second layer": {"model": tiny.MODEL, "ac_mode": "selective", "ac_option": 2},
-}
-
-
-@pytest.mark.parametrize("kind", ONE_PROCESS)
-def test_on_one_process_gradients_are_those_of_weights_cast_by_hand(kind, tiny_config):
-    config = tiny_config(**RECORDED, **ONE_PROCESS[kind])
-    gradients, steps = gradients_and_steps(config)
-    expected = reference(config["model"], [steps], sums_each_microbatch=False)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": tiny.MODEL},
+        {"model": tiny.UNTIED_MODEL, "gradient_sync": "last_microbatch"},
+        {"model": tiny.UNTIED_MODEL, "enable_activation_checkpointing": True},
+        {"model": tiny.MODEL, "ac_mode": "selective", "ac_option": 2},
+    ],
+    ids=["tied", "one_sync", "recomputed", "every_second_layer"],
+)
+def test_on_one_process_gradients_are_those_of_weights_cast_by_hand(changes, tiny_config):
+    gradients, steps = gradients_and_steps(tiny_config(**RECORDED, **changes))
+    expected = reference(changes["model"], [steps])
     assert len(gradients) == len(expected) == 2
     assert all(map(equal, gradients, expected))
 
@@ -132,43 +122,31 @@ def test_on_one_process_gradients_are_those_of_weights_cast_by_hand(kind, tiny_c
 def test_a_sum_in_bf16_misses_them(tiny_config, monkeypatch):
     config = tiny_config(model=tiny.MODEL, **RECORDED, gradient_sync="last_microbatch")
     gradients, steps = gradients_and_steps(config)
-    in_bf16 = reference(tiny.MODEL, [steps], False, accumulate=torch.bfloat16)
+    in_bf16 = reference(tiny.MODEL, [steps], accumulate=torch.bfloat16)
     assert error(gradients[0], in_bf16[0]) > 1e-3
 
-    def reducing_in_bf16(**policy):
-        return MixedPrecisionPolicy(**policy | {"reduce_dtype": torch.bfloat16})
-
-    expected = reference(tiny.MODEL, [steps], False)
-    with monkeypatch.context() as patch:
-        patch.setattr("recipe_utils.parallel.fsdp.MixedPrecisionPolicy", reducing_in_bf16)
-        gradients, _ = gradients_and_steps(config)
-    assert error(gradients[0], expected[0]) > 1e-3
-
+    expected = reference(tiny.MODEL, [steps])
     monkeypatch.setattr(ModelSettings, "torch_weights_dtype", ModelSettings.torch_dtype)
     gradients, _ = gradients_and_steps(config)
     assert error(gradients[0], expected[0]) > 1e-3
 
 
+PP_2 = {"pipeline_parallel_dim": 2}
 TWO_RANKS = {
     "fsdp": {},
-    "fsdp, one sync": {"gradient_sync": "last_microbatch"},
+    "fsdp_one_sync": {"gradient_sync": "last_microbatch"},
     "hsdp": {"data_parallel_replicate_dim": 2},
-    "stages": {"pipeline_parallel_dim": 2},
-    "stages, one forward one backward": {
-        "pipeline_parallel_dim": 2,
-        "pipeline_parallel_schedule": "1F1B",
-    },
+    "pp": PP_2,
+    "pp_1f1b": {**PP_2, "pipeline_parallel_schedule": "1F1B"},
     "tp": {"tensor_parallel_dim": 2, **TP_PLAN},
 }
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """By layout, what each of two ranks has found."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    save_weights(folder)
+def on_two_ranks(weights_folder):
+    """By layout, the gradients and update steps of each of two ranks."""
     configs = [
-        recipe_runs.tiny_config(folder, model=tiny.UNTIED_MODEL, **{**RECORDED, **changes})
+        recipe_runs.tiny_config(weights_folder, model=tiny.UNTIED_MODEL, **RECORDED, **changes)
         for changes in TWO_RANKS.values()
     ]
     return dict(zip(TWO_RANKS, zip(*run_distributed(of_all, 2, configs), strict=True), strict=True))
@@ -176,9 +154,9 @@ def on_two_ranks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO_RANKS)
-def test_on_two_ranks_too(layout, on_two_ranks):
+def test_on_two_ranks_gradients_are_those_of_weights_cast_by_hand(layout, on_two_ranks):
     of_ranks = on_two_ranks[layout]
-    holds_other_data = layout in ("fsdp", "fsdp, one sync", "hsdp")
+    holds_other_data = layout in ("fsdp", "fsdp_one_sync", "hsdp")
     steps = [steps for _, steps in of_ranks][: 2 if holds_other_data else 1]
     expected = reference(tiny.UNTIED_MODEL, steps, sums_each_microbatch=layout == "fsdp")
     for gradients, _ in of_ranks:
@@ -188,17 +166,17 @@ def test_on_two_ranks_too(layout, on_two_ranks):
             assert max(errors) < 16 * 2**-9
         else:
             assert all(map(equal, gradients, expected))
-    if "stages" in layout:
+    if layout.startswith("pp"):
         names = [set(gradients[0]) for gradients, _ in of_ranks]
         assert names[0] | names[1] == set(expected[0])
         assert not names[0] & names[1]
 
 
-# ---- Everything else that has a precision -----------------------------------------------------------
+# ---- All else that has a precision --------------------------------------------------------------
 
 
-def trained(config, recipe=SFT):
-    """Losses, and the precisions of trained weights, their optimizer state, frozen weights and other models."""
+def losses_and_dtypes(config, recipe):
+    """Losses, and dtypes of trained weights, their optimizer state, frozen weights and frozen models."""
     cfg = OmegaConf.create(config)
     ListLogger.logged.clear()
     made = recipe_class(recipe=recipe)(cfg)
@@ -208,63 +186,58 @@ def trained(config, recipe=SFT):
     optimizer = made.optimizer
     parts = optimizer.optim_map.values() if hasattr(optimizer, "optim_map") else [optimizer]
     states = [state for part in parts for state in part.state.values()]
-    reference = getattr(getattr(made, "reference", None), "_model", None)
-    teacher = getattr(getattr(made, "teacher", None), "_live", None)
-    others = [m for m in (reference, getattr(teacher, "_model", None)) if m is not None]
+    source = getattr(made, "reference", None) or getattr(made, "teacher", None)
+    frozen = source.outputs.model._model if source else made.model
     of = {
         "trained": [p for p in made.model.parameters() if p.requires_grad],
         "frozen": [p for p in made.model.parameters() if not p.requires_grad],
         "state": [v for state in states for k, v in state.items() if k != "step"],
-        "others": [p for model in others for p in model.parameters()],
+        "others": list(frozen.parameters()) if frozen is not made.model else [],
     }
     dtypes = {name: {str(t.dtype) for t in tensors} for name, tensors in of.items()}
     return [line["loss"] for line in ListLogger.logged], dtypes
 
 
-def trained_all(cases):
-    return [trained(config, recipe) for config, recipe in cases]
+def of_each(configs, recipe):
+    return [losses_and_dtypes(config, recipe) for config in configs]
 
 
 WIDE_ADAPTED = tiny.adapted(tiny.WIDE_MODEL)
 QDORA = {**WIDE_ADAPTED, "quantize_base": True, "use_dora": True}
+SPLIT_BACKWARD = {"pipeline_parallel_schedule": "InterleavedZeroBubble"}
 KINDS = {  # processes, recipe and config
     "full": (1, SFT, {}),
     "qdora": (1, SFT, {"model": QDORA}),
-    "dpo of adapters": (1, DPO, {"model": WIDE_ADAPTED}),
-    "in the backward": (2, SFT, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}),
-    "lora, recomputed": (2, SFT, {"model": WIDE_ADAPTED, "enable_activation_checkpointing": True}),
+    "dpo_of_adapters": (1, DPO, {"model": WIDE_ADAPTED}),
+    "optimizer_in_bwd": (2, SFT, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}),
+    "lora_recomputed": (2, SFT, {"model": WIDE_ADAPTED, "enable_activation_checkpointing": True}),
     "dpo": (2, DPO, {}),
     "distillation": (2, KD, {}),
-    "stages whose backward is split": (
+    "pp_tied": (
         2,
         SFT,
-        {
-            "model": tiny.DEEP_MODEL,  # tied
-            "pipeline_parallel_dim": 2,
-            "pipeline_parallel_schedule": "InterleavedZeroBubble",
-            "gradient_accumulation_steps": 4,
-        },
+        {"model": tiny.DEEP_MODEL, **PP_2, **SPLIT_BACKWARD, "gradient_accumulation_steps": 4},
     ),
-    "stages of a lora": (2, SFT, {"model": WIDE_ADAPTED, "pipeline_parallel_dim": 2}),
-    "fsdp and tp": (4, SFT, {"model": tiny.UNTIED_MODEL, "tensor_parallel_dim": 2, **TP_PLAN}),
+    "pp_of_lora": (2, SFT, {"model": WIDE_ADAPTED, **PP_2}),
+    "fsdp_and_tp": (4, SFT, {"model": tiny.UNTIED_MODEL, **TWO_RANKS["tp"]}),
 }
-FAST = ("full", "dpo of adapters")
+FAST = ("full", "dpo_of_adapters")
+MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
 
 
 @pytest.mark.parametrize(
     "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )
-def test_all_kinds_train_wider_weights(kind, tmp_path):
-    world_size, recipe, own = KINDS[kind]
-    save_weights(tmp_path)
-    make = getattr(
-        recipe_runs, {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}[recipe]
-    )
-    configs = [
-        make(tmp_path, **{"max_steps_per_epoch": 3, **own, **precision})
-        for precision in (MIXED, {"dtype": "bf16"})
-    ]
-    found = run_distributed(trained_all, world_size, [(config, recipe) for config in configs])
+def test_all_kinds_train_wider_weights(kind, weights_folder, tmp_path):
+    world_size, recipe, changes = KINDS[kind]
+    configs = []
+    for precision in (MIXED, {"dtype": "bf16"}):
+        config = getattr(recipe_runs, MAKE[recipe])(
+            weights_folder, **{"max_steps_per_epoch": 3, **changes, **precision}
+        )
+        config["output_dir"] = config["checkpointer"]["output_dir"] = str(tmp_path)
+        configs.append(config)
+    found = run_distributed(of_each, world_size, configs, recipe)
     fp32, bf16 = {"torch.float32"}, {"torch.bfloat16"}
     has_frozen = any(word in kind for word in ("lora", "dora", "adapters"))
     for (_, dtypes), _ in found:
@@ -288,25 +261,20 @@ def test_compiled_layers_compute_in_dtype(tiny_config):
     assert [line["loss"] for line in compiled] == pytest.approx(eager, rel=0.01)
 
 
+def loss_and_norm(config):
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in run_recipe(config)]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 def test_where_it_is_dtype_it_changes_nothing(dtype, tiny_config):
     config = tiny_config(dtype=dtype, max_steps_per_epoch=3)
-
-    def digits(config):
-        kept = ("loss", "grad_norm")
-        return [[line[name] for name in kept] for line in run_recipe(config)]
-
-    assert digits({**config, "weights_dtype": dtype}) == digits(config)
+    assert loss_and_norm({**config, "weights_dtype": dtype}) == loss_and_norm(config)
 
 
-@pytest.mark.parametrize(("dtype", "text"), [("fp32", "dtype=fp32"), (None, "dtype=fp32")])
-def test_weights_narrower_than_what_is_computed_are_refused(dtype, text, tiny_config):
-    with pytest.raises(ConfigError, match=f"weights_dtype=bf16: {text} would compute"):
+@pytest.mark.parametrize("dtype", ["fp32", None])
+def test_weights_narrower_than_what_is_computed_are_refused(dtype, tiny_config):
+    with pytest.raises(ConfigError, match="weights_dtype=bf16: dtype=fp32 would compute"):
         run_recipe(tiny_config(dtype=dtype, weights_dtype="bf16"))
-
-
-def loss_and_norm(config):
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in run_recipe(config)]
 
 
 @pytest.mark.slow
@@ -314,7 +282,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(tiny_config):
     config = tiny_config(**MIXED, max_steps_per_epoch=4, save_every_n_steps=2)
     whole = run_distributed(loss_and_norm, 2, config)[0]
     newest = Path(config["output_dir"], "step_4")
-    newest.rename(newest.with_name("put_aside"))
+    newest.rename(newest.with_name("moved"))
     resumed = {**config, "resume_from_checkpoint": True}
     for changes in ({"weights_dtype": None}, {"dtype": "fp64", "weights_dtype": None}):
         (error, *_) = run_distributed(
@@ -331,9 +299,7 @@ def test_an_export_is_in_dtype_unless_asked_otherwise(asked, expected, tiny_conf
     run_recipe(tiny_config(model=WIDE_ADAPTED, **precision, max_steps_per_epoch=1))
     folder = Path(tiny_config()["output_dir"], "epoch_0")
     (model,) = folder.glob("*.bin")
-    for path, dtype in (
-        (model, expected),
-        (folder / "adapter" / "adapter_model.pt", torch.float32),
-    ):
+    adapters = folder / "adapter" / "adapter_model.pt"
+    for path, dtype in ((model, expected), (adapters, torch.float32)):
         exported = torch.load(path, weights_only=True)
         assert {weight.dtype for weight in exported.values()} == {dtype}
