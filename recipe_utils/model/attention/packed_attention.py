@@ -72,18 +72,18 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
     if device.type != "cuda":
         return PackedAttention("by_document", f"the device is {device.type}")
 
-    asked: Any = getattr(model, "packed_attention", None)
+    configured: Any = getattr(model, "packed_attention", None)
     dtype = next(model.parameters()).dtype
     dropout = max(float(attention.attn_dropout) for attention in self_attentions(model))
     against_varlen = _against_varlen(model, dtype, dropout, device)
-    kernel, why = asked, "packed_attention is set to it"
-    if asked is None:
+    kernel, why = configured, "packed_attention is set to it"
+    if configured is None:
         kernel, why = _default_kernel(dtype, dropout, against_varlen)
     if kernel == "by_document":
         return PackedAttention(kernel, why)
     if kernel == "flex":
         subject = "packed_attention=flex: it"
-        if asked is None:
+        if configured is None:
             subject = f"packed_attention=null: it is flex here ({why}), and it"
         return PackedAttention(kernel, why, _problem_of_flex(dtype, dropout, subject))
     problem = None
@@ -91,9 +91,7 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
         problem = (
             f"packed_attention=varlen: {against_varlen}; set packed_attention=flex, or leave it out"
         )
-    subject = (
-        f"packed_attention={asked or 'null'}: pairs with prefix_sharing take flex attention, which"
-    )
+    subject = f"packed_attention={configured or 'null'}: pairs with prefix_sharing take flex attention, which"
     return PackedAttention(kernel, why, problem, _problem_of_flex(dtype, dropout, subject))
 
 
