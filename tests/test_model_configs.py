@@ -14,6 +14,7 @@ from torchtune.modules import MultiHeadAttention
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import get_adapter_params
 
+from recipe_utils.data.images.multi_crop import check_fits
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.model.vision.vision_transformer import with_heads
@@ -319,7 +320,7 @@ def test_backbones_have_published_sizes_and_settings(name):
     transform = config.instantiate(cfg.transform)
     crops = (transform.global_crop_size, transform.local_crop_size, transform.num_local_crops)
     assert crops == (256, 112, 8)
-    assert transform.problems_with(16, 3) == []
+    check_fits(transform, 16, 3)
     assert (cfg.global_batch_size, cfg.rope_rescale, cfg.layerwise_lr_decay) == (4096, 2.0, 0.98)
     # Twice the published 0.1: KoLeo is a mean over both global crops here, a sum there.
     assert (cfg.koleo_loss_weight, cfg.teacher_temperature_start) == (0.2, 0.04)

@@ -9,10 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import config
 
-from recipe_utils.data.images.collator import ViewCollator, Views
+from recipe_utils.data.images.collator import ImageCollator, ViewCollator, Views, WholeImages
 from recipe_utils.data.images.crop_rows import TokenLayout
 from recipe_utils.data.images.folders import load_images
-from recipe_utils.data.images.labelled import ImageCollator, WholeImages
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors

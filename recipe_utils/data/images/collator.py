@@ -1,9 +1,10 @@
-"""Collator of views: crops of images, masks and random draws.
+"""Collators of views (crops, masks and random draws of images), and of labelled images for k-NN.
 
 Shapes are those of :mod:`recipe_utils.data.images.crop_rows`.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -19,7 +20,6 @@ from recipe_utils.data.images.crop_rows import (
     TokenLayout,
     ViewTargets,
     labels_of,
-    microbatch_of,
     row_of,
     without_targets,
 )
@@ -32,16 +32,13 @@ from recipe_utils.data.images.view_draws import (
     position_factor,
 )
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.loader.plan import Microbatches
+from recipe_utils.data.loader.plan import Microbatches, plan_in_order
 from recipe_utils.data.loader.sampler import StepIndex
-from recipe_utils.data.loader.samples import Sample, check_keys
+from recipe_utils.data.loader.samples import Sample, SampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
-
-_GLOBAL, _LOCAL = slice(0, 2), slice(2, None)
-"""Global and local crops of an image."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -69,56 +66,37 @@ class ViewSettings:
         """Yields invalid values."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
-            yield Problem(
-                "mask_ratio",
-                "it must be the smallest and the largest share, both from 0 to 1, such as "
-                "[0.1, 0.5]",
-                ratio,
-            )
+            text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
+            yield Problem("mask_ratio", text, ratio)
 
     def problems_with(self, data: DataSettings) -> Iterator[Problem]:
         """Yields values of the data keys that views do not support."""
         size = self.koleo_group_size
         if size is not None and data.batch_size % size:
-            yield Problem(
-                "koleo_group_size",
-                f"a group is in one microbatch, and batch_size={data.batch_size} is not a "
-                f"multiple of it; set batch_size to {(data.batch_size // size + 1) * size}, or koleo_group_size to "
-                "a divisor of it or to null",
-                size,
-                depends_on=("batch_size",),
+            larger = (data.batch_size // size + 1) * size
+            text = (
+                f"a group is in one microbatch, and batch_size={data.batch_size} is not a multiple of it; "
+                f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
             )
+            yield Problem("koleo_group_size", text, size, depends_on=("batch_size",))
         if data.plans_by_tokens:
-            yield Problem(
-                "microbatching",
-                "all images have as many tokens; set microbatching=in_order",
-                data.microbatching,
-            )
+            text = "all images have the same number of tokens; set microbatching=in_order"
+            yield Problem("microbatching", text, data.microbatching)
         if data.collate_fn != DataSettings.collate_fn:
-            yield Problem(
-                "collate_fn",
-                "views do not use it; remove the key",
-                data.collate_fn,
-            )
+            yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
         if self.transform.get("image_transform") is not None and data.num_workers == 0:
-            yield Problem(
-                "num_workers",
-                "transform.image_transform draws from torch's global generator, from which the "
-                "training draws at the same time; set num_workers to 1 or more",
-                0,
-                ("transform",),
+            text = (
+                "transform.image_transform draws from torch's global generator, as training does at the "
+                "same time; set num_workers to 1 or more"
             )
+            yield Problem("num_workers", text, 0, depends_on=("transform",))
 
 
 class Views(Dataset[dict[str, Any]]):
     """Crops of each image of a dataset, with masks and random draws.
 
     Draws depend only on (seed, epoch, dataset index); mask ratios and the position factor on (seed,
-    epoch, update step). Samples are those of
-    :func:`recipe_utils.data.images.folders.checked_image`.
-
-    Raises:
-        ValueError: the crops do not match the model.
+    epoch, update step). Raises ValueError if the crops do not match the model.
     """
 
     def __init__(
@@ -186,6 +164,7 @@ class ViewCollator:
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
     """Images; images with a neighbor in their group; masked patches of global crops; tokens of the student."""
     fingerprint_keys = ("digest",)
+    prepare = staticmethod(with_image_name)
 
     def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
@@ -198,11 +177,6 @@ class ViewCollator:
         """Yields nothing."""
         yield from ()
 
-    def prepare(self, sample: Sample, name: str) -> Sample:
-        """Adds the sample's name; raises SampleError if it is not from :class:`Views`."""
-        check_keys(sample, ("global_crops", "local_crops", "masks", "draws"), name)
-        return with_image_name(sample, name)
-
     def length(self, sample: Sample) -> int:
         """Returns the position in the update step, by which groups are formed; lengths are equal."""
         position: int = sample["position"]
@@ -211,25 +185,15 @@ class ViewCollator:
     def plan(self, positions: Sequence[int], num_ranks: int = 1) -> list[Microbatches]:
         """Cuts images in order into microbatches of whole groups, at most ``batch_size`` images each.
 
-        A skipped image changes only its own group.
-
-        Args:
-            positions: positions in the update step, ascending.
-            num_ranks: number of ranks; they take microbatches in turn.
+        A skipped image changes only its own group. ``positions`` are those in the update step,
+        ascending; ``num_ranks`` ranks take microbatches in turn.
         """
         microbatches: Microbatches = []
-        held: list[int] = []
-        for _, of_block in groupby(range(len(positions)), lambda i: positions[i] // self.block):
-            block = list(of_block)
-            if held and len(held) + len(block) > self._batch_size:
-                microbatches.append(held)
-                held = []
-            held += block
-            while len(held) > self._batch_size:  # if the dataset is not read by update steps
-                microbatches.append(held[: self._batch_size])
-                held = held[self._batch_size :]
-        if held:
-            microbatches.append(held)
+        for _, block in groupby(range(len(positions)), lambda i: positions[i] // self.block):
+            images = list(block)
+            if not microbatches or len(microbatches[-1]) + len(images) > self._batch_size:
+                microbatches.append([])
+            microbatches[-1] += images
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
@@ -238,33 +202,30 @@ class ViewCollator:
         Inputs are those of :func:`recipe_utils.data.images.crop_rows.row_of`; ``crop_groups`` are
         ((2 * g, G), (L * g, l)).
         """
-        masks = np.concatenate([sample["masks"] for sample in samples])
-        crops = [
-            np.concatenate([s[key] for s in samples]) for key in ("global_crops", "local_crops")
-        ]
-        draws = [np.concatenate([s["draws"][part] for s in samples]) for part in (_GLOBAL, _LOCAL)]
-        no_masks = np.zeros((len(crops[1]), 1), dtype=bool)
-        inputs, (of_global, of_local) = row_of(
-            [
-                CropsOfOneSize(crops[0], draws[0], masks),
-                CropsOfOneSize(crops[1], draws[1], no_masks),
-            ],
-            self._layout,
-            samples[0]["position_factor"],
+        masks, global_crops, local_crops = (
+            np.concatenate([sample[key] for sample in samples])
+            for key in ("masks", "global_crops", "local_crops")
         )
+        global_draws = np.concatenate([sample["draws"][:2] for sample in samples])
+        local_draws = np.concatenate([sample["draws"][2:] for sample in samples])
+        parts = [
+            CropsOfOneSize(global_crops, global_draws, masks),
+            CropsOfOneSize(local_crops, local_draws),
+        ]
+        inputs, (of_global, of_local) = row_of(parts, self._layout, samples[0]["position_factor"])
         is_masked = torch.from_numpy(masks)
         num_masked = is_masked.sum(dim=1)
         groups, num_neighbours = self._groups_of(samples)
-        targets = ViewTargets(
+        targets: Any = ViewTargets(
             cls_positions=torch.cat([of_global.classes, of_local.classes]),
             num_images=len(samples),
+            names=tuple(sample["name"] for sample in samples),
+            labels=labels_of(samples),
+            patch_positions=of_global.patches.flatten(),
             num_local_crops=len(samples[0]["local_crops"]),
             masked_positions=of_global.patches[is_masked],
             masked_weights=(1 / num_masked.double()).repeat_interleave(num_masked),
-            patch_positions=of_global.patches.flatten(),
             koleo_groups=groups,
-            labels=labels_of(samples),
-            names=tuple(sample["name"] for sample in samples),
         )
         counts = {
             "images": len(samples),
@@ -272,7 +233,7 @@ class ViewCollator:
             "masked_patches": int(num_masked.sum()),
             "crop_tokens": inputs["tokens"].size(1),
         }
-        return microbatch_of(inputs, targets, counts)
+        return Microbatch(inputs, targets, counts)
 
     def _groups_of(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
         """Returns each image's group, from 0, and the number of images that are not alone in theirs."""
@@ -283,6 +244,68 @@ class ViewCollator:
         numbers = torch.tensor([sample["position"] // size for sample in samples])
         _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
         return groups, int(num_images[num_images > 1].sum())
+
+    def dummy(self, sample: Sample) -> Microbatch:
+        """Returns a microbatch with zero loss, which keeps collectives matched."""
+        return without_targets(self.collate([sample]))
+
+
+class WholeImages(Dataset[dict[str, Any]]):
+    """Central crops of a dataset's images, without random draws."""
+
+    def __init__(self, dataset: Any, transform: MultiCrop, layout: TokenLayout) -> None:
+        self._dataset = dataset
+        self._transform = transform
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the image as an array ``crop`` [c, h, h], its ``label``, ``path`` and ``digest``.
+
+        Raises:
+            SampleError: the image cannot be used, or has no label.
+        """
+        pixels, sample = checked_image(self._dataset[int(index)], self._layout.num_channels)
+        if sample["label"] is None:
+            raise SampleError("it has no label for neighbors to vote for")
+        return {**sample, "crop": self._transform.whole(pixels), "digest": digest_of(pixels)}
+
+
+class ImageCollator:
+    """Collator of labelled images; totals count images."""
+
+    counts = ("images", "crop_tokens")
+    """Images; tokens of the model."""
+    fingerprint_keys = ("digest",)
+    prepare = staticmethod(with_image_name)
+
+    def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
+        self._layout = layout._replace(num_draws=0)
+        self.plan = partial(plan_in_order, batch_size=data.batch_size)
+
+    def warnings(self) -> Iterator[str]:
+        """Yields nothing."""
+        yield from ()
+
+    def length(self, sample: Sample) -> int:
+        """Returns 1: all images have the same number of tokens."""
+        return 1
+
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """Returns one row with a global crop of each image, without masks and draws."""
+        crops = np.stack([sample["crop"] for sample in samples])
+        inputs, (positions,) = row_of([CropsOfOneSize(crops)], self._layout, 1.0)
+        targets: Any = ViewTargets(
+            cls_positions=positions.classes,
+            num_images=len(samples),
+            names=tuple(sample["name"] for sample in samples),
+            labels=labels_of(samples),
+            patch_positions=positions.patches.flatten(),
+        )
+        counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
+        return Microbatch(inputs, targets, counts)
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Returns a microbatch with zero loss, which keeps collectives matched."""

@@ -16,6 +16,7 @@ from recipe_utils.data.loader.microbatch import Microbatch
 
 PATCH, MASKED_PATCH, CLASS, FIRST_REGISTER = 0, 1, 2, 3
 """Types of tokens in column 0 of ``tokens``; register r is ``FIRST_REGISTER + r``."""
+_NONE = torch.zeros(0, dtype=torch.int64)
 
 
 class ViewTargets(NamedTuple):
@@ -25,20 +26,20 @@ class ViewTargets(NamedTuple):
     """[n] int64: positions of the class tokens, ascending."""
     num_images: int
     """g."""
-    num_local_crops: int
-    """L, of each image."""
-    masked_positions: Tensor
-    """[m] int64: positions of masked patches, ascending; all in global crops."""
-    masked_weights: Tensor
-    """[m] float64: 1 over the number of masked patches of the crop."""
-    patch_positions: Tensor
-    """[2 * g * P] int64: positions of the patches of global crops."""
-    koleo_groups: Tensor
-    """[g] int64: groups of the images, from 0 in the microbatch, ascending."""
-    labels: Tensor | None
-    """[g] int64: classes; None if one is missing."""
     names: tuple[str, ...]
     """Names of the images, for errors."""
+    labels: Tensor | None
+    """[g] int64: classes; None if one is missing."""
+    patch_positions: Tensor
+    """[2 * g * P] int64: positions of the patches of global crops."""
+    num_local_crops: int = 0
+    """L, of each image."""
+    masked_positions: Tensor = _NONE
+    """[m] int64: positions of masked patches, ascending; all in global crops."""
+    masked_weights: Tensor = _NONE.double()
+    """[m] float64: 1 over the number of masked patches of the crop."""
+    koleo_groups: Tensor = _NONE
+    """[g] int64: groups of the images, from 0 in the microbatch, ascending."""
     teacher: Any = None
     """Teacher outputs: nested tensors."""
 
@@ -69,10 +70,10 @@ class CropsOfOneSize(NamedTuple):
 
     crops: np.ndarray
     """[n, c, h, h]."""
-    draws: np.ndarray
-    """[n, num_draws]."""
-    masks: np.ndarray
-    """bool [n, P], or [n, 1] for all patches."""
+    draws: np.ndarray | None = None
+    """[n, num_draws]; None is 0."""
+    masks: np.ndarray | None = None
+    """bool [n, P]; None masks no patch."""
 
 
 class Positions(NamedTuple):
@@ -110,14 +111,17 @@ def row_of(
         of_part = tokens[start:end].reshape(num_crops, length, -1)  # a view
         of_part[:, 0, 0] = CLASS
         of_part[:, 1:first_patch, 0] = FIRST_REGISTER + np.arange(layout.num_registers)
-        of_part[:, first_patch:, 0] = np.where(part.masks, MASKED_PATCH, PATCH)
+        of_part[:, first_patch:, 0] = PATCH
+        if part.masks is not None:
+            of_part[:, first_patch:, 0][part.masks] = MASKED_PATCH
         of_part[:, first_patch:, 1:] = _patches_of(part.crops, patch)
 
         centres = ((2 * np.arange(side) + 1) / side - 1) * position_factor
         of_part = positions[start:end].reshape(num_crops, length, -1)
         of_part[:, first_patch:, 0] = centres.repeat(side)
         of_part[:, first_patch:, 1] = np.tile(centres, side)
-        of_part[:, :, 2:] = part.draws[:, None]
+        if part.draws is not None:
+            of_part[:, :, 2:] = part.draws[:, None]
 
         all_positions = torch.arange(start, end).view(num_crops, length)
         found.append(Positions(all_positions[:, 0].contiguous(), all_positions[:, first_patch:]))
@@ -143,27 +147,11 @@ def labels_of(samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
     return None if None in labels else torch.tensor(labels)
 
 
-def microbatch_of(
-    inputs: Mapping[str, Any], targets: ViewTargets, counts: Mapping[str, int]
-) -> Microbatch:
-    """Returns a microbatch whose targets are :class:`ViewTargets`."""
-    return Microbatch(inputs, targets, counts)  # type: ignore[arg-type] # text's targets, but to text
-
-
 def without_targets(microbatch: Microbatch) -> Microbatch:
     """Returns the microbatch with zero loss: without targets and counts."""
-    none = torch.zeros(0, dtype=torch.int64)
-    targets: Any = microbatch.targets
-    targets = targets._replace(
-        cls_positions=none,
-        num_images=0,
-        masked_positions=none,
-        masked_weights=none.double(),
-        patch_positions=none,
-        koleo_groups=none,
-        labels=None if targets.labels is None else none,
-        names=(),
-    )
+    given = cast(Any, microbatch.targets)
+    labels = None if given.labels is None else _NONE
+    targets: Any = ViewTargets(_NONE, 0, (), labels, _NONE, given.num_local_crops)
     return replace(microbatch, targets=targets, counts={})
 
 

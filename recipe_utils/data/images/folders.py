@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,14 +51,9 @@ class ImageDataset(Dataset[dict[str, Any]]):
 def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
     """Returns images in a folder, labelled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
-    Labels are the indices of the sorted names; without subfolders there are none.
-
-    Args:
-        source: path of the folder.
-        split: selects ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ...
-
-    Raises:
-        ValueError: ``datasets`` or ``pillow`` is not installed, or there is no such split.
+    Labels are the indices of the sorted names; without subfolders there are none. ``split`` selects
+    ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ... Raises ValueError if
+    ``datasets`` or ``pillow`` is not installed, or there is no such split.
     """
     return hf_image_dataset("imagefolder", split=split, data_dir=source)
 
@@ -103,19 +97,13 @@ def hf_image_dataset(
 def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
     """Loads a dataset of images by :func:`recipe_utils.data.loader.samples.load_dataset`.
 
-    Raises:
-        ValueError: the first sample has no image, or no label and ``with_labels`` is True. Broken
-            images are reported when they are loaded.
+    Raises ValueError if the first sample has no image, or no label and ``with_labels`` is True.
     """
     made = load_dataset(cfg)
-    if made is None or len(made) == 0:
-        return made
     try:
-        sample = made[0]
-    except Exception:
+        sample = _as_mapping(made[0])
+    except Exception:  # an empty dataset or a broken image is reported when it is loaded
         return made
-    if isinstance(sample, tuple) and len(sample) == 2:
-        sample = {"image": sample[0], "label": sample[1]}
     if not isinstance(sample, Mapping) or "image" not in sample:
         found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
@@ -128,6 +116,13 @@ def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
             "labels, or run_val_every_n_steps=null"
         )
     return made
+
+
+def _as_mapping(sample: Any) -> Any:
+    """Converts a pair (image, label), as torchvision's datasets return it."""
+    if isinstance(sample, tuple) and len(sample) == 2:
+        return {"image": sample[0], "label": sample[1]}
+    return sample
 
 
 def _decode(content: bytes | None, path: str) -> Any:
@@ -147,30 +142,23 @@ def _decode(content: bytes | None, path: str) -> Any:
 def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
     """Returns the pixels of a sample's image (:func:`pixels_of`), and its ``path`` and ``label``.
 
-    Args:
-        sample: mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a pair
-            (image, label), as torchvision's datasets return it.
-        num_channels: channels of the model.
-
-    Raises:
-        SampleError: the image cannot be used, or the label is not an integer of at least 0.
+    ``sample`` is a mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a
+    pair (image, label). Raises SampleError if the image cannot be used, or the label is not an
+    integer of at least 0.
     """
-    if isinstance(sample, tuple) and len(sample) == 2:
-        sample = {"image": sample[0], "label": sample[1]}
-    if not isinstance(sample, Mapping) or "image" not in sample:
-        check_keys(sample, ("image",), "sample")
+    sample = _as_mapping(sample)
+    check_keys(sample, ("image",), "sample")
     path = str(sample.get("name") or "")
     try:
         pixels = pixels_of(sample["image"], num_channels)
     except ValueError as error:
         raise SampleError(f"image {path}: {error}" if path else f"its image: {error}") from None
-    rest: dict[str, Any] = {"path": path, "label": None}
     label = sample.get("label")
     if label is not None:
         if isinstance(label, bool) or not hasattr(label, "__index__") or int(label) < 0:
             raise SampleError(f"its label is {label!r}, not an integer of at least 0")
-        rest["label"] = int(label)
-    return pixels, rest
+        label = int(label)
+    return pixels, {"path": path, "label": label}
 
 
 def pixels_of(image: Any, num_channels: int) -> np.ndarray:
@@ -180,16 +168,11 @@ def pixels_of(image: Any, num_channels: int) -> np.ndarray:
     images are repeated, palettes looked up, alpha channels dropped. Integers are divided by the
     largest value of their type, so 16-bit images are not clipped at 255.
 
-    Args:
-        image: Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis cannot be
-            channels, [h, w, c], of integers or of floats in [0, 1].
-        num_channels: 1, 3, or the number of channels of the array.
-
-    Raises:
-        ValueError: no pixels, another type, values not finite or outside [0, 1], or channels that
-            cannot be converted.
+    ``image`` is a Pillow image; or an array or tensor [h, w], [c, h, w] or, if the first axis
+    cannot be channels, [h, w, c], of integers or of floats in [0, 1]. Raises ValueError for no
+    pixels, other types or values, and channels that cannot be converted.
     """
-    if "PIL" in sys.modules and hasattr(image, "convert"):
+    if hasattr(image, "convert"):  # Pillow, which may not be installed
         image = _array_of_pillow(image)
     if isinstance(image, torch.Tensor):
         image = image.detach().cpu()
@@ -243,26 +226,23 @@ def _scaled(array: np.ndarray) -> np.ndarray:
 
 def _with_channels(array: np.ndarray, num_channels: int) -> np.ndarray:
     found = len(array)
-    if found == num_channels:
-        return array
     if num_channels in (1, 3) and found in (2, 4):
-        array = array[:-1]
+        array = array[:-1]  # alpha
     if num_channels == 3 and len(array) == 1:
         return np.repeat(array, 3, axis=0)
     if num_channels == 1 and len(array) == 3:
         return grey_of(array)
-    if len(array) == num_channels:
-        return array
-    raise ValueError(
-        f"it has {found} channels, which cannot be converted to the model's {num_channels}"
-    )
+    if len(array) != num_channels:
+        raise ValueError(
+            f"it has {found} channels, which cannot be converted to the model's {num_channels}"
+        )
+    return array
 
 
 def grey_of(pixels: np.ndarray) -> np.ndarray:
     """Returns the luma [1, h, w] of RGB pixels [3, h, w]."""
     red, green, blue = (pixels[i] * pixels.dtype.type(_LUMA[i]) for i in range(3))
-    grey: np.ndarray = (red + green + blue)[None]
-    return grey
+    return np.asarray(red + green + blue)[None]
 
 
 def digest_of(pixels: np.ndarray) -> np.ndarray:
@@ -274,6 +254,5 @@ def digest_of(pixels: np.ndarray) -> np.ndarray:
 
 def with_image_name(sample: Sample, name: str) -> Sample:
     """Adds the name for errors: the index in the dataset and the path."""
-    path = sample["path"]
     shown = name.replace("sample", "image", 1)
-    return {**sample, "name": f"{shown} ({path})" if path else shown}
+    return {**sample, "name": f"{shown} ({sample['path']})" if sample["path"] else shown}

@@ -6,7 +6,8 @@ elementwise, both in one thread: crops are bitwise the same for any number of th
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ class Crops(NamedTuple):
     """[num_local_crops, c, local_crop_size, local_crop_size], normalised."""
 
 
+@dataclass(kw_only=True)
 class MultiCrop:
     """Transform that makes two global and several local crops of an image.
 
@@ -67,91 +69,53 @@ class MultiCrop:
         ValueError: an argument is out of bounds, or Pillow is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        global_crop_size: int = 224,
-        local_crop_size: int = 96,
-        num_local_crops: int = 8,
-        global_crop_scale: Sequence[float] = (0.32, 1.0),
-        local_crop_scale: Sequence[float] = (0.05, 0.32),
-        aspect_ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: Literal["bicubic", "bilinear"] = "bicubic",
-        flip_probability: float = 0.5,
-        jitter_probability: float = 0.8,
-        brightness: float = 0.4,
-        contrast: float = 0.4,
-        saturation: float = 0.2,
-        hue: float = 0.1,
-        grey_probability: float = 0.2,
-        blur_probability: Sequence[float] = (1.0, 0.1, 0.5),
-        blur_sigma: Sequence[float] = (0.1, 2.0),
-        solarize_probability: Sequence[float] = (0.0, 0.2, 0.0),
-        solarize_threshold: float = 0.5,
-        mean: Sequence[float] = (0.485, 0.456, 0.406),
-        std: Sequence[float] = (0.229, 0.224, 0.225),
-        image_transform: dict[str, Any] | None = None,
-    ) -> None:
-        self.global_crop_size = _whole("global_crop_size", global_crop_size)
-        self.local_crop_size = _whole("local_crop_size", local_crop_size)
-        self.num_local_crops = _whole("num_local_crops", num_local_crops)
-        self.global_crop_scale = _range("global_crop_scale", global_crop_scale, most=1.0)
-        self.local_crop_scale = _range("local_crop_scale", local_crop_scale, most=1.0)
-        self.aspect_ratio = _range("aspect_ratio", aspect_ratio)
-        self.interpolation = interpolation
-        self.flip_probability = _share("flip_probability", flip_probability)
-        self.jitter_probability = _share("jitter_probability", jitter_probability)
-        self.brightness = _share("brightness", brightness)
-        self.contrast = _share("contrast", contrast)
-        self.saturation = _share("saturation", saturation)
-        self.hue = _share("hue", hue, most=0.5)
-        self.grey_probability = _share("grey_probability", grey_probability)
-        self.blur_probability = _of_three("blur_probability", blur_probability)
-        self.blur_sigma = _range("blur_sigma", blur_sigma)
-        self.solarize_probability = _of_three("solarize_probability", solarize_probability)
-        self.solarize_threshold = _share("solarize_threshold", solarize_threshold)
-        if interpolation not in ("bicubic", "bilinear"):
-            raise ValueError(f"interpolation={interpolation}: set it to bicubic or bilinear")
+    global_crop_size: int = 224
+    local_crop_size: int = 96
+    num_local_crops: int = 8
+    global_crop_scale: Sequence[float] = (0.32, 1.0)
+    local_crop_scale: Sequence[float] = (0.05, 0.32)
+    aspect_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    flip_probability: float = 0.5
+    jitter_probability: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    grey_probability: float = 0.2
+    blur_probability: Sequence[float] = (1.0, 0.1, 0.5)
+    blur_sigma: Sequence[float] = (0.1, 2.0)
+    solarize_probability: Sequence[float] = (0.0, 0.2, 0.0)
+    solarize_threshold: float = 0.5
+    mean: Sequence[float] = (0.485, 0.456, 0.406)
+    std: Sequence[float] = (0.229, 0.224, 0.225)
+    image_transform: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for names, is_valid, wanted in _RULES:
+            for name in names:
+                if not is_valid(value := getattr(self, name)):
+                    raise ValueError(f"{name}={value}: {wanted}")
+        if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+            raise ValueError(
+                f"mean={self.mean}, std={self.std}: give one value for each channel, std above 0"
+            )
         if importlib.util.find_spec("PIL") is None:
             raise ValueError("crops need Pillow; pip install 'torchtune-update-step[vision]'")
-        if len(mean) != len(std) or not all(value > 0 for value in std):
-            raise ValueError(
-                f"mean={list(mean)}, std={list(std)}: give one value for each channel, std above 0"
-            )
-        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
-        self.image_transform = None
-        if image_transform is not None:
-            arguments = {key: arg for key, arg in image_transform.items() if key != "_component_"}
+        self._transform: Any = None
+        if self.image_transform is not None:
+            arguments = dict(self.image_transform)
             try:
-                made = component_at(image_transform.get("_component_", ""))
+                self._transform = component_at(arguments.pop("_component_", ""))(**arguments)
             except ValueError as error:
-                raise ValueError(f"image_transform={image_transform}: {error}") from error
-            self.image_transform = made(**arguments)
-
-    def problems_with(self, patch_size: int, num_channels: int) -> list[str]:
-        """Returns mismatches with a model's patch size [pixels] and number of channels."""
-        problems = [
-            f"transform.{name}={size}: not a multiple of the model's patch_size={patch_size}; the nearest are "
-            f"{max(size // patch_size, 1) * patch_size} and {(size // patch_size + 1) * patch_size}"
-            for name, size in (
-                ("global_crop_size", self.global_crop_size),
-                ("local_crop_size", self.local_crop_size),
-            )
-            if size % patch_size
-        ]
-        if len(self.mean) != num_channels:
-            problems.append(
-                f"transform.mean={list(self.mean)}: {len(self.mean)} values for the model's "
-                f"{num_channels} channels; give mean and std one for each"
-            )
-        return problems
+                raise ValueError(f"image_transform={self.image_transform}: {error}") from error
 
     def __call__(self, image: np.ndarray, generator: torch.Generator) -> Crops:
         """Returns the crops of an image [c, h, w] of floats in [0, 1]."""
         draws = torch.rand(
             3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64
         ).numpy()
-        if self.image_transform is not None:
+        if self._transform is not None:
             image = self._transformed(image, seed=int(draws[-1, 0] * 2**53))
         of_global = self._crops(image, draws[:2], is_local=False)
         return Crops(of_global, self._crops(image, draws[2:-1], is_local=True))
@@ -165,10 +129,9 @@ class MultiCrop:
         return self._normalised(_bounded(crop))
 
     def _transformed(self, image: np.ndarray, seed: int) -> np.ndarray:
-        assert self.image_transform is not None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            transformed = self.image_transform(torch.from_numpy(image.copy()))
+            transformed = self._transform(torch.from_numpy(image.copy()))
         array = np.asarray(transformed, dtype=image.dtype)
         if array.ndim != 3 or len(array) != len(image) or 0 in array.shape:
             raise ValueError(
@@ -242,17 +205,14 @@ class _Draws:
 
 def random_box(
     shape: Sequence[int],
-    scale: tuple[float, float],
-    aspect_ratio: tuple[float, float],
+    scale: Sequence[float],
+    aspect_ratio: Sequence[float],
     draws: np.ndarray,
 ) -> Box:
     """Returns the first drawn box within an image; if there is none, the largest central one.
 
-    Args:
-        shape: height and width of the image [pixels].
-        scale: smallest and largest area, as a share of the image's.
-        aspect_ratio: smallest and largest width over height.
-        draws: [tries, 4] in [0, 1): area, shape, top and left of each box.
+    ``shape`` is height and width of the image [pixels]; ``draws`` [tries, 4] in [0, 1) are area,
+    shape, top and left of each box. For ``scale`` and ``aspect_ratio`` see :class:`MultiCrop`.
     """
     height, width = map(float, shape)
     low, high = aspect_ratio
@@ -270,19 +230,11 @@ def random_box(
 def resized_boxes(
     image: np.ndarray, boxes: Sequence[Box], size: int, interpolation: str
 ) -> list[np.ndarray]:
-    """Resizes boxes of an image to squares with Pillow.
+    """Resizes boxes within an image [c, h, w] to squares [c, size, size] with Pillow.
 
     Channels are images of mode "F" (float32), in any number and without loss for 16 bits.
     Downscaling stretches the filter (antialiasing), which may read pixels beside the box.
-
-    Args:
-        image: [c, h, w] of floats.
-        boxes: boxes within the image.
-        size: side of the squares [pixels].
-        interpolation: ``bicubic``, which may overshoot, or ``bilinear``.
-
-    Returns:
-        [c, size, size] for each box.
+    ``interpolation`` is ``bicubic``, which may overshoot, or ``bilinear``.
     """
     from PIL import Image
 
@@ -364,34 +316,44 @@ def blurred(crop: np.ndarray, sigma: float) -> np.ndarray:
 # ---- Arguments ------------------------------------------------------------------------------------
 
 
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value}: it must be a whole number of at least 1")
-    return value
+def _is_share(value: float) -> bool:
+    return 0 <= value <= 1
 
 
-def _share(name: str, value: float, most: float = 1.0) -> float:
-    if not 0 <= value <= most:
-        raise ValueError(f"{name}={value}: it must be from 0 to {most:g}")
-    return float(value)
+def _is_range(values: Sequence[float]) -> bool:
+    return len(values) == 2 and 0 < values[0] <= values[1]
 
 
-def _range(name: str, values: Sequence[float], most: float = float("inf")) -> tuple[float, float]:
-    if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
-        bound = "" if most == float("inf") else f" and at most {most:g}, the whole image"
-        raise ValueError(
-            f"{name}={list(values)}: give the smallest and the largest value, above 0{bound}"
-        )
-    return float(values[0]), float(values[1])
-
-
-def _of_three(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    if len(values) != 3 or not all(0 <= value <= 1 for value in values):
-        raise ValueError(
-            f"{name}={list(values)}: give three probabilities, of the first global crop, the second and the "
-            "local ones"
-        )
-    return tuple(map(float, values))
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("global_crop_size", "local_crop_size", "num_local_crops"),
+        lambda number: number >= 1,
+        "it must be at least 1",
+    ),
+    (
+        ("flip_probability", "jitter_probability", "grey_probability", "solarize_threshold"),
+        _is_share,
+        "it must be from 0 to 1",
+    ),
+    (("brightness", "contrast", "saturation"), _is_share, "it must be from 0 to 1"),
+    (("hue",), lambda turns: 0 <= turns <= 0.5, "it must be from 0 to 0.5"),
+    (
+        ("global_crop_scale", "local_crop_scale"),
+        lambda areas: _is_range(areas) and areas[1] <= 1,
+        "give the smallest and the largest value, above 0 and at most 1, the whole image",
+    ),
+    (
+        ("aspect_ratio", "blur_sigma"),
+        _is_range,
+        "give the smallest and the largest value, above 0",
+    ),
+    (
+        ("blur_probability", "solarize_probability"),
+        lambda values: len(values) == 3 and all(map(_is_share, values)),
+        "give three probabilities, of the first global crop, the second and the local ones",
+    ),
+)
+"""Names of arguments, the condition that each must meet, and its text in errors."""
 
 
 def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
@@ -401,5 +363,19 @@ def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:
             f"transform: it is a {type(transform).__name__}; set it to recipe_utils.data.images.multi_crop.MultiCrop, "
             "which takes another transform as image_transform"
         )
-    if problems := transform.problems_with(patch_size, num_channels):
+    problems = []
+    for name in ("global_crop_size", "local_crop_size"):
+        size = getattr(transform, name)
+        if size % patch_size:
+            below = size // patch_size * patch_size
+            problems.append(
+                f"transform.{name}={size}: not a multiple of the model's patch_size={patch_size}; the nearest are "
+                f"{max(below, patch_size)} and {below + patch_size}"
+            )
+    if len(transform.mean) != num_channels:
+        problems.append(
+            f"transform.mean={transform.mean}: {len(transform.mean)} values for the model's {num_channels} channels; "
+            "give mean and std one for each"
+        )
+    if problems:
         raise ValueError("; ".join(problems))

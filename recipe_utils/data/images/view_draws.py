@@ -31,15 +31,8 @@ def mask_ratios(
 
     As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193), the range is cut into one part per masked
     crop, and each crop draws its ratio from another part. Crops are those of the update step over
-    all ranks, so the distribution does not depend on how it is split.
-
-    Args:
-        seed: seed of the training.
-        epoch: index of the epoch.
-        step: index of the update step.
-        num_crops: global crops of the update step.
-        probability: share of crops with masked patches; their number is rounded.
-        mask_range: smallest and largest ratio.
+    all ranks, so the distribution does not depend on how it is split. ``probability`` is the share
+    of crops with masked patches; their number is rounded.
     """
     generator = generator_of("mask ratios", seed, epoch, step)
     low, high = mask_range
@@ -67,19 +60,11 @@ _NUM_BLOCK_TRIES = 10
 
 
 def block_mask(side: int, num_masked: int, generator: torch.Generator) -> np.ndarray:
-    """Masks exactly ``num_masked`` patches of a square, in blocks.
+    """Masks exactly ``num_masked`` patches of a square in blocks, bool [side * side], row by row.
 
     As in BEiT (Bao et al. 2021, arXiv:2106.08254, algorithm 1) and iBOT (Zhou et al. 2021,
     arXiv:2111.07832), rectangles of random area and shape, which may overlap, are added until ten
     in a row add no patch or too many. The rest is masked patch by patch.
-
-    Args:
-        side: side of the square [patches].
-        num_masked: number of masked patches.
-        generator: generator of all draws.
-
-    Returns:
-        bool [side * side], row by row.
     """
     mask = np.zeros((side, side), dtype=bool)
     low, high = np.log(_BLOCK_SHAPES)
