@@ -78,13 +78,12 @@ class AverageTeacher:
         stages_of = partial(
             build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks
         )
+        self._student = student
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)
-        self._student = FrozenModel(student, pipeline, ranks.device)
-        self._average = MovingAverage(self.model, student)
+        self._student_forward = FrozenModel(student, pipeline, ranks.device)
         if self.gram_model is not None:
             stages = stages_of(self.gram_model)
             self._gram_forward = FrozenModel(self.gram_model, stages, ranks.device)
-            self._gram_copy = MovingAverage(self.gram_model, self.model)
 
     def beside(self, student: nn.Module) -> nn.ModuleDict:
         """Returns all modules of a checkpoint by name."""
@@ -112,21 +111,21 @@ class AverageTeacher:
             pipeline average it: it is 0 on all but the last stage.
         """
         seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
-        said = self._forward.outputs(seen)
+        bottlenecks = self._forward.outputs(seen)
         anchors = self._gram_forward.outputs(seen) if self.gram_model is not None else {}
-        spread = self._spread_of(seen, max_images) if max_images is not None else {}
+        koleo = self._koleo_of(seen, max_images) if max_images is not None else {}
         with self._forward.output_layer() as heads:  # prototypes stay gathered until the end
             if heads is None:
                 yield step.microbatches, torch.zeros((), device=self._ranks.device)
                 return
-            of_crops, of_patches = zip(*(said[i] for i in range(len(seen))), strict=True)
+            of_crops, of_patches = zip(*(bottlenecks[i] for i in range(len(seen))), strict=True)
             crop_biases = self._biases(heads.dino.prototypes.weight, of_crops, temperature)
             patch_biases = self._biases(heads.ibot.prototypes.weight, of_patches, temperature)
             taught = []
             for i, microbatch in enumerate(step.microbatches):
                 crops = TeacherHidden(of_crops[i], heads.dino.prototypes, crop_biases[i])
                 patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
-                views = TeacherViews(crops, patches, anchors.get(i), spread.get(i))
+                views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
                 taught.append(microbatch.with_teacher(views))
             num_used = num_prototypes_used(
                 of_crops, heads.dino.prototypes.weight, temperature, crop_biases, self._dp_group
@@ -143,14 +142,14 @@ class AverageTeacher:
         dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
         return [dual] * len(rows)
 
-    def _spread_of(
+    def _koleo_of(
         self, seen: Sequence[Microbatch], max_images: int
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group.
 
         The first of two passes; costs one more forward of the student's global crops.
         """
-        found = self._student.outputs(seen)
+        found = self._student_forward.outputs(seen)
         if not found:  # the last stage is on another rank
             return {}
         cls = [found[i] for i in range(len(found))]
@@ -161,50 +160,43 @@ class AverageTeacher:
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
         """Moves the average towards the student after an update step; skipped update steps leave it unchanged.
 
-        ``momentum`` is the weight of the average itself. After ``num_steps`` update steps the Gram
-        teacher may be due. For ``grad_norm`` see :meth:`MovingAverage.update`.
+        After ``num_steps`` update steps the Gram teacher may be due. For the other arguments see
+        :func:`update_average`.
         """
-        self._average.update(momentum, grad_norm)
+        update_average(self.model, self._student, momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
         if self.gram_model is not None and every is not None and num_steps % every == 0:
-            self._gram_copy.update(0.0)
+            update_average(self.gram_model, self.model, 0.0)
 
     def states_of(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
         """Returns class states [g, d] of whole images by microbatch index; empty on ranks without the last stage."""
         return self._forward.outputs(microbatches)
 
 
-class MovingAverage:
-    """Moving average of a model's weights over update steps, in place.
+@torch.no_grad()
+def update_average(
+    average: nn.Module, model: nn.Module, momentum: float, grad_norm: Tensor | None = None
+) -> None:
+    """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
     (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Both models
     are wrapped, cut and sharded alike, so each rank averages its own shards without communication.
+    ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has
+    skipped the step on the device, and so does this; None if the step was taken.
     """
-
-    def __init__(self, average: nn.Module, model: nn.Module) -> None:
-        self._average = average
-        self._model = model
-
-    @torch.no_grad()
-    def update(self, momentum: float, grad_norm: Tensor | None = None) -> None:
-        """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
-
-        ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has
-        skipped the step on the device, and so does this; None if the step was taken.
-        """
-        averages, followed = (_local_weights(each) for each in (self._average, self._model))
-        if not averages:
-            return
-        if grad_norm is None:
-            torch._foreach_lerp_(averages, followed, 1.0 - momentum)
-            return
-        is_taken = grad_norm.isfinite()
-        for dtype in {each.dtype for each in averages}:
-            of_dtype = [i for i, each in enumerate(averages) if each.dtype == dtype]
-            weights = [is_taken.to(dtype) * (1.0 - momentum)] * len(of_dtype)
-            torch._foreach_lerp_(
-                [averages[i] for i in of_dtype], [followed[i] for i in of_dtype], weights
-            )
+    averages, followed = _local_weights(average), _local_weights(model)
+    if not averages:
+        return
+    if grad_norm is None:
+        torch._foreach_lerp_(averages, followed, 1.0 - momentum)
+        return
+    is_taken = grad_norm.isfinite()
+    for dtype in {each.dtype for each in averages}:
+        of_dtype = [i for i, each in enumerate(averages) if each.dtype == dtype]
+        weights = [is_taken.to(dtype) * (1.0 - momentum)] * len(of_dtype)
+        torch._foreach_lerp_(
+            [averages[i] for i in of_dtype], [followed[i] for i in of_dtype], weights
+        )
 
 
 def _local_weights(model: nn.Module) -> list[Tensor]:

@@ -12,6 +12,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,11 +62,7 @@ class PatchEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embeds tokens [b, s, 1 + c * p * p] as [b, s, d], in the dtype of the weights.
-
-        Raises:
-            ValueError: patches of another size.
-        """
+        """Embeds tokens [b, s, 1 + c * p * p] as [b, s, d], in the dtype of the weights."""
         width = 1 + self.patches.in_features
         if tokens.size(-1) != width:
             raise ValueError(
@@ -121,11 +118,9 @@ class VisionLayer(TransformerSelfAttentionLayer):
     ) -> Tensor:
         """Computes hidden states [b, s, d] from x [b, s, d].
 
-        Args:
-            x: hidden states.
-            mask: crops that attention stays within; None if each row is one crop.
-            input_pos: result of :func:`rotation_of`.
-            branches: factors [b, s, 2] of attention and MLP; None is 1.
+        ``mask`` are crops that attention stays within, None if each row is one crop; ``input_pos``
+        is the result of :func:`rotation_of`; ``branches`` are factors [b, s, 2] of attention and
+        MLP, None is 1.
         """
         normed = self.sa_norm(x)
         attended = self.sa_scale(self.attn(normed, normed, mask=mask, input_pos=input_pos))
@@ -141,8 +136,7 @@ class VisionLayer(TransformerSelfAttentionLayer):
 class VisionTransformer(TransformerDecoder):
     """torchtune's decoder over crops; rotations and dropped branches are computed once per forward on each stage.
 
-    ``arguments`` are all arguments of :func:`dinov3_vit`, ``parts`` those of
-    torchtune's :class:`TransformerDecoder`.
+    ``arguments`` are those of :func:`dinov3_vit`, ``parts`` those of :class:`TransformerDecoder`.
     """
 
     def __init__(self, arguments: dict[str, Any], **parts: Any) -> None:
@@ -182,7 +176,12 @@ class VisionTransformer(TransformerDecoder):
                 layers.
         """
         if crop_groups is not None:
-            check_crop_groups(tokens, crop_groups)
+            num_tokens = sum(num_crops * length for num_crops, length in crop_groups)
+            if tokens.shape[:2] != (1, num_tokens):
+                raise ValueError(
+                    f"crop_groups={tuple(crop_groups)}: these are {num_tokens} tokens of 1 row, tokens has "
+                    f"{tokens.size(1)} in each of {tokens.size(0)} rows"
+                )
         h = self.tok_embeddings(tokens)
         rotation = rotation_of(input_pos[..., :2], self.head_dim, self.rope_base, h.dtype)
         branches = self._branches(input_pos[..., 2:], h.dtype)
@@ -226,37 +225,21 @@ def rotation_of(
     return torch.cat((cos, cos), -1)[:, :, None], torch.cat((-sin, sin), -1)[:, :, None]
 
 
-def check_crop_groups(tokens: Tensor, crop_groups: CropGroups) -> None:
-    """Checks on the host that crops fill the row.
-
-    Raises:
-        ValueError: they do not.
-    """
-    num_tokens = sum(num_crops * length for num_crops, length in crop_groups)
-    if tuple(tokens.shape[:2]) != (1, num_tokens):
-        raise ValueError(
-            f"crop_groups={tuple(crop_groups)}: these are {num_tokens} tokens of 1 row, tokens has {tokens.size(1)} "
-            f"in each of {tokens.size(0)} rows"
-        )
-
-
 def attend_within_crops(
     q: Tensor, k: Tensor, v: Tensor, mask: CropGroups | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Computes full attention within each crop, one call per group of equally long crops.
+    """Computes full attention [b, h, s, w] within each crop, one call per group of equally long crops.
 
-    Takes q, k, v [b, h, s, w] and returns [b, h, s, w]; ``mask`` None makes each row one crop.
-    ``is_causal`` is torchtune's and ignored.
+    ``mask`` None makes each row one crop. ``is_causal`` is torchtune's and ignored.
     """
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
     _, num_heads, _, head_dim = q.shape
-    groups = [(num_crops, length) for num_crops, length in mask if num_crops > 0]
-    sizes = [num_crops * length for num_crops, length in groups]
+    sizes = [num_crops * length for num_crops, length in mask]
     attended = []
     # split and cat, because the backward of a slice fills a gradient of the whole row.
     parts = zip(*(each.transpose(1, 2).split(sizes, dim=1) for each in (q, k, v)), strict=True)
-    for (num_crops, length), of_group in zip(groups, parts, strict=True):
+    for (num_crops, length), of_group in zip(mask, parts, strict=True):
         q, k, v = (
             part.reshape(num_crops, length, num_heads, head_dim).transpose(1, 2)
             for part in of_group
@@ -267,7 +250,7 @@ def attend_within_crops(
     return torch.cat(attended, dim=1).transpose(1, 2)
 
 
-def dinov3_vit(  # a model's sizes, each of which configs name
+def dinov3_vit(
     patch_size: int,
     embed_dim: int,
     num_layers: int,
@@ -282,10 +265,7 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     rope_base: float = 100.0,
     norm_eps: float = 1e-5,
 ) -> VisionTransformer:
-    """Builds DINOv3's vision transformer without a head: its ``output`` is the identity.
-
-    Computes the same function as transformers' ``DINOv3ViTModel``; see
-    :mod:`recipe_utils.checkpoint.dinov3_vit`.
+    """Builds DINOv3's vision transformer without a head, as transformers' ``DINOv3ViTModel``.
 
     Args:
         patch_size: side of a patch [pixels].
@@ -305,19 +285,20 @@ def dinov3_vit(  # a model's sizes, each of which configs name
     Raises:
         ValueError: sizes below 1 or incompatible, or ``drop_path`` outside [0, 1).
     """
-    counts = {"patch_size": patch_size, "num_layers": num_layers, "num_heads": num_heads}
-    for name, count in {**counts, "num_channels": num_channels}.items():
-        if count < 1:
-            raise ValueError(f"model.{name}={count}: it must be at least 1")
+    arguments = dict(locals())
+    for name in ("patch_size", "num_layers", "num_heads", "num_channels"):
+        if arguments[name] < 1:
+            raise ValueError(f"model.{name}={arguments[name]}: it must be at least 1")
     if embed_dim % num_heads or (embed_dim // num_heads) % 4:
         raise ValueError(
             f"model.num_heads={num_heads}: embed_dim={embed_dim} must be a multiple of 4 * num_heads, since rows and "
-            "columns of patches each turn pairs of a head's channels"
+            "columns of patches each rotate pairs of a head's channels"
         )
     if not 0 <= drop_path < 1:
         raise ValueError(f"model.drop_path={drop_path}: it must be at least 0 and below 1")
     head_dim = embed_dim // num_heads
     hidden_dim = 4 * embed_dim if intermediate_dim is None else intermediate_dim
+    arguments["intermediate_dim"] = hidden_dim
 
     def layer() -> VisionLayer:
         attention = MultiHeadAttention(
@@ -351,20 +332,7 @@ def dinov3_vit(  # a model's sizes, each of which configs name
         )
 
     return VisionTransformer(
-        {
-            "patch_size": patch_size,
-            "embed_dim": embed_dim,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "num_registers": num_registers,
-            "num_channels": num_channels,
-            "intermediate_dim": hidden_dim,
-            "use_gated_mlp": use_gated_mlp,
-            "layer_scale_init": layer_scale_init,
-            "drop_path": drop_path,
-            "rope_base": rope_base,
-            "norm_eps": norm_eps,
-        },
+        arguments,
         tok_embeddings=PatchEmbedding(patch_size, num_channels, embed_dim, num_registers),
         layers=nn.ModuleList([layer() for _ in range(num_layers)]),
         max_seq_len=_ANY_LENGTH,
@@ -382,8 +350,8 @@ def with_heads(
 
     ``dino`` and ``ibot`` are arguments of
     :class:`recipe_utils.loss.self_distillation.PrototypeHead`, without the width, for crops and for
-    patches. The builder raises the ValueError of :func:`check_vision_transformer`, and a
-    :class:`recipe_utils.settings.problems.ConfigError` for invalid arguments of a head.
+    patches. The builder raises a ValueError for another backbone, a ConfigError for invalid
+    arguments of a head.
     """
 
     def make() -> nn.Module:
@@ -403,11 +371,7 @@ def with_heads(
 
 
 def check_vision_transformer(model: nn.Module) -> None:
-    """Checks that a model is a vision transformer whose outputs for an image do not depend on other images.
-
-    Raises:
-        ValueError: not a :class:`VisionTransformer`, or it contains a batch norm.
-    """
+    """Raises a ValueError unless a model is a :class:`VisionTransformer` without batch norms."""
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"it is a {type(model).__name__} and no vision transformer; set it to "
@@ -416,46 +380,34 @@ def check_vision_transformer(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
-                f"its {name} is a {type(module).__name__}, by which images would depend on how an update step is "
-                "split; set it to a norm of each token, such as torch.nn.LayerNorm"
+                f"its {name} is a {type(module).__name__}, which makes outputs depend on how an update step is split; "
+                "set it to a norm of each token, such as torch.nn.LayerNorm"
             )
 
 
-_S16 = {"patch_size": 16, "embed_dim": 384, "num_layers": 12, "num_heads": 6}
-_B16 = {"patch_size": 16, "embed_dim": 768, "num_layers": 12, "num_heads": 12}
-_L16 = {"patch_size": 16, "embed_dim": 1024, "num_layers": 24, "num_heads": 16}
+def _of_size(name: str, **sizes: int) -> Callable[..., VisionTransformer]:
+    """Returns :func:`dinov3_vit` with other defaults, also in the signature that configs are checked against."""
+
+    def build(**changed: Any) -> VisionTransformer:
+        return dinov3_vit(**{**sizes, **changed})
+
+    build.__name__, build.__annotations__ = name, dinov3_vit.__annotations__
+    build.__signature__ = inspect.signature(partial(dinov3_vit, **sizes))  # type: ignore[attr-defined]
+    return build
 
 
-def dinov3_vit_s16(**changed: Any) -> VisionTransformer:
-    """Builds ViT-S/16 (21.6 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
-    return dinov3_vit(**{**_S16, **changed})
-
-
-def dinov3_vit_b16(**changed: Any) -> VisionTransformer:
-    """Builds ViT-B/16 (85.7 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
-    return dinov3_vit(**{**_B16, **changed})
-
-
-def dinov3_vit_l16(**changed: Any) -> VisionTransformer:
-    """Builds ViT-L/16 (303 million parameters) with the keyword arguments of :func:`dinov3_vit`."""
-    return dinov3_vit(**{**_L16, **changed})
-
-
-def _sign(build: Any, sizes: dict[str, int]) -> None:
-    """Sets a builder's signature to that of :func:`dinov3_vit`, against which configs are checked."""
-    signature = inspect.signature(dinov3_vit)
-    build.__signature__ = signature.replace(
-        parameters=[
-            each.replace(kind=each.KEYWORD_ONLY, default=sizes.get(name, each.default))
-            for name, each in signature.parameters.items()
-        ]
-    )
-    build.__annotations__ = dinov3_vit.__annotations__
-
-
-_sign(dinov3_vit_s16, _S16)
-_sign(dinov3_vit_b16, _B16)
-_sign(dinov3_vit_l16, _L16)
+dinov3_vit_s16 = _of_size(
+    "dinov3_vit_s16", patch_size=16, embed_dim=384, num_layers=12, num_heads=6
+)
+"""Builds ViT-S/16 (21.6 million parameters)."""
+dinov3_vit_b16 = _of_size(
+    "dinov3_vit_b16", patch_size=16, embed_dim=768, num_layers=12, num_heads=12
+)
+"""Builds ViT-B/16 (85.7 million parameters)."""
+dinov3_vit_l16 = _of_size(
+    "dinov3_vit_l16", patch_size=16, embed_dim=1024, num_layers=24, num_heads=16
+)
+"""Builds ViT-L/16 (303 million parameters)."""
 
 
 def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -470,7 +422,7 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     ``whole_on_meta`` contains the heads and is not wrapped yet.
 
     Raises:
-        ValueError: a parameter of an unknown kind, or a buffer.
+        ValueError: a parameter of an unknown kind.
     """
     weights = {}
     for prefix, module in whole_on_meta.named_modules():
@@ -493,13 +445,10 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
                 nn.init.trunc_normal_(value, std=std, generator=generator)
             elif kind not in ("bias", "mask_token"):
                 raise ValueError(
-                    f"model: {name} has no fresh value; only matrices, biases, norms and LayerScale have"
+                    f"model: {name} has no initial value; only matrices, biases, norms and LayerScale have"
                 )
             weights[name] = value
-    names = list(whole_on_meta.state_dict())
-    if unknown := [name for name in names if name not in weights]:
-        raise ValueError(f"model: {unknown[0]} has no fresh value, since it is no parameter")
-    return {name: weights[name] for name in names}
+    return weights
 
 
 _DEPTH = re.compile(r"(?:stage_\d+\.)?(?:tok_embeddings|layers\.(?P<layer>\d+)|norm|output)\.")
@@ -509,10 +458,8 @@ def layer_of(name: str, num_layers: int) -> int:
     """Returns a weight's depth, for a learning rate that decays towards the input.
 
     ``name`` is that in the whole model or a stage, without wrappers. Depths are 0 for the patch
-    embedding, i + 1 for layer i, num_layers + 1 for the last norm and the heads.
-
-    Raises:
-        ValueError: the name is not a weight of a vision transformer.
+    embedding, i + 1 for layer i, num_layers + 1 for the last norm and the heads. Raises ValueError
+    for other names.
     """
     found = _DEPTH.match(name)
     if found is None:

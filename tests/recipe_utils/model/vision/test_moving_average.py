@@ -1,4 +1,4 @@
-"""A moving average of weights moves as it should, in place, on every rank and not where a step was left out."""
+"""The moving average of weights: its values, in place, on all ranks, without skipped steps."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
-from recipe_utils.model.vision.average_teacher import MovingAverage
+from recipe_utils.model.vision.average_teacher import update_average
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.optim.optimizer import OptimizerSettings
 
@@ -36,14 +36,14 @@ def assert_close(found, wanted):
         torch.testing.assert_close(found[name], weight, msg=name)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.994, 1.0])
-@pytest.mark.parametrize("grad_norm", [None, torch.tensor(2.0), torch.tensor(2.0).double()])
-def test_it_keeps_so_much_of_itself(grad_norm, momentum):
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("grad_norm", [None, torch.tensor(2.0).double()])
+def test_momentum_is_the_weight_of_the_average(grad_norm, momentum):
     average, followed = model(0), model(1)
     wanted = expected(weights_of(average), weights_of(followed), momentum)
     of_followed = weights_of(followed)
     places = [p.data_ptr() for p in average.parameters()]
-    MovingAverage(average, followed).update(momentum, grad_norm)
+    update_average(average, followed, momentum, grad_norm)
     assert_close(weights_of(average), wanted)
     assert_close(weights_of(followed), of_followed)
     assert places == [p.data_ptr() for p in average.parameters()]
@@ -51,34 +51,22 @@ def test_it_keeps_so_much_of_itself(grad_norm, momentum):
         assert all(map(torch.equal, average.parameters(), followed.parameters()))
 
 
-@pytest.mark.parametrize("grad_norm", [float("nan"), float("inf")])
-def test_nothing_moves_where_the_gradient_is_not_finite(grad_norm):
-    average, followed = model(0), model(1)
-    before = weights_of(average)
-    MovingAverage(average, followed).update(0.5, torch.tensor(grad_norm))
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(average).items())
-
-
-def test_a_fused_optimizer_leaves_the_step_out_and_so_does_the_average():
+def test_a_step_that_a_fused_optimizer_skips_does_not_change_the_average():
     average, followed = model(0, torch.float32), model(1, torch.float32)
     optimizer = torch.optim.AdamW(followed.parameters(), lr=0.1, fused=True)
-    guard = NonfiniteGuard(
-        optimizer, torch.device("cpu"), OptimizerSettings({}, on_nonfinite="skip")
-    )
+    settings = OptimizerSettings({}, on_nonfinite="skip")
+    guard = NonfiniteGuard(optimizer, torch.device("cpu"), settings)
     before = weights_of(average), weights_of(followed)
-    for value in (float("nan"), 1.0):
+    for value in (float("nan"), float("inf"), 1.0):
         for parameter in followed.parameters():
             parameter.grad = torch.full_like(parameter, value)
         grad_norm = torch.tensor(value)
         assert guard.should_step(grad_norm)  # skipped on the device
         optimizer.step()
-        MovingAverage(average, followed).update(0.5, grad_norm)
-        has_moved = [
-            any(not torch.equal(weight, of[name]) for name, weight in weights_of(each).items())
-            for each, of in zip((average, followed), before, strict=True)
-        ]
-        assert has_moved == [value == 1.0] * 2
-    assert all(weight.isfinite().all() for weight in weights_of(average).values())
+        update_average(average, followed, 0.5, grad_norm)
+        for each, of in zip((average, followed), before, strict=True):
+            is_equal = [torch.equal(weight, of[n]) for n, weight in weights_of(each).items()]
+            assert all(is_equal) == (value != 1.0)
 
 
 def sharded(momentum, dims):
@@ -88,19 +76,19 @@ def sharded(momentum, dims):
         for module in made:
             fully_shard(module, mesh=mesh)
         fully_shard(made, mesh=mesh)
-    # A forward without a backward leaves the root's weights gathered, whose shards are elsewhere then.
+    # After a forward without a backward the root's parameters are the gathered weights.
     with torch.no_grad():
         for made in (average, followed):
             made[0](torch.zeros(2, 5).double())
-    MovingAverage(average, followed).update(momentum, torch.tensor(1.0))
+    update_average(average, followed, momentum, torch.tensor(1.0))
     first = weights_of(average)
-    MovingAverage(average, followed).update(momentum, torch.tensor(float("inf")))
+    update_average(average, followed, momentum, torch.tensor(float("inf")))
     return first, weights_of(average)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [(2,), (1, 2)], ids=["fsdp", "hsdp"])
-def test_sharded_it_is_the_same(dims):
+def test_shards_are_averaged_alike(dims):
     wanted = expected(weights_of(model(0)), weights_of(model(1)), 0.7)
     for first, second in run_distributed(sharded, 2, 0.7, dims):
         assert_close(first, wanted)
@@ -108,4 +96,4 @@ def test_sharded_it_is_the_same(dims):
 
 
 def test_a_stage_without_weights_moves_nothing():
-    MovingAverage(nn.Identity(), nn.Identity()).update(0.5, torch.tensor(1.0))
+    update_average(nn.Identity(), nn.Identity(), 0.5, torch.tensor(1.0))

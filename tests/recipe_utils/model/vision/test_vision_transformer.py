@@ -1,27 +1,18 @@
-"""DINOv3's vision transformer is transformers' function, on rows of crops and on any stage."""
+"""DINOv3's vision transformer is transformers' function, on rows of crops.
+
+Gradients on shards and pipeline stages: ``recipes/test_dinov3_gradients.py``.
+"""
 
 import copy
 
 import pytest
 import tiny_vit
 import torch
-from distributed_runs import run_distributed
 from tiny_vit import SIZES, images_of, row_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.build.build import (
-    ModelSettings,
-    build_model,
-    build_on_meta,
-    parallelize_model,
-)
-from recipe_utils.model.build.weights import gather_weights, load_weights
-from recipe_utils.model.pipeline.pipeline import build_pipeline
-from recipe_utils.model.pipeline.schedule import PipelineSettings
-from recipe_utils.model.pipeline.stages import Stages, cut_to_stage, layers_of_stages
+from recipe_utils.model.pipeline.stages import layers_of_stages
 from recipe_utils.model.vision import vision_transformer
 from recipe_utils.model.vision.vision_transformer import (
     dinov3_vit,
@@ -31,8 +22,6 @@ from recipe_utils.model.vision.vision_transformer import (
     fresh_vit_weights,
     layer_of,
 )
-from recipe_utils.parallel.fsdp import gradient_sync
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.components import MadeWith, check_component
 
 CPU = torch.device("cpu")
@@ -52,9 +41,19 @@ def transformers():
     return pytest.importorskip("transformers", minversion="4.56")
 
 
-@pytest.mark.parametrize("changed", [{}, {"use_gated_mlp": True, "num_registers": 0}])
-@pytest.mark.parametrize("size", [(16, 16), (24, 12), (28, 36)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+GATED = {"use_gated_mlp": True, "num_registers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "size", "dtype"),
+    [
+        ({}, (16, 16), torch.float32),
+        (GATED, (24, 12), torch.float32),
+        (GATED, (16, 16), torch.float64),
+        ({}, (28, 36), torch.float64),
+    ],
+    ids=str,
+)
 def test_it_is_transformers_model_with_and_without_masked_patches(
     transformers, changed, size, dtype
 ):
@@ -71,7 +70,7 @@ def test_it_is_transformers_model_with_and_without_masked_patches(
 
 
 @pytest.mark.slow
-def test_the_gradients_are_transformers_too(transformers):
+def test_gradients_are_those_of_transformers(transformers):
     model = tiny_vit.tiny_vit(dtype=torch.float64)
     theirs = tiny_vit.of_transformers(transformers, model)
     images = images_of(2, 16, 12, dtype=torch.float64)
@@ -129,14 +128,6 @@ def test_a_row_of_crops_of_two_sizes_is_what_each_crop_is_by_itself():
             assert relative(crop, model(**alone)[0]) < 1e-12
 
 
-def test_a_group_without_crops_changes_nothing():
-    model = tiny_vit.tiny_vit()
-    row = row_of(model, images_of(2, 8, 8))
-    expected = model(**row)
-    row["crop_groups"] += ((0, 7),)
-    assert torch.equal(model(**row), expected)
-
-
 def test_crops_that_do_not_fill_the_row_are_refused_with_both_numbers():
     model = tiny_vit.tiny_vit()
     row = row_of(model, images_of(2, 8, 8))
@@ -174,22 +165,8 @@ def test_attention_is_one_call_for_each_group_and_layer(monkeypatch):
     assert calls == NUM_LAYERS * [(4, 2, 16 + NUM_PREFIX, 16), (6, 2, 4 + NUM_PREFIX, 16)]
 
 
-def test_cosines_are_computed_once_per_forward(monkeypatch):
-    calls = []
-    rotation_of = vision_transformer.rotation_of
-
-    def counted(*args):
-        calls.append(args)
-        return rotation_of(*args)
-
-    monkeypatch.setattr(vision_transformer, "rotation_of", counted)
-    model = tiny_vit.tiny_vit()
-    model(**row_of(model, images_of(2, 8, 8)))
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_it_computes_in_the_precision_of_its_weights_and_turns_by_exact_angles(dtype):
+def test_it_computes_in_the_dtype_of_its_weights_and_rotates_by_exact_angles(dtype):
     model = tiny_vit.tiny_vit(dtype=dtype)
     row = row_of(model, images_of(2, 16, 16))
     found = model(**row)
@@ -302,11 +279,11 @@ def test_arguments_of_published_sizes_are_checked_as_a_config_s_are():
     assert not list(check_component("model", right, MadeWith()))
 
 
-# ---- Stages, recomputation, compile, shards -----------------------------------------------------
+# ---- Stages and weights -------------------------------------------------------------------------
 
 
 class TwoHeads(nn.Module):
-    """In the output's place: parameters, but no ``weight``."""
+    """Output layer without a ``weight``."""
 
     def __init__(self):
         super().__init__()
@@ -314,68 +291,10 @@ class TwoHeads(nn.Module):
         self.patch = nn.Sequential(nn.Linear(DIM, 8), nn.GELU(), nn.Linear(8, 4, bias=False))
 
 
-class SumOfHeads:
-    takes_hidden_states = True
-
-    def __call__(self, output, hidden, targets, backward_in_parts=False):
-        return output.cls(hidden).square().sum() + output.patch(hidden).pow(3).sum()
-
-
 def with_heads(**changed):
     model = dinov3_vit(**{**SIZES, **changed})
     model.output = TwoHeads()
     return model
-
-
-def loaded_with_heads(**changed):
-    model = with_heads(**changed).double()
-    model.load_state_dict(tiny_vit.weights_like(model))
-    return model
-
-
-def microbatches():
-    model = with_heads(drop_path=0.25)
-    made = []
-    for seed, (num, height) in enumerate([(2, 16), (1, 12)]):
-        generator = torch.Generator().manual_seed(seed)
-        groups = images_of(num, height, 16, seed=seed), images_of(2 * num, 8, 8, seed=seed + 5)
-        draws = [torch.rand(len(images), 6, generator=generator) for images in groups]
-        masks = torch.rand(num, height // 4 * 4, generator=generator) < 0.3
-        made.append(row_of(model, *(g.double() for g in groups), masks=masks, draws=draws))
-    return made
-
-
-def whole_gradients():
-    model = loaded_with_heads(drop_path=0.25)
-    attach_loss(model, SumOfHeads())
-    for row in microbatches():
-        model(**row, targets=()).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def error(found, expected):
-    assert found.keys() == expected.keys()
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
-    return max((found[n] - expected[n]).abs().max().item() for n in expected) / scale
-
-
-@pytest.mark.parametrize("points", [[1], [2], [1, 2]])
-def test_the_gradients_of_stages_are_those_of_the_whole(points):
-    whole = loaded_with_heads(drop_path=0.25)
-    stages = []
-    for layers in layers_of_stages(whole, len(points) + 1, points):
-        stage = with_heads(drop_path=0.25).double()
-        cut_to_stage(stage, layers)
-        stage.load_state_dict({n: whole.state_dict()[n] for n in stage.state_dict()})
-        stages.append(stage)
-    attach_loss(stages[-1], SumOfHeads())
-    for row in microbatches():
-        hidden = row.pop("tokens")
-        for stage in stages[:-1]:
-            hidden = stage(hidden, **row)
-        stages[-1](hidden, **row, targets=()).sum().backward()
-    found = {n: p.grad for stage in stages for n, p in stage.named_parameters()}
-    assert error(found, whole_gradients()) < 1e-12
 
 
 def test_stages_are_balanced_by_all_parameters_of_heads_and_without_a_head():
@@ -385,97 +304,12 @@ def test_stages_are_balanced_by_all_parameters_of_heads_and_without_a_head():
     assert layers_of_stages(model, 2) == [range(2), range(2, 3)]
 
 
-def loss_gradients(settings):
-    """In the order of things of a recipe, on one rank."""
-    ranks = join_ranks(RankSettings(device="cpu"))
-    try:
-        model = parallelize_model(
-            build_on_meta(lambda: with_heads(drop_path=0.25), settings), settings, ranks
-        )
-        attach_loss(model, SumOfHeads())
-        load_weights(model, {"model": tiny_vit.weights_like(with_heads())}, settings, CPU)
-        for row in microbatches():
-            model(**row, targets=()).sum().backward()
-    finally:
-        ranks.leave()
-    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in wrappers:
-            name = name.replace(wrapper, "")
-        gradients[name] = parameter.grad
-    return gradients
-
-
-@pytest.mark.parametrize(
-    "wrapping",
-    [
-        {},
-        {"enable_activation_checkpointing": True},
-        {"ac_mode": "selective", "ac_option": 2},
-    ],
-    ids=str,
-)
-def test_recomputed_layers_give_the_same_gradients(wrapping):
-    settings = ModelSettings(dtype="fp64", **wrapping)
-    assert error(loss_gradients(settings), whole_gradients()) < 1e-12
-
-
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_gradients(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    settings = ModelSettings(dtype="fp64", compile=True)
-    assert error(loss_gradients(settings), whole_gradients()) < 1e-12
-
-
-def gradients_on_ranks(layouts):
-    """For each layout the gradients of all stages and shards, summed over data-parallel ranks."""
-    found = []
-    for layout in layouts:
-        ranks = join_ranks(RankSettings(device="cpu", **layout))
-        settings = ModelSettings(dtype="fp64")
-
-        def prepare(model, has_output):
-            if has_output:
-                attach_loss(model, SumOfHeads())
-
-        cut = PipelineSettings()
-        make = lambda: with_heads(drop_path=0.25)  # noqa: E731
-        model = build_model(make, prepare, settings, ranks, cut)
-        load_weights(model, {"model": tiny_vit.weights_like(with_heads())}, settings, CPU)
-        rows = microbatches()
-        if isinstance(model, Stages):
-            pipeline = build_pipeline(model, cut, torch.float64, ranks)
-            pipeline.forward_backward([Microbatch(row, ()) for row in rows], lambda sums: sums[0])
-        else:
-            row = rows[ranks.dp_rank]
-            with gradient_sync(model, True, "each_microbatch"):
-                (ranks.dp_degree * model(**row, targets=())[0]).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.grad)
-        found.append(gather_weights(model, CPU, True, ranks.new_cpu_group()))
-    return found
-
-
-@pytest.mark.slow
-def test_the_gradients_of_shards_and_of_pipeline_stages_are_those_of_the_whole():
-    layouts = [{"data_parallel_shard_dim": 2}, {"pipeline_parallel_dim": 2}]
-    found, _ = run_distributed(gradients_on_ranks, 2, layouts)
-    expected = whole_gradients()
-    for gradients in found:
-        assert error(gradients, expected) < 1e-12
-
-
-# ---- Weights ------------------------------------------------------------------------------------
-
-
 def meta_with_heads():
     with torch.device("meta"):
         return with_heads(layer_scale_init=1e-3)
 
 
-def test_fresh_weights_depend_on_seed_and_name_alone():
+def test_fresh_weights_depend_only_on_seed_and_name():
     first, again, other = (fresh_vit_weights(meta_with_heads(), seed) for seed in (1, 1, 2))
     assert list(first) == list(meta_with_heads().state_dict())
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -487,7 +321,7 @@ def test_fresh_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(first[name], first["layers.2.attn.q_proj.weight"])
 
 
-def test_fresh_weights_are_as_large_as_their_inputs_are_many():
+def test_fresh_weights_have_a_deviation_by_the_number_of_inputs():
     fresh = fresh_vit_weights(meta_with_heads(), 0)
     drawn = 0
     for name, weight in fresh.items():
@@ -508,14 +342,14 @@ def test_fresh_weights_are_as_large_as_their_inputs_are_many():
     assert drawn == 3 + 6 * NUM_LAYERS + 3
 
 
-def test_a_weight_of_an_unknown_kind_has_no_fresh_value():
+def test_a_weight_of_an_unknown_kind_has_no_initial_value():
     model = with_heads()
     model.output.temperature = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"output\.temperature has no fresh value"):
+    with pytest.raises(ValueError, match=r"output\.temperature has no initial value"):
         fresh_vit_weights(model, 0)
 
 
-def test_layers_are_known_by_the_names_of_their_weights():
+def test_names_of_weights_determine_their_depth():
     depths = {name: layer_of(name, NUM_LAYERS) for name in with_heads().state_dict()}
     assert depths["tok_embeddings.patches.weight"] == depths["tok_embeddings.mask_token"] == 0
     assert depths["layers.0.attn.q_proj.weight"] == 1
