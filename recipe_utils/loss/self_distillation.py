@@ -46,15 +46,11 @@ class PrototypeHead(nn.Module):
         bottleneck_dim: int = 256,
         num_layers: int = 3,
     ) -> None:
+        sizes = dict(locals())
+        for name in ("num_prototypes", "hidden_dim", "bottleneck_dim", "num_layers"):
+            if sizes[name] < 1:
+                raise ValueError(f"{name}={sizes[name]}: it must be at least 1")
         super().__init__()
-        for name, value in (
-            ("num_prototypes", num_prototypes),
-            ("hidden_dim", hidden_dim),
-            ("bottleneck_dim", bottleneck_dim),
-            ("num_layers", num_layers),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}={value}: it must be at least 1")
         widths = [embed_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for width_in, width_out in pairwise(widths):
@@ -126,32 +122,20 @@ class ObjectiveSettings:
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
-        weights = {
-            name: getattr(self, name)
-            for name in (
-                "dino_loss_weight",
-                "ibot_loss_weight",
-                "koleo_loss_weight",
-                "gram_loss_weight",
-            )
-        }
-        if not any(weights.values()):
+        weights = tuple(f"{term}_loss_weight" for term in ("dino", "ibot", "koleo", "gram"))
+        if not any(getattr(self, name) for name in weights):
             text = "all are 0, so nothing would be learned; set one above 0"
-            yield Problem(", ".join(weights), text, depends_on=tuple(weights))
+            yield Problem(", ".join(weights), text, depends_on=weights)
         if self.gram_over == "batch":
-            yield Problem(
-                "gram_over",
-                "it compares patches of different images, so the gradient would depend on how "
-                "an update step is split; set gram_over=image",
-                "batch",
+            text = (
+                "it compares patches of different images, so the gradient would depend on how an "
+                "update step is split; set gram_over=image"
             )
+            yield Problem("gram_over", text, "batch")
         if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
-            yield Problem(
-                "gram_loss_weight",
-                "there is no Gram teacher; set gram_teacher_every_n_steps, or gram_loss_weight=0",
-                self.gram_loss_weight,
-                depends_on=("gram_teacher_every_n_steps",),
-            )
+            key = "gram_teacher_every_n_steps"
+            text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
+            yield Problem("gram_loss_weight", text, self.gram_loss_weight, depends_on=(key,))
 
     def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
         """Yields problems with the number of images of an update step."""
@@ -163,13 +147,12 @@ class ObjectiveSettings:
         except ValueError:
             return
         if num_images == 1:
-            yield Problem(
-                "koleo_loss_weight",
-                "an update step of 1 image has no neighbours to be "
-                "spread from; set global_batch_size to 2 or more, or koleo_loss_weight=0",
-                self.koleo_loss_weight,
-                depends_on=("batch_size", "global_batch_size", "gradient_accumulation_steps"),
+            causes = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
+            text = (
+                "an image needs neighbours, and an update step has 1 image; set global_batch_size to 2 or "
+                "more, or koleo_loss_weight=0"
             )
+            yield Problem("koleo_loss_weight", text, self.koleo_loss_weight, depends_on=causes)
 
 
 class TeacherViews(NamedTuple):
@@ -234,45 +217,41 @@ class SelfDistillationLoss:
 
         ``hidden`` is [1, s, d]. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
+        weights, num_images, num_local = self.settings, targets.num_images, targets.num_local_crops
         states = hidden.flatten(0, 1)
         cls = states.index_select(0, targets.cls_positions)
-        weights, num_images, num_local = self.settings, targets.num_images, targets.num_local_crops
         cls_of_global = cls[: 2 * num_images].unflatten(0, (num_images, 2))
         teacher: TeacherViews | None = targets.teacher
         if teacher is None:
             return cls_of_global
 
-        def of_rows(head: Any, rows: Tensor, said: TeacherHidden, weights: Any = None) -> Tensor:
-            found: Tensor = self._divergence.sum_rows(
-                head.prototypes, rows, None, said, weights, backward_in_parts
+        def cross_entropy(
+            head: Any, bottlenecks: Tensor, of_teacher: TeacherHidden, row_weights: Any = None
+        ) -> tuple[Tensor, Tensor]:
+            """Returns the cross-entropy and the targets' entropy, summed over rows."""
+            sums = self._divergence.sum_rows(
+                head.prototypes, bottlenecks, None, of_teacher, row_weights, backward_in_parts
             )
-            return found
-
-        def cross_entropy(sums: Tensor) -> Tensor:
             # KL + entropy; the entropy is constant, so the gradient is that of KL.
-            return sums[_KL] + sums[_ENTROPY].detach()
+            return sums[_KL] + sums[_ENTROPY].detach(), sums[_ENTROPY]
 
         nothing = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         local = of_global = ibot = koleo = gram = entropy = nothing
         if weights.dino_loss_weight:
             bottlenecks = output.dino(cls)
-            pairs = _pairs_of_crops(num_images, num_local, cls.device)
-            for_global, for_local = (
-                of_rows(
+            (of_global, entropy), (local, _) = (
+                cross_entropy(
                     output.dino,
                     bottlenecks.index_select(0, of_student),
                     teacher.crops._replace(hidden=teacher.crops.hidden.index_select(0, of_teacher)),
                 )
-                for of_student, of_teacher in pairs
+                for of_student, of_teacher in _pairs_of_crops(num_images, num_local, cls.device)
             )
-            of_global = cross_entropy(for_global) / 2
-            local = cross_entropy(for_local) / (2 * num_local)
-            entropy = for_global[_ENTROPY] / 2
+            of_global, entropy, local = of_global / 2, entropy / 2, local / (2 * num_local)
         if weights.ibot_loss_weight:
             bottlenecks = output.ibot(states.index_select(0, targets.masked_positions))
-            ibot = cross_entropy(
-                of_rows(output.ibot, bottlenecks, teacher.patches, targets.masked_weights / 2)
-            )
+            row_weights = targets.masked_weights / 2
+            ibot, _ = cross_entropy(output.ibot, bottlenecks, teacher.patches, row_weights)
         if weights.koleo_loss_weight and teacher.koleo is not None:
             gradient, mean = teacher.koleo
             # The value is that of the first pass; the gradient is the one computed there.
@@ -283,16 +262,7 @@ class SelfDistillationLoss:
         if weights.gram_loss_weight:
             assert teacher.gram is not None
             patches = states.index_select(0, targets.patch_positions)
-            of_crops = (2 * num_images, len(patches) // max(2 * num_images, 1))
-            gram = (
-                gram_loss(
-                    *(
-                        each.view(*of_crops, -1) if len(each) else each
-                        for each in (patches, teacher.gram)
-                    )
-                )
-                / 2
-            )
+            gram = gram_loss(patches, teacher.gram, 2 * num_images) / 2
         loss = (
             weights.dino_loss_weight * (num_local * local + of_global) / (num_local + 1)
             + weights.ibot_loss_weight * ibot
@@ -357,18 +327,19 @@ def _pairs_of_crops(
     return [(of_teacher ^ 1, of_teacher), (2 * num_images + local.repeat(2), of_local)]
 
 
-def gram_loss(patches: Tensor, of_teacher: Tensor) -> Tensor:
+def gram_loss(patches: Tensor, of_teacher: Tensor, num_crops: int) -> Tensor:
     """Returns the sum over crops of the mean squared difference between cosines of all pairs of patches, [].
 
     Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2, equation 2), for each crop by itself.
-    ``patches`` [crops, patches, d] are the student's, ``of_teacher`` those of the teacher, whose d
+    ``patches`` [crops * patches, d] are the student's, ``of_teacher`` those of the teacher, whose d
     may differ.
     """
-    if len(patches) == 0:
+    if num_crops == 0:
         return patches.sum()  # 0, with a graph
-    wide = sum_dtype(patches)
-    cosines, wanted = (
-        directions @ directions.transpose(1, 2)
-        for directions in (F.normalize(each.to(wide), dim=-1) for each in (patches, of_teacher))
-    )
-    return (cosines - wanted).square().mean((1, 2)).sum()
+
+    def cosines_of(states: Tensor) -> Tensor:
+        directions = F.normalize(states.to(sum_dtype(patches)), dim=-1)
+        directions = directions.unflatten(0, (num_crops, -1))
+        return directions @ directions.transpose(1, 2)
+
+    return (cosines_of(patches) - cosines_of(of_teacher)).square().mean((1, 2)).sum()

@@ -1,4 +1,4 @@
-"""KoLeo in groups is what a distance matrix of each group says, and over ranks that of all images."""
+"""KoLeo in groups equals that of a distance matrix, and over ranks that of all images."""
 
 import pytest
 import torch
@@ -39,22 +39,20 @@ GROUPS = {
     "one": [0] * 9,
     "several": [0, 0, 0, 0, 1, 1, 1, 1, 1],
     "a lone image": [0, 0, 0, 1, 2, 2, 2, 3, 3],
-    "only lone images": list(range(9)),
-    "some are no images": [0, 0, -1, -1, -1, 1, 1, 1, -1],
+    "images without a group": [0, 0, -1, -1, -1, 1, 1, 1, -1],
 }
 
 
-@pytest.mark.parametrize("num_crops", [1, 2])
 @pytest.mark.parametrize("case", GROUPS)
-def test_loss_and_gradient_are_those_of_a_distance_matrix(case, num_crops):
-    embeddings, groups = 3 * drawn(9, num_crops, 4), torch.tensor(GROUPS[case])
+def test_loss_and_gradient_are_those_of_a_distance_matrix(case):
+    embeddings, groups = 3 * drawn(9, 2, 4), torch.tensor(GROUPS[case])
     found = loss_and_gradient(koleo_loss, embeddings, groups)
     expected = loss_and_gradient(reference, embeddings, groups)
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-def test_a_lone_image_adds_nothing_and_no_gradient_that_is_not_finite():
+def test_a_lone_image_adds_zero_with_a_finite_gradient():
     loss, gradient = loss_and_gradient(koleo_loss, drawn(1, 2, 4), torch.tensor([0]))
     assert loss == 0
     assert not gradient.any()
@@ -63,8 +61,8 @@ def test_a_lone_image_adds_nothing_and_no_gradient_that_is_not_finite():
     assert gradient.shape == (0, 2, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_images_that_are_one_have_a_finite_loss_and_gradient(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_equal_images_have_a_finite_loss_and_gradient(dtype):
     embeddings = drawn(3, 2, 4).to(dtype)
     embeddings[1] = embeddings[0]
     loss, gradient = loss_and_gradient(koleo_loss, embeddings, torch.zeros(3).long())
@@ -73,30 +71,22 @@ def test_images_that_are_one_have_a_finite_loss_and_gradient(dtype):
     assert gradient.isfinite().all()
 
 
-def test_the_gradient_spreads():
-    embeddings = drawn(6, 2, 4)
-    groups = torch.zeros(6).long()
-    before, gradient = loss_and_gradient(koleo_loss, embeddings, groups)
-    assert koleo_loss(embeddings - 0.05 * gradient, groups) < before
-
-
 NUM_ON_RANKS = [(4, 3), (7, 0), (0, 7), (1, 6), (1, 0), (0, 0)]
 
 
-def of_all_ranks(max_images_of):
+def of_all_ranks(max_images):
     rank = dist.get_rank()
     found = []
     for of_ranks in NUM_ON_RANKS:
         images = drawn(7, 2, 4)
         first = sum(of_ranks[:rank])
         own = images[first : first + of_ranks[rank]]
-        found.append(gradient_of_all(own, max_images_of, dist.group.WORLD))
+        found.append(gradient_of_all(own, max_images, dist.group.WORLD))
     return found
 
 
-@pytest.mark.parametrize("max_images", [7, 9])
-def test_over_uneven_ranks_it_is_the_gradient_of_one_batch(max_images):
-    of_ranks = run_distributed(of_all_ranks, 2, max_images)
+def test_over_uneven_ranks_it_is_the_gradient_of_one_batch():
+    of_ranks = run_distributed(of_all_ranks, 2, 9)
     for on_ranks, *found in zip(NUM_ON_RANKS, *of_ranks, strict=True):
         images = drawn(7, 2, 4)[: sum(on_ranks)]
         loss, gradient = loss_and_gradient(reference, images, torch.zeros(len(images)).long())
@@ -107,7 +97,7 @@ def test_over_uneven_ranks_it_is_the_gradient_of_one_batch(max_images):
             torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_alone_it_is_the_gradient_of_its_own_images():
+def test_on_one_rank_it_is_the_gradient_of_its_images():
     images = drawn(5, 2, 4)
     gradient, mean = gradient_of_all(images, 5)
     loss, expected = loss_and_gradient(reference, images, torch.zeros(5).long())

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: what is in it, what is not computed, and that a stand-in reaches every weight."""
+"""The loss of a microbatch: its terms, terms of weight 0, and the zero loss of a dummy."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from recipe_utils.loss.self_distillation import (
 )
 
 DIM, NUM_IMAGES, NUM_LOCAL, NUM_PATCHES, NUM_PROTOTYPES, BOTTLENECK = 6, 3, 2, 4, 9, 5
-NUM_SLOTS = 2 * NUM_IMAGES * (1 + NUM_PATCHES) + NUM_LOCAL * NUM_IMAGES * 2
 LOCAL_START = 2 * NUM_IMAGES * (1 + NUM_PATCHES)
+NUM_TOKENS = LOCAL_START + NUM_LOCAL * NUM_IMAGES * 2
 ALL = {
     "dino_loss_weight": 0.7,
     "ibot_loss_weight": 0.9,
@@ -41,15 +41,15 @@ def heads():
     return SelfDistillationHeads(*made)
 
 
-def targets_of(num_images=NUM_IMAGES, masked=(1, 3, 8), **changes):
-    """Slots of crops of one class token and ``NUM_PATCHES`` patches, and local ones of two tokens."""
+def targets_of(num_images=NUM_IMAGES, masked=(1, 3, 8)):
+    """Returns positions of crops of a class token and ``NUM_PATCHES`` patches, and local ones of two tokens."""
     globals_ = torch.arange(2 * num_images) * (1 + NUM_PATCHES)
     locals_ = LOCAL_START + 2 * torch.arange(NUM_LOCAL * num_images)
     patches = (globals_[:, None] + 1 + torch.arange(NUM_PATCHES)).flatten()
     masked = torch.tensor(masked, dtype=torch.int64)
     crop_of = masked // (1 + NUM_PATCHES)
     per_crop = torch.bincount(crop_of, minlength=2 * NUM_IMAGES)
-    targets = ViewTargets(
+    return ViewTargets(
         cls_positions=torch.cat([globals_, locals_]),
         num_images=num_images,
         num_local_crops=NUM_LOCAL,
@@ -60,17 +60,13 @@ def targets_of(num_images=NUM_IMAGES, masked=(1, 3, 8), **changes):
         labels=None,
         names=("image",) * num_images,
     )
-    return targets._replace(**changes)
 
 
-def said_of(targets, teacher, states, dual=None):
-    """What a teacher of these states says."""
-    dual = torch.linspace(-1, 1, NUM_PROTOTYPES) if dual is None else dual
-    of_crops, of_patches = TeacherBottlenecks()(
-        teacher,
-        states,
-        targets._replace(cls_positions=targets.cls_positions[: 2 * targets.num_images]),
-    )
+def views_of(targets, teacher, states):
+    """Returns the outputs of a teacher with these states."""
+    dual = torch.linspace(-1, 1, NUM_PROTOTYPES)
+    of_global = targets._replace(cls_positions=targets.cls_positions[: 2 * targets.num_images])
+    of_crops, of_patches = TeacherBottlenecks()(teacher, states, of_global)
     return TeacherViews(
         TeacherHidden(of_crops, teacher.dino.prototypes, dual),
         TeacherHidden(of_patches, teacher.ibot.prototypes, dual),
@@ -82,19 +78,19 @@ def case(targets=None, **weights):
     targets = targets_of() if targets is None else targets
     torch.manual_seed(1)
     student, teacher = heads(), heads()
-    states = torch.randn(1, NUM_SLOTS, DIM)
+    states = torch.randn(1, NUM_TOKENS, DIM)
     with torch.no_grad():
-        said = said_of(targets, teacher, torch.randn(1, NUM_SLOTS, DIM))
+        outputs = views_of(targets, teacher, torch.randn(1, NUM_TOKENS, DIM))
     loss = SelfDistillationLoss(ObjectiveSettings(**{**ALL, **weights}))
     loss.teacher_temperature = 0.07
-    return loss, student, states.requires_grad_(), targets._replace(teacher=said)
+    return loss, student, states.requires_grad_(), targets._replace(teacher=outputs)
 
 
 def sums(loss, student, states, targets):
     return dict(zip(SUMS, loss(student, states, targets), strict=True))
 
 
-def test_it_is_the_weighted_sum_of_its_terms_written_out():
+def test_it_is_the_weighted_sum_of_its_terms():
     loss, student, states, targets = case()
     found = sums(loss, student, states, targets)
     rows = states[0]
@@ -102,8 +98,9 @@ def test_it_is_the_weighted_sum_of_its_terms_written_out():
     def logits(head, row):
         return head.prototypes(head(row[None]))[0]
 
-    def wanted(said, index):
-        return F.softmax(said.output(said.hidden[index]) / 0.07 + said.bias, dim=-1)
+    def wanted(of_teacher, index):
+        logits = of_teacher.output(of_teacher.hidden[index])
+        return F.softmax(logits / 0.07 + of_teacher.bias, dim=-1)
 
     def cross_entropy(target, student_logits):
         return -(target * F.log_softmax(student_logits / 0.1, -1)).sum()
@@ -111,22 +108,21 @@ def test_it_is_the_weighted_sum_of_its_terms_written_out():
     expected = dict.fromkeys(SUMS, 0.0)
     crops, patches, gram = targets.teacher[:3]
     for image in range(NUM_IMAGES):
-        own = [targets.cls_positions[2 * image + i] for i in (0, 1)]
-        own += [
-            targets.cls_positions[2 * NUM_IMAGES + NUM_LOCAL * image + i] for i in range(NUM_LOCAL)
-        ]
+        first_local = 2 * NUM_IMAGES + NUM_LOCAL * image
+        crops_of_image = [2 * image, 2 * image + 1, *range(first_local, first_local + NUM_LOCAL)]
+        own = targets.cls_positions[crops_of_image]
         for t in (0, 1):
             target = wanted(crops, 2 * image + t)
             expected["target_entropy"] += -(target * target.log()).sum() / 2
-            for v, slot in enumerate(own):
-                term = cross_entropy(target, logits(student.dino, rows[slot]))
+            for v, position in enumerate(own):
+                term = cross_entropy(target, logits(student.dino, rows[position]))
                 if v >= 2:
                     expected["dino_local_loss"] += term / (2 * NUM_LOCAL)
                 elif v != t:
                     expected["dino_global_loss"] += term / 2
-    for index, slot in enumerate(targets.masked_positions):
+    for index, position in enumerate(targets.masked_positions):
         weight = targets.masked_weights[index] / 2
-        term = cross_entropy(wanted(patches, index), logits(student.ibot, rows[slot]))
+        term = cross_entropy(wanted(patches, index), logits(student.ibot, rows[position]))
         expected["ibot_loss"] += weight * term
     for crop in range(2 * NUM_IMAGES):
         at = slice(crop * NUM_PATCHES, (crop + 1) * NUM_PATCHES)
@@ -184,21 +180,6 @@ def test_a_term_of_weight_0_is_not_computed(name, monkeypatch):
         assert found[logged] == expected, logged
 
 
-@pytest.mark.parametrize("name", LOSS_OF)
-def test_one_term_alone_is_its_weight_times_it(name):
-    found = sums(*case(**{each: 0.0 for each in LOSS_OF if each != name}))
-    expected = ALL[name] * sum(
-        found[logged] * share
-        for logged, share in zip(
-            LOSS_OF[name], (NUM_LOCAL / (NUM_LOCAL + 1), 1 / (NUM_LOCAL + 1), 0), strict=False
-        )
-    )
-    if name != "dino_loss_weight":
-        expected = ALL[name] * found[LOSS_OF[name][0]]
-    torch.testing.assert_close(found["loss"], expected)
-    assert found["loss"] != 0
-
-
 def test_a_microbatch_without_masked_patches_has_no_ibot_loss_and_still_a_graph():
     loss, student, states, targets = case(targets_of(masked=()))
     found = sums(loss, student, states, targets)
@@ -221,7 +202,7 @@ def test_a_dummy_is_zero_with_a_graph_for_every_weight(two_passes):
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_of_two_passes_the_value_and_the_gradient_are_the_first_s():
+def test_value_and_gradient_of_two_passes_are_those_of_the_first():
     gradient, mean = torch.randn(NUM_IMAGES, 2, DIM), torch.tensor(0.3)
     loss, student, states, targets = case(
         dino_loss_weight=0.0, ibot_loss_weight=0.0, gram_loss_weight=0.0
@@ -235,7 +216,7 @@ def test_of_two_passes_the_value_and_the_gradient_are_the_first_s():
     assert of_states.count_nonzero() == gradient.numel()
 
 
-def test_without_a_teacher_it_says_the_class_states_of_global_crops():
+def test_without_a_teacher_it_returns_the_class_states_of_global_crops():
     loss, student, states, targets = case()
     cls = loss(student, states, targets._replace(teacher=None))
     assert torch.equal(cls.flatten(0, 1), states[0, targets.cls_positions[: 2 * NUM_IMAGES]])
@@ -243,11 +224,12 @@ def test_without_a_teacher_it_says_the_class_states_of_global_crops():
 
 def test_bf16_states_are_summed_in_fp32():
     loss, student, states, targets = case()
-    said = targets.teacher
-    teacher = TeacherViews(*(
-        each._replace(hidden=each.hidden.bfloat16(), output=each.output.bfloat16(), bias=each.bias.float())
-        for each in said[:2]
-    ), said.gram.bfloat16())  # fmt: skip
+    views = targets.teacher
+    crops, patches = (
+        each._replace(hidden=each.hidden.bfloat16(), output=each.output.bfloat16())
+        for each in views[:2]
+    )
+    teacher = TeacherViews(crops, patches, views.gram.bfloat16())
     found = loss(student.bfloat16(), states.bfloat16(), targets._replace(teacher=teacher))
     exact = loss(student.double(), states.double(), case()[3])
     assert found.dtype == torch.float32

@@ -28,26 +28,20 @@ def targets_of(rows, weight, temperature, dual):
     return torch.softmax(rows @ weight.T / temperature + dual, dim=1)
 
 
-CUTS = {
-    "one microbatch": [23],
-    "one row each": [1] * 23,
-    "uneven, some empty": [0, 10, 0, 1, 12, 0],
-}
-
-
-@pytest.mark.parametrize("num_iterations", [1, 3, 10])
-@pytest.mark.parametrize("rows_per_chunk", [1, 4, 23, 1000])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "rows_per_chunk", "num_iterations"),
+    [([23], 1000, 1), ([23], 1, 3), ([1] * 23, 4, 3), ([0, 10, 0, 1, 12, 0], 4, 10)],
+)
 def test_streamed_is_direct_for_any_chunks_and_cuts(cut, rows_per_chunk, num_iterations):
     rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
-    parts = rows.split(CUTS[cut])
+    parts = rows.split(cut)
     dual = sinkhorn(parts, weight, 0.3, num_iterations, rows_per_chunk=rows_per_chunk)
     found = targets_of(rows, weight, 0.3, dual)
     expected = direct(rows @ weight.T / 0.3, num_iterations)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_after_many_iterations_every_prototype_has_as_much_as_any_other():
+def test_many_iterations_give_all_prototypes_the_same_total():
     rows, weight = drawn(21, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
     dual = sinkhorn([rows], weight, 0.5, 500)
     targets = targets_of(rows, weight, 0.5, dual)
@@ -56,19 +50,10 @@ def test_after_many_iterations_every_prototype_has_as_much_as_any_other():
     torch.testing.assert_close(targets.sum(0), share, rtol=0, atol=1e-9)
 
 
-def test_of_each_microbatch_by_itself_it_is_something_else():
-    rows, weight = drawn(20, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
-    whole = sinkhorn([rows], weight, 0.3)
-    alone = sinkhorn([rows[:10]], weight, 0.3)
-    difference = targets_of(rows[:10], weight, 0.3, whole) - targets_of(
-        rows[:10], weight, 0.3, alone
-    )
-    assert difference.abs().max() > 5e-2
-
-
-@pytest.mark.parametrize("temperature", [0.01, 0.04, 0.07, 1.0])
-@pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_fp32_neither_overflows_nor_loses_a_row_at_the_temperatures_in_use(temperature, scale):
+@pytest.mark.parametrize(
+    ("temperature", "scale"), [(0.01, 20.0), (0.04, 1.0), (0.07, 20.0), (1.0, 1.0)]
+)
+def test_fp32_neither_overflows_nor_loses_a_row_at_usual_temperatures(temperature, scale):
     rows, weight = drawn(64, DIM), scale * drawn(NUM_PROTOTYPES, DIM, seed=1)
     rows = torch.nn.functional.normalize(rows, dim=1)
     exact = sinkhorn([rows], weight, temperature)
@@ -78,14 +63,14 @@ def test_fp32_neither_overflows_nor_loses_a_row_at_the_temperatures_in_use(tempe
         assert dual.isfinite().all()
     dual = sinkhorn([rows.float()], weight.float(), temperature)
     largest = rows @ weight.T / temperature
-    # As exact as logits so large are in fp32.
+    # The precision of such large logits in fp32.
     assert (dual - exact).abs().max() < 1e-5 * max(largest.abs().max().item(), 1.0)
     targets = targets_of(rows.float(), weight.float(), temperature, dual)
     torch.testing.assert_close(targets.sum(1), torch.ones(64))
 
 
 @pytest.mark.parametrize("rows", [[], [torch.zeros(0, DIM)], [torch.zeros(0, DIM)] * 3])
-def test_of_no_row_at_all_it_is_zero(rows):
+def test_without_rows_it_is_zero(rows):
     dual = sinkhorn(rows, drawn(NUM_PROTOTYPES, DIM, dtype=torch.float32), 0.1)
     assert dual.dtype == torch.float32
     assert torch.equal(dual, torch.zeros(NUM_PROTOTYPES))
@@ -101,22 +86,12 @@ def over_ranks(cases):
         own = rows[starts[rank] : starts[rank] + sum(of_ranks[rank])].split(of_ranks[rank])
         group = dist.group.WORLD
         dual = sinkhorn(own, weight, 0.3, group=group, rows_per_chunk=4)
-        used = (
-            num_prototypes_used(own, weight, 0.3, [dual] * len(own) or [dual], group)
-            if own
-            else None
-        )
-        found.append((dual, used))
+        found.append((dual, num_prototypes_used(own, weight, 0.3, [dual] * len(own), group)))
     return found
 
 
-def test_over_ranks_it_is_that_of_all_rows_also_where_one_has_none():
-    cases = [
-        [[5, 7], [11]],
-        [[23], [0, 0]],
-        [[0], [10, 13]],
-        [[0], [0, 0]],
-    ]
+def test_over_ranks_it_is_that_of_all_rows():
+    cases = [[[5, 7], [11]], [[23], [0, 0]], [[0], [10, 13]], [[0], [0, 0]]]
     for rank, found in enumerate(run_distributed(over_ranks, 2, cases)):
         for case, (dual, used) in zip(cases, found, strict=True):
             rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
@@ -127,7 +102,7 @@ def test_over_ranks_it_is_that_of_all_rows_also_where_one_has_none():
             assert used == targets.argmax(1).unique().numel()
 
 
-def test_prototypes_used_are_those_that_are_the_likeliest_of_some_row():
+def test_used_prototypes_are_the_likeliest_of_some_row():
     weight = torch.eye(4, dtype=torch.float64)
     rows = torch.eye(4, dtype=torch.float64)[[0, 0, 2]]
     nothing = torch.zeros(4, dtype=torch.float64)
@@ -135,5 +110,4 @@ def test_prototypes_used_are_those_that_are_the_likeliest_of_some_row():
     assert num_prototypes_used([rows[:0]], weight, 0.1, [nothing]) == 0
     towards_3 = torch.tensor([0.0, 0.0, 0.0, 100.0]).double()
     assert num_prototypes_used([rows], weight, 0.1, [towards_3]) == 1
-    # Of each microbatch its own.
     assert num_prototypes_used([rows[:1], rows[1:]], weight, 0.1, [towards_3, nothing]) == 3
