@@ -1,5 +1,6 @@
-"""The gradient of every parameter is that of one batch with its teacher, in float64, whatever the layout and the split."""
+"""Gradients of all parameters are those of one batch with its teacher, in float64, for any layout and split."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -11,10 +12,14 @@ import torch
 from big_batch import TOLERANCE, error
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
-from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients
+from omegaconf import OmegaConf
+from recipe_runs import DINO, ListLogger, recipe_class, run_recipe_recording_gradients
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.images.collator import ViewCollator
+from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.model.pipeline.pipeline import Pipeline
+from recipe_utils.model.vision.average_teacher import AverageTeacher
 
 collate = ViewCollator.collate
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
@@ -34,11 +39,14 @@ def reference(group_size, **only):
     return big_batch_of_views.reference(group_size, **only)
 
 
-def gradients_and_metrics(configs, mutation=()):
+def gradients_and_metrics(configs, mutate=None):
+    """Returns gradients and logged metrics of each config; :mod:`distributed_runs` undoes ``mutate``."""
+    if mutate is not None:
+        mutate()
     found = []
     for config in configs:
         ListLogger.logged.clear()
-        gradients = run_recipe_recording_gradients(config, mutation, recipe=DINO)
+        gradients = run_recipe_recording_gradients(config, recipe=DINO)
         found.append((gradients, list(ListLogger.logged)))
     return found
 
@@ -56,7 +64,7 @@ def assert_is_one_batch(of_ranks, expected):
 
 
 def splits_of(dp_degree, schedule):
-    """Images per microbatch, as far as the layout has so many; with stages two of them."""
+    """Yields numbers of images per microbatch that the layout allows; stages need two microbatches."""
     sizes = [size for size in (16, 8, 4, 2) if size * dp_degree <= 16]
     if schedule is not None:
         sizes = [size for size in (4, 2) if size * dp_degree * 2 <= 16]
@@ -86,78 +94,88 @@ def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
         assert_is_one_batch(of_ranks, reference(config["koleo_group_size"]))
 
 
-MUTANTS = {
-    "Sinkhorn of each microbatch": {"sinkhorn_over": "microbatch"},
-    "KoLeo of each microbatch": {"koleo_group_size": 2},
-}
-EDITS = {
-    "no scale": (
-        'scale = step.scale("images")',
-        "scale = 1 / len(step.microbatches[0].targets.names)",
-    ),
-    "a microbatch left out": ("mark_last(taught)", "mark_last(taught[:3] + taught[4:])"),
-}
+# ---- Wrong computations ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MUTANTS, *EDITS])
-def test_a_naive_split_misses_it(name, tiny_config):
-    split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
-    config = step_of_16(tiny_config, **{**split, **MUTANTS.get(name, {})})
-    ((found, _),) = gradients_and_metrics([config], EDITS.get(name, ()))
-    assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
+def scale_by_the_first_microbatch():
+    UpdateStep.scale = lambda step, _: 1 / len(step.microbatches[0].targets.names)
 
 
-@pytest.mark.slow
-def test_a_rank_that_counts_twice_misses_it(tiny_config):
-    edit = (
-        'scale = step.scale("images")',
-        'scale = 2 / (step.totals["images"] + sum(m.counts["images"] for m in step.microbatches))',
+def scale_by_images_that_a_rank_counts_twice():
+    def scale(step, _):
+        return 2 / (step.totals["images"] + sum(m.counts["images"] for m in step.microbatches))
+
+    UpdateStep.scale = scale
+
+
+def omit_a_microbatch():
+    teaching = AverageTeacher.teaching
+
+    @contextmanager
+    def without_the_fourth(*args):
+        with teaching(*args) as (taught, num_used):
+            yield [*taught[:3], *taught[4:]], num_used
+
+    AverageTeacher.teaching = without_the_fourth
+
+
+def divide_by_the_microbatches_of_stages():
+    """As PyTorch's schedules do by default."""
+    run = Pipeline.forward_backward
+    Pipeline.forward_backward = lambda self, taught, loss_of: run(
+        self, taught, lambda sums: loss_of(sums) / len(taught)
     )
-    split = {"batch_size": 4, "koleo_group_size": 2, "max_steps_per_epoch": 1}
-    configs = [step_of_16(tiny_config, **split)]
-    expected = reference(2, num_steps=1).gradients[0]
-    for ((found, _),) in run_distributed(gradients_and_metrics, 2, configs, edit):
-        assert error(found[0], expected) > 5e-2
 
 
-def over_all_patches(self, samples):
-    """iBOT as a mean over the masked patches of a microbatch, whichever crops they are of."""
-    made = collate(self, samples)
-    weights = made.targets.masked_weights
-    even = torch.full_like(weights, 2 * len(samples) / max(len(weights), 1))
-    return replace(made, targets=made.targets._replace(masked_weights=even))
+def average_ibot_over_all_patches():
+    """iBOT as a mean over the masked patches of a microbatch instead of those of a crop."""
+
+    def collated(self, samples):
+        made = collate(self, samples)
+        weights = made.targets.masked_weights
+        even = torch.full_like(weights, 2 * len(samples) / max(len(weights), 1))
+        return replace(made, targets=made.targets._replace(masked_weights=even))
+
+    ViewCollator.collate = collated
 
 
-def crop_major(self, samples):
-    """As if crops were dealt to microbatches, the first of all images and then the second of all."""
-    dealt = [dict(sample) for sample in samples]
-    for key in ("global_crops", "masks", "draws"):
-        of_crops = [sample[key][crop] for crop in (0, 1) for sample in samples]
-        for image, sample in enumerate(dealt):
-            rest = samples[image][key][2:]
-            sample[key] = np.stack([*of_crops[2 * image : 2 * image + 2], *rest])
-    return collate(self, dealt)
+def deal_crops_to_microbatches():
+    """Takes the first crops of all images, then the second ones."""
+
+    def collated(self, samples):
+        dealt = [dict(sample) for sample in samples]
+        for key in ("global_crops", "masks", "draws"):
+            of_crops = [sample[key][crop] for crop in (0, 1) for sample in samples]
+            for image, sample in enumerate(dealt):
+                rest = samples[image][key][2:]
+                sample[key] = np.stack([*of_crops[2 * image : 2 * image + 2], *rest])
+        return collate(self, dealt)
+
+    ViewCollator.collate = collated
+
+
+TWO_PASSES = {"batch_size": 2, "koleo_group_size": None}
+IN_GROUPS = {"batch_size": 4, "koleo_group_size": 2}
+MUTANTS = {  # ranks, keys, function that patches
+    "Sinkhorn of each microbatch": (1, {**TWO_PASSES, "sinkhorn_over": "microbatch"}, None),
+    "KoLeo of each microbatch": (1, {"batch_size": 2, "koleo_group_size": 2}, None),
+    "the first microbatch's scale": (1, TWO_PASSES, scale_by_the_first_microbatch),
+    "an omitted microbatch": (1, TWO_PASSES, omit_a_microbatch),
+    "iBOT over all patches": (1, TWO_PASSES, average_ibot_over_all_patches),
+    "dealt crops": (1, TWO_PASSES, deal_crops_to_microbatches),
+    "images counted twice": (2, IN_GROUPS, scale_by_images_that_a_rank_counts_twice),
+    "divided by microbatches": (2, {**IN_GROUPS, **PP_2}, divide_by_the_microbatches_of_stages),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [over_all_patches, crop_major])
-def test_naive_microbatches_miss_it(mutant, tiny_config, monkeypatch):
-    monkeypatch.setattr(ViewCollator, "collate", mutant)
-    split = {"batch_size": 2, "koleo_group_size": None, "max_steps_per_epoch": 1}
-    ((found, _),) = gradients_and_metrics([step_of_16(tiny_config, **split)])
-    assert error(found[0], reference(None, num_steps=1).gradients[0]) > 5e-2
-
-
-@pytest.mark.slow
-def test_stages_that_divide_by_their_microbatches_miss_it(tiny_config):
-    """As PyTorch's schedules do unless they are told not to."""
-    edit = ("lambda sums: sums[0] * scale", "lambda sums: sums[0] * scale / len(taught)")
-    split = {"batch_size": 4, "koleo_group_size": 2, "max_steps_per_epoch": 1}
-    configs = [step_of_16(tiny_config, **split, **PP_2)]
-    expected = reference(2, num_steps=1).gradients[0]
-    of_ranks = run_distributed(gradients_and_metrics, 2, configs, edit)
-    # The largest entries are of one stage.
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_computation_is_noticed(name, tiny_config):
+    world_size, changes, mutate = MUTANTS[name]
+    config = step_of_16(tiny_config, max_steps_per_epoch=1, **changes)
+    of_ranks = run_distributed(gradients_and_metrics, world_size, [config], mutate)
+    expected = reference(None if world_size == 1 else 2, num_steps=1).gradients[0]
+    # The largest entries may be on one stage.
     assert max(error(found[0], expected) for ((found, _),) in of_ranks) > 5e-2
 
 
@@ -165,17 +183,13 @@ def test_stages_that_divide_by_their_microbatches_miss_it(tiny_config):
 @pytest.mark.parametrize(
     "without", ["dino", "ibot", "koleo", "gram", "drop path", "rescaled positions"]
 )
-def test_a_reference_without_a_part_is_another(without, tiny_config):
-    """So all parts are in what the tests above compare."""
+def test_every_part_changes_the_reference(without):
     expected = reference(2, num_steps=1).gradients[0]
     assert error(reference(2, num_steps=1, without=without).gradients[0], expected) > 1e-2
 
 
 def weights_after(config):
-    """Of student and teacher after an epoch, in full."""
-    from omegaconf import OmegaConf
-    from recipe_runs import recipe_class
-
+    """Returns the full weights of student and teacher after an epoch."""
     cfg = OmegaConf.create(config)
     with tiny.float64_throughout():
         made = recipe_class(recipe=DINO)(cfg)
