@@ -178,8 +178,7 @@ class SelfDistillationLoss:
     patch adds 0. Both are cross-entropies with Sinkhorn-Knopp's targets.
 
     For a microbatch without teacher outputs it returns the cls states of global crops, [g, 2, d]:
-    the first of KoLeo's two passes. ``rows_per_chunk`` rows are multiplied with all prototypes at
-    once.
+    the first of KoLeo's two passes. ``rows_per_chunk`` rows are projected at once.
     """
 
     takes_hidden_states = True
@@ -315,11 +314,7 @@ class PatchStates:
 def _pairs_of_crops(
     num_images: int, num_local: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones.
-
-    The cls tokens of a microbatch are ordered image by image: first 2 global crops each, then the
-    local ones.
-    """
+    """Returns indices of the student's and the teacher's crops to compare: global crops, then local ones."""
     of_teacher = torch.arange(2 * num_images, device=device)
     local = torch.arange(num_images * num_local, device=device)
     image_of_local = local // max(num_local, 1)

@@ -1,7 +1,7 @@
-"""Update steps of self-distillation in plain PyTorch and float64: all images as one batch, crop after crop.
+"""Update steps of self-distillation in plain PyTorch and float64, with all images as one batch.
 
-Written along the papers' definitions and not along the recipe: crops are forwarded one by one, Sinkhorn-Knopp works
-on the whole matrix of targets, every pair of crops has its own cross-entropy.
+Follows the papers' definitions and not the recipe: crops are forwarded one by one, Sinkhorn-Knopp scales the whole
+matrix of targets, every pair of crops has its own cross-entropy.
 """
 
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from tiny import tiny_images
 from torch import Tensor
 from torchtune import config as torchtune_config
 
@@ -41,7 +42,7 @@ TRANSFORM = {
 }
 LR, MOMENTUM, EMA_MOMENTUM, STUDENT_T, TEACHER_T = 0.3, 0.9, 0.6, 0.1, 0.07
 ROPE_RESCALE = 2.0
-WEIGHTS = {"dino": 1.0, "ibot": 0.8, "koleo": 0.3, "gram": 0.5}
+WEIGHTS = {"dino": 0.9, "ibot": 0.8, "koleo": 0.3, "gram": 0.5}
 
 
 class Reference(NamedTuple):
@@ -73,9 +74,7 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
         "optimizer": {"_component_": "tiny.RecordingSGD", "lr": LR, "momentum": MOMENTUM},
         "global_batch_size": IMAGES_PER_STEP,
         "koleo_group_size": 2,
-        "koleo_loss_weight": WEIGHTS["koleo"],
-        "ibot_loss_weight": WEIGHTS["ibot"],
-        "gram_loss_weight": WEIGHTS["gram"],
+        **{f"{term}_loss_weight": weight for term, weight in WEIGHTS.items()},
         "gram_teacher_every_n_steps": 2,
         "ema_momentum": EMA_MOMENTUM,
         "mask_ratio": [0.1, 0.6],
@@ -89,12 +88,10 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
 def reference(
     group_size: int | None, num_steps: int | None = None, without: str | None = None
 ) -> Reference:
-    """The update steps of an epoch.
+    """Returns the first ``num_steps`` update steps of an epoch (None: all of them).
 
-    Args:
-        group_size: of KoLeo; None for all images of an update step.
-        num_steps: only the first of them; None for all.
-        without: a term of ``WEIGHTS``, ``drop path`` or ``rescaled positions``, left out; None leaves out nothing.
+    ``group_size`` is KoLeo's; None for all images of an update step. ``without`` omits a term of ``WEIGHTS``,
+    ``drop path`` or ``rescaled positions``.
     """
     weights = {name: weight * (name != without) for name, weight in WEIGHTS.items()}
     make = with_heads(lambda: torchtune_config.instantiate(OmegaConf.create(MODEL)), HEAD, HEAD)
@@ -102,8 +99,6 @@ def reference(
     for model in (student, teacher, gram_teacher):
         model.load_state_dict(fresh_vit_weights(student, seed=0))
     optimizer = torch.optim.SGD(student.parameters(), lr=LR, momentum=MOMENTUM)
-    from tiny import tiny_images
-
     transform = torchtune_config.instantiate(OmegaConf.create(TRANSFORM))
     settings = ViewSettings(transform=TRANSFORM, mask_ratio=[0.1, 0.6], rope_rescale=ROPE_RESCALE)
     views = Views(tiny_images(NUM_IMAGES), transform, settings, layout_of(student), 0)
@@ -124,8 +119,7 @@ def reference(
         optimizer.zero_grad()
         metrics["loss"].backward()
         all_metrics.append({name: value.item() for name, value in metrics.items()})
-        gradients = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
-        all_gradients.append(gradients)
+        all_gradients.append({name: p.grad.clone() for name, p in student.named_parameters()})
         optimizer.step()
         with torch.no_grad():
             for mine, its in zip(teacher.parameters(), student.parameters(), strict=True):
@@ -138,7 +132,7 @@ def reference(
 def _states(
     model: Any, factor: float, crop: Any, mask: Any = None, draws: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Class state [d] and patch states [P, d] of one crop [c, h, h], its positions times a factor."""
+    """Returns the class state [d] and patch states [P, d] of a crop [c, h, h]; ``factor`` scales positions."""
     patch, num_registers = MODEL["patch_size"], MODEL["num_registers"]
     pixels = F.unfold(torch.as_tensor(crop)[None], patch, stride=patch)[0].T  # [P, c * p * p]
     side = crop.shape[-1] // patch
@@ -158,7 +152,7 @@ def _states(
 
 
 def _sinkhorn(logits: Tensor) -> Tensor:
-    """Targets [n, k]: rows and columns of exp(logits / t) scaled in turn, on the matrix itself."""
+    """Returns targets [n, k]: rows and columns of exp(logits / t) scaled in turn."""
     targets = torch.exp(logits / TEACHER_T)
     for _ in range(3):
         targets = targets / targets.sum(0, keepdim=True)
@@ -168,6 +162,12 @@ def _sinkhorn(logits: Tensor) -> Tensor:
 
 def _cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
     return -(target * F.log_softmax(logits / STUDENT_T, dim=-1)).sum(-1)
+
+
+def _logits(head: Any, states: Tensor) -> Tensor:
+    """Returns logits [n, k] of states [n, d]."""
+    logits: Tensor = head.prototypes(head(states))
+    return logits
 
 
 def _metrics(
@@ -186,14 +186,10 @@ def _metrics(
             ]
             for model in (teacher, gram_teacher)
         )
-        crop_logits = [
-            teacher.output.dino.prototypes(teacher.output.dino(cls[None]))
-            for image in of_teacher
-            for cls, _ in image
-        ]
-        crop_targets = _sinkhorn(torch.cat(crop_logits)).view(len(samples), 2, -1)
+        cls_states = torch.stack([cls for image in of_teacher for cls, _ in image])
+        crop_targets = _sinkhorn(_logits(teacher.output.dino, cls_states)).view(len(samples), 2, -1)
         masked = [
-            teacher.output.ibot.prototypes(teacher.output.ibot(patches[torch.as_tensor(mask)]))
+            _logits(teacher.output.ibot, patches[torch.as_tensor(mask)])
             for sample, image in zip(samples, of_teacher, strict=True)
             for mask, (_, patches) in zip(sample["masks"], image, strict=True)
         ]
@@ -209,10 +205,7 @@ def _metrics(
             _states(student, factor, crop, None, draws[2 + j])
             for j, crop in enumerate(sample["local_crops"])
         ]
-        dino = [
-            student.output.dino.prototypes(student.output.dino(cls[None]))[0]
-            for cls, _ in seen + small
-        ]
+        dino = _logits(student.output.dino, torch.stack([cls for cls, _ in seen + small]))
         pairs = [(v, t) for t in (0, 1) for v in range(len(dino)) if v != t]
         terms = {(v, t): _cross_entropy(crop_targets[i, t], dino[v]) for v, t in pairs}
         of_global.append(torch.stack([value for (v, _), value in terms.items() if v < 2]).mean())
@@ -221,14 +214,12 @@ def _metrics(
         for c in (0, 1):
             mask = torch.as_tensor(sample["masks"][c])
             if mask.any():
-                logits = student.output.ibot.prototypes(student.output.ibot(seen[c][1][mask]))
+                logits = _logits(student.output.ibot, seen[c][1][mask])
                 of_masked.append(_cross_entropy(patch_targets[2 * i + c], logits).mean())
         ibot.append(sum(of_masked, torch.zeros(())) / 2)
-        grams = []
         for c in (0, 1):
             mine, its = (F.normalize(x, dim=-1) for x in (seen[c][1], of_gram[i][c][1]))
-            grams.append(F.mse_loss(mine @ mine.T, its @ its.T))
-        gram.append(sum(grams) / 2)
+            gram.append(F.mse_loss(mine @ mine.T, its @ its.T))
         embeddings.append(torch.stack([cls for cls, _ in seen]))
     koleo = []
     size = group_size or len(samples)

@@ -132,7 +132,7 @@ class Views(Dataset[dict[str, Any]]):
         settings, layout = self._settings, self._layout
         pixels, sample = checked_image(self._dataset[int(index)], layout.num_channels)
         place = (self._seed, index.epoch, int(index))
-        crops = self._transform(pixels, generator_of("crops", *place))
+        global_crops, local_crops = self._transform(pixels, generator_of("crops", *place))
         num_crops = 2 + self._transform.num_local_crops
         draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))
         of_step = (self._seed, index.epoch, index.step)
@@ -147,8 +147,8 @@ class Views(Dataset[dict[str, Any]]):
         ]
         return {
             **sample,
-            "global_crops": crops.of_global,
-            "local_crops": crops.of_local,
+            "global_crops": global_crops,
+            "local_crops": local_crops,
             "masks": np.stack(masks),
             "draws": draws.numpy(),
             "position": index.position,
@@ -212,18 +212,20 @@ class ViewCollator:
             CropsOfOneSize(global_crops, global_draws, masks),
             CropsOfOneSize(local_crops, local_draws),
         ]
-        inputs, (of_global, of_local) = row_of(parts, self._layout, samples[0]["position_factor"])
+        inputs, ((global_cls, patches), (local_cls, _)) = row_of(
+            parts, self._layout, samples[0]["position_factor"]
+        )
         is_masked = torch.from_numpy(masks)
         num_masked = is_masked.sum(dim=1)
         groups, num_neighbours = self._groups_of(samples)
         targets: Any = ViewTargets(
-            cls_positions=torch.cat([of_global.classes, of_local.classes]),
+            cls_positions=torch.cat([global_cls, local_cls]),
             num_images=len(samples),
             names=tuple(sample["name"] for sample in samples),
             labels=labels_of(samples),
-            patch_positions=of_global.patches.flatten(),
+            patch_positions=patches.flatten(),
             num_local_crops=len(samples[0]["local_crops"]),
-            masked_positions=of_global.patches[is_masked],
+            masked_positions=patches[is_masked],
             masked_weights=(1 / num_masked.double()).repeat_interleave(num_masked),
             koleo_groups=groups,
         )
@@ -296,13 +298,13 @@ class ImageCollator:
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Returns one row with a global crop of each image, without masks and draws."""
         crops = np.stack([sample["crop"] for sample in samples])
-        inputs, (positions,) = row_of([CropsOfOneSize(crops)], self._layout, 1.0)
+        inputs, ((cls, patches),) = row_of([CropsOfOneSize(crops)], self._layout, 1.0)
         targets: Any = ViewTargets(
-            cls_positions=positions.classes,
+            cls_positions=cls,
             num_images=len(samples),
             names=tuple(sample["name"] for sample in samples),
             labels=labels_of(samples),
-            patch_positions=positions.patches.flatten(),
+            patch_positions=patches.flatten(),
         )
         counts = {"images": len(samples), "crop_tokens": inputs["tokens"].size(1)}
         return Microbatch(inputs, targets, counts)

@@ -76,19 +76,10 @@ class CropsOfOneSize(NamedTuple):
     """bool [n, P]; None masks no patch."""
 
 
-class Positions(NamedTuple):
-    """Positions of a part's tokens in the row."""
-
-    classes: Tensor
-    """[n]."""
-    patches: Tensor
-    """[n, P]."""
-
-
 def row_of(
     parts: Sequence[CropsOfOneSize], layout: TokenLayout, position_factor: float
-) -> tuple[dict[str, Any], list[Positions]]:
-    """Returns the inputs of a microbatch, and the positions of each part's tokens.
+) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """Returns the inputs of a microbatch, and each part's positions of class tokens [n] and patches [n, P].
 
     Inputs are ``tokens`` [1, s, 1 + c * p * p], type of the token and pixels [c, p, p] of a patch;
     ``input_pos`` [1, s, 2 + num_draws], row and column of a patch's centre in its crop, in (-1, 1)
@@ -123,8 +114,8 @@ def row_of(
         if part.draws is not None:
             of_part[:, :, 2:] = part.draws[:, None]
 
-        all_positions = torch.arange(start, end).view(num_crops, length)
-        found.append(Positions(all_positions[:, 0].contiguous(), all_positions[:, first_patch:]))
+        in_row = torch.arange(start, end).view(num_crops, length)
+        found.append((in_row[:, 0].contiguous(), in_row[:, first_patch:]))
         start = end
     inputs = {
         "tokens": torch.from_numpy(tokens)[None],

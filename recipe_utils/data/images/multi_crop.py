@@ -8,7 +8,7 @@ elementwise, both in one thread: crops are bitwise the same for any number of th
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,15 +21,6 @@ Box = tuple[float, float, float, float]
 
 _NUM_TRIES = 10
 """Maximum boxes drawn until one fits, as in torchvision's ``RandomResizedCrop``."""
-
-
-class Crops(NamedTuple):
-    """Views of one image."""
-
-    of_global: np.ndarray
-    """[2, c, global_crop_size, global_crop_size], normalised."""
-    of_local: np.ndarray
-    """[num_local_crops, c, local_crop_size, local_crop_size], normalised."""
 
 
 @dataclass(kw_only=True)
@@ -110,15 +101,17 @@ class MultiCrop:
             except ValueError as error:
                 raise ValueError(f"image_transform={self.image_transform}: {error}") from error
 
-    def __call__(self, image: np.ndarray, generator: torch.Generator) -> Crops:
-        """Returns the crops of an image [c, h, w] of floats in [0, 1]."""
+    def __call__(
+        self, image: np.ndarray, generator: torch.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns global and local crops [n, c, h, h], normalised, of an image [c, h, w] of floats in [0, 1]."""
         draws = torch.rand(
             3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64
         ).numpy()
         if self._transform is not None:
             image = self._transformed(image, seed=int(draws[-1, 0] * 2**53))
-        of_global = self._crops(image, draws[:2], is_local=False)
-        return Crops(of_global, self._crops(image, draws[2:-1], is_local=True))
+        global_crops = self._crops(image, draws[:2], is_local=False)
+        return global_crops, self._crops(image, draws[2:-1], is_local=True)
 
     def whole(self, image: np.ndarray) -> np.ndarray:
         """Returns the central square, normalised, [c, global_crop_size, global_crop_size]."""

@@ -38,9 +38,7 @@ class AverageTeacher:
     """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
     Wrapped, cut into stages and sharded like the student, so that each rank averages its own
-    shards.
-
-    ``build`` builds a model; its argument becomes the loss module.
+    shards. ``build`` builds a model; its argument becomes the loss module.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class AverageTeacher:
         self._modules = modules
         self._ranks = ranks
         self._pipeline = pipeline
-        self._dp_group = ranks.dp_group
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
         self.gram_model = build(PatchStates()) if objective.gram_loss_weight else None
@@ -64,10 +61,7 @@ class AverageTeacher:
     def set_up(
         self, student: nn.Module, pipeline: Pipeline | None, weights: Mapping[str, Tensor]
     ) -> None:
-        """Initializes the average with the student's first weights.
-
-        ``weights`` are the full weights of the student.
-        """
+        """Initializes the average with ``weights``, the full weights of the student."""
         modules, ranks = self._modules, self._ranks
         for model in filter(None, (self.model, self.gram_model)):
             load_weights(model, {training.MODEL_KEY: dict(weights)}, modules, ranks.device)
@@ -98,17 +92,11 @@ class AverageTeacher:
 
         Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Logits are computed from
         bottlenecks per microbatch when needed; dual [k] is computed over all microbatches of all
-        ranks.
+        ranks. ``max_images`` are those on the fullest rank, for two-pass KoLeo; else None.
 
-        Args:
-            step: the update step.
-            temperature: temperature of the targets.
-            max_images: images on the fullest rank, for two-pass KoLeo; else None.
-
-        Yields:
-            The microbatches, unchanged on stages before the last one, which have no loss; and the
-            number of prototypes that are the most probable one of some global crop. The ranks of a
-            pipeline average it: it is 0 on all but the last stage.
+        Yields the microbatches, unchanged on stages before the last one, which have no loss; and
+        the number of prototypes that are the most probable one of some global crop. The ranks of a
+        pipeline average it: it is 0 on all but the last stage.
         """
         seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
         bottlenecks = self._forward.outputs(seen)
@@ -128,7 +116,11 @@ class AverageTeacher:
                 views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
                 taught.append(microbatch.with_teacher(views))
             num_used = num_prototypes_used(
-                of_crops, heads.dino.prototypes.weight, temperature, crop_biases, self._dp_group
+                of_crops,
+                heads.dino.prototypes.weight,
+                temperature,
+                crop_biases,
+                self._ranks.dp_group,
             )
             yield taught, num_used * self._ranks.dims.pp
 
@@ -139,7 +131,7 @@ class AverageTeacher:
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
             return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
-        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
+        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._ranks.dp_group)
         return [dual] * len(rows)
 
     def _koleo_of(
@@ -147,13 +139,13 @@ class AverageTeacher:
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group.
 
-        The first of two passes; costs one more forward of the student's global crops.
+        The first of two passes: one more forward of the student's global crops.
         """
         found = self._student_forward.outputs(seen)
         if not found:  # the last stage is on another rank
             return {}
         cls = [found[i] for i in range(len(found))]
-        gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._dp_group)
+        gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._ranks.dp_group)
         parts = gradient.split([len(each) for each in cls])
         return {i: (part, mean) for i, part in enumerate(parts)}
 

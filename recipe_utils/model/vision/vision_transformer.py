@@ -385,7 +385,7 @@ def check_vision_transformer(model: nn.Module) -> None:
             )
 
 
-def _of_size(name: str, **sizes: int) -> Callable[..., VisionTransformer]:
+def _of_size(name: str, **sizes: Any) -> Callable[..., VisionTransformer]:
     """Returns :func:`dinov3_vit` with other defaults, also in the signature that configs are checked against."""
 
     def build(**changed: Any) -> VisionTransformer:

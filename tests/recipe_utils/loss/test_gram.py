@@ -1,4 +1,4 @@
-"""Gram anchoring of crops; its value and gradient are those written out in test_self_distillation.py."""
+"""Gram anchoring of crops; its value and gradient are tested in ``recipes/test_dinov3_gradients.py``."""
 
 import pytest
 import torch

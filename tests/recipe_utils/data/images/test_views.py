@@ -229,9 +229,9 @@ def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)
     ]
-    kind = ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout)
-    prepared = [kind.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
-    return kind.collate(prepared), samples
+    collator = ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout)
+    prepared = [collator.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
+    return collator.collate(prepared), samples
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -257,8 +257,8 @@ def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
 
 
 def test_a_dummy_has_crops_but_no_targets_and_counts():
-    kind = ViewCollator(DataSettings(), settings_of(), LAYOUT)
-    dummy = kind.dummy(kind.prepare(views_of()[0], "sample 0 of dataset"))
+    collator = ViewCollator(DataSettings(), settings_of(), LAYOUT)
+    dummy = collator.dummy(collator.prepare(views_of()[0], "sample 0 of dataset"))
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
     targets = dummy.targets
@@ -276,8 +276,8 @@ def test_without_masks_drop_path_and_groups():
     # All images of an update step are one group.
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
-    kind = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
-    alone = kind.collate([kind.prepare(views_of()[0], "sample 0 of dataset")])
+    collator = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
+    alone = collator.collate([collator.prepare(views_of()[0], "sample 0 of dataset")])
     assert alone.counts["koleo_images"] == 0
 
 
@@ -299,10 +299,10 @@ def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_proc
 
 
 def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
-    kind = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
+    collator = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
     positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
-    assert kind.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
-    assert kind.plan([], 1) == [[]]
+    assert collator.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
+    assert collator.plan([], 1) == [[]]
 
 
 def test_whole_images_are_one_crop_each_with_their_labels(one_process):
@@ -347,11 +347,11 @@ def test_the_fingerprint_is_of_the_images_alone(one_process):
 
 
 def test_what_makes_views_can_be_sent_to_a_worker():
-    kind = ViewCollator(DataSettings(batch_size=4), settings_of(), LAYOUT)
-    checked = CheckedDataset(views_of(), "dataset", kind.prepare)
+    collator = ViewCollator(DataSettings(batch_size=4), settings_of(), LAYOUT)
+    checked = CheckedDataset(views_of(), "dataset", collator.prepare)
     sent = pickle.loads(pickle.dumps(checked))
     index = StepIndex(3, 1, 2, 3, 8)
-    ours, theirs = (images_of(kind.collate([of[index]])) for of in (checked, sent))
+    ours, theirs = (images_of(collator.collate([of[index]])) for of in (checked, sent))
     assert ours == theirs
 
 
