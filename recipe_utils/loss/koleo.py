@@ -56,23 +56,23 @@ def gradient_of_all(
     None is this rank alone.
     """
     own = embeddings.detach().to(sum_dtype(embeddings))
-    groups = torch.zeros(len(own), dtype=torch.int64, device=own.device)
+    everything, groups = own, torch.zeros(len(own), dtype=torch.int64, device=own.device)
     first = 0
     if group is not None:
         padding = max_images - len(own)
-        own_padded = F.pad(own, (0, 0, 0, 0, 0, padding))
-        of_ranks = [torch.empty_like(own_padded) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(of_ranks, own_padded, group=group)
-        groups_padded = F.pad(groups, (0, padding), value=-1)
-        groups_of_ranks = [torch.empty_like(groups_padded) for _ in of_ranks]
-        dist.all_gather(groups_of_ranks, groups_padded, group=group)
+        everything = _gathered(F.pad(own, (0, 0, 0, 0, 0, padding)), group)
+        groups = _gathered(F.pad(groups, (0, padding), value=-1), group)
         first = dist.get_rank(group) * max_images
-        everything, groups = torch.cat(of_ranks), torch.cat(groups_of_ranks)
-    else:
-        everything = own
     with torch.enable_grad():
         everything.requires_grad_()
         loss = koleo_loss(everything, groups)
         (gradient,) = torch.autograd.grad(loss, everything)
     mean = loss.detach() / (groups >= 0).sum().clamp(min=1)
     return gradient[first : first + len(own)], mean
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenates the tensors of all ranks, of one shape."""
+    of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, tensor, group=group)
+    return torch.cat(of_ranks)

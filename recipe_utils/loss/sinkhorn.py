@@ -33,14 +33,14 @@ def sinkhorn(
 ) -> Tensor:
     """Returns the dual variable [k] for all rows of all ranks, at least fp32; zeros if there are no rows.
 
-    Computes with logarithms: exp(logits / t) would overflow at usual temperatures.
+    Computes with logarithms: exp(logits / t) would overflow at usual temperatures. Each iteration
+    scales prototypes, then rows; DINOv3 uses 3 iterations (arXiv:2508.10104).
 
     Args:
         rows: bottlenecks of this rank's microbatches, each [n, d]; n may be 0.
         weight: prototypes, [k, d].
         temperature: t of the teacher.
-        num_iterations: number of iterations, at least 1; each scales prototypes, then rows. DINOv3
-            uses 3 (arXiv:2508.10104).
+        num_iterations: at least 1.
         group: ranks with different rows, all of which must call this; None for this rank alone.
         rows_per_chunk: rows projected at once.
     """

@@ -31,26 +31,21 @@ class MultiCrop:
     changed in its colours and normalised. One channel has no saturation, hue and greyscale.
 
     Args:
-        global_crop_size: side [pixels].
-        local_crop_size: side [pixels].
+        global_crop_size, local_crop_size: sides [pixels].
         num_local_crops: at least 1.
-        global_crop_scale: smallest and largest area, as a share of the image's.
-        local_crop_scale: smallest and largest area, as a share of the image's.
+        global_crop_scale, local_crop_scale: smallest and largest area, as a share of the image's.
         aspect_ratio: smallest and largest width over height; uniform in the logarithm.
         interpolation: filter of the resizing.
         flip_probability: probability of a horizontal flip.
         jitter_probability: for brightness, contrast, saturation and hue, in random order.
-        brightness: factor is uniform in 1 -+ this.
-        contrast: factor is uniform in 1 -+ this.
-        saturation: factor is uniform in 1 -+ this.
+        brightness, contrast, saturation: factors are uniform in 1 -+ this.
         hue: shift is uniform in -+ this [turns], at most 0.5.
         grey_probability: probability of conversion to greyscale.
         blur_probability: for the first global crop, the second and the local ones.
         blur_sigma: smallest and largest standard deviation [pixels of the crop].
         solarize_probability: for the first global crop, the second and the local ones.
         solarize_threshold: smallest value that is inverted, in [0, 1].
-        mean: subtracted from each channel; default: ImageNet's.
-        std: divisor of each channel.
+        mean, std: subtracted from each channel, and its divisor; default: ImageNet's.
         image_transform: component called with the image [c, h, w], a tensor in [0, 1], before
             cropping; returns such an image. For instance a torchvision.transforms.v2 class. It may
             draw from torch's global generator, which is seeded for each image; needs

@@ -63,12 +63,6 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeds tokens [b, s, 1 + c * p * p] as [b, s, d], in the dtype of the weights."""
-        width = 1 + self.patches.in_features
-        if tokens.size(-1) != width:
-            raise ValueError(
-                f"model.patch_size={self.patch_size}: with num_channels={self.num_channels} a token has {width} "
-                f"columns, these have {tokens.size(-1)}; the model and the images' transform must have the same two"
-            )
         kinds = tokens[..., 0].long()
         if self.sees_masked_patches:
             kinds = kinds.masked_fill(kinds == MASKED_PATCH, PATCH)
@@ -172,16 +166,8 @@ class VisionTransformer(TransformerDecoder):
                 crop.
 
         Raises:
-            ValueError: crops do not fill the row, or the number of draws does not fit the number of
-                layers.
+            ValueError: the number of draws does not match the number of layers.
         """
-        if crop_groups is not None:
-            num_tokens = sum(num_crops * length for num_crops, length in crop_groups)
-            if tokens.shape[:2] != (1, num_tokens):
-                raise ValueError(
-                    f"crop_groups={tuple(crop_groups)}: these are {num_tokens} tokens of 1 row, tokens has "
-                    f"{tokens.size(1)} in each of {tokens.size(0)} rows"
-                )
         h = self.tok_embeddings(tokens)
         rotation = rotation_of(input_pos[..., :2], self.head_dim, self.rope_base, h.dtype)
         branches = self._branches(input_pos[..., 2:], h.dtype)

@@ -199,38 +199,31 @@ def test_blur_and_solarization_have_a_probability_for_each_kind_of_crop():
             assert differ == [i == kind for i in range(3)]
 
 
-def test_crops_depend_on_the_generator_alone_and_keep_the_type():
-    transform = MultiCrop(**SMALL)
+DROPOUT = {"_component_": "torch.nn.Dropout", "p": 0.5}
+"""Stands for a transform of torchvision: it draws from torch's global generator."""
+
+
+@pytest.mark.parametrize("image_transform", [None, DROPOUT])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_crops_depend_only_on_the_generator_and_keep_the_dtype(dtype, image_transform):
+    transform = MultiCrop(**SMALL, image_transform=image_transform)
+    image = picture(3, 30, 20, dtype=dtype)
+    kept = image.copy()
+    first = made_by(transform, image, seed=1)
+    torch.manual_seed(1)
     state = torch.get_rng_state()
-    for dtype in (np.float32, np.float64):
-        image = picture(3, 30, 20, dtype=dtype)
-        first, again, other = (made_by(transform, image, seed) for seed in (1, 1, 2))
-        for a, b, c in zip(first, again, other, strict=True):
-            assert a.dtype == dtype
-            np.testing.assert_array_equal(a, b)
-            assert not np.array_equal(a, c)
+    again, other = made_by(transform, image, seed=1), made_by(transform, image, seed=2)
+    for a, b, c in zip(first, again, other, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(image, kept)
 
 
 def test_images_of_one_channel_have_no_colours_to_change():
     transform = MultiCrop(**SMALL, mean=[0.5], std=[0.5])
     assert made_by(transform, picture(1, 8, 8))[1].shape == (3, 1, 16, 16)
-
-
-def test_another_transform_draws_from_the_sample_s_generator():
-    """Dropout stands for one of torchvision's: it draws from torch's global generator."""
-    another = {"_component_": "torch.nn.Dropout", "p": 0.5}
-    transform = MultiCrop(**{**PLAIN, **SMALL, "image_transform": another})
-    image = picture(3, 32, 32)
-    kept = image.copy()
-    torch.manual_seed(0)
-    first = made_by(transform, image)[0]
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    np.testing.assert_array_equal(first, made_by(transform, image)[0])
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not np.array_equal(first, made_by(transform, image, seed=1)[0])
-    np.testing.assert_array_equal(image, kept)
 
 
 @pytest.mark.parametrize(

@@ -128,20 +128,6 @@ def test_a_row_of_crops_of_two_sizes_is_what_each_crop_is_by_itself():
             assert relative(crop, model(**alone)[0]) < 1e-12
 
 
-def test_crops_that_do_not_fill_the_row_are_refused_with_both_numbers():
-    model = tiny_vit.tiny_vit()
-    row = row_of(model, images_of(2, 8, 8))
-    with pytest.raises(ValueError, match="21 tokens of 1 row, tokens has 14"):
-        model(**{**row, "crop_groups": ((3, 7),)})
-
-
-def test_patches_of_another_size_are_refused_with_both_numbers():
-    other = tiny_vit.tiny_vit(num_channels=1)
-    row = row_of(other, images_of(2, 8, 8, num_channels=1))
-    with pytest.raises(ValueError, match=r"patch_size=4: .* has 49 columns, these have 17"):
-        tiny_vit.tiny_vit()(**row)
-
-
 def test_every_weight_has_a_gradient_even_if_no_patch_is_masked():
     model = tiny_vit.tiny_vit()
     model(**row_of(model, images_of(2, 8, 8))).square().sum().backward()
