@@ -8,7 +8,6 @@ import re
 import pytest
 import tiny
 from big_batch_of_views import HEAD, MODEL, TRANSFORM, step_of_16
-from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import DINO, recipe_class, run_recipe
 
@@ -148,13 +147,6 @@ def test_all_problems_of_keys_are_reported_at_once(tiny_config):
         "gram_over=batch",
         "global_batch_size=16",
     ]
-
-
-def test_fewer_microbatches_than_stages_are_named_with_both_numbers(tiny_config):
-    config = step_of_16(tiny_config, batch_size=16, pipeline_parallel_dim=2)
-    for text in run_distributed(refusal, 2, config):
-        assert "pipeline_parallel_dim=2 with 2 stages" in text
-        assert "needs 2 microbatches or more per update step, which has 1 of 16 samples" in text
 
 
 def test_a_broken_image_is_named_by_its_path_or_skipped(tiny_config):

@@ -17,6 +17,7 @@ from recipe_utils.loss.self_distillation import (
     SelfDistillationLoss,
     TeacherBottlenecks,
     TeacherViews,
+    gram_loss,
 )
 
 DIM, NUM_IMAGES, NUM_LOCAL, NUM_PATCHES, NUM_PROTOTYPES, BOTTLENECK = 6, 3, 2, 4, 9, 5
@@ -160,3 +161,18 @@ def test_bf16_states_are_summed_in_fp32():
     exact = loss(student.double(), states.double(), case()[3])
     assert found.dtype == torch.float32
     assert (found - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_gram_compares_the_patches_of_each_crop_alone():
+    patches, of_teacher = torch.randn(24, 5), torch.randn(24, 8)  # the teacher may be wider
+    together = gram_loss(patches, of_teacher, 4)
+    crops = zip(patches.split(6), of_teacher.split(6), strict=True)
+    torch.testing.assert_close(together, sum(gram_loss(*crop, 1) for crop in crops))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_is_summed_in_fp32_at_least(dtype):
+    patches, of_teacher = torch.randn(2, 12, 5).to(dtype)
+    found = gram_loss(patches, of_teacher, 2)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, gram_loss(patches.float(), of_teacher.float(), 2))

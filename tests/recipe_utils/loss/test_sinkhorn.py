@@ -41,15 +41,6 @@ def test_streamed_is_direct_for_any_chunks_and_cuts(cut, rows_per_chunk, num_ite
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_many_iterations_give_all_prototypes_the_same_total():
-    rows, weight = drawn(21, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
-    dual = sinkhorn([rows], weight, 0.5, 500)
-    targets = targets_of(rows, weight, 0.5, dual)
-    torch.testing.assert_close(targets.sum(1), torch.ones(21).double(), rtol=0, atol=1e-12)
-    share = torch.full((NUM_PROTOTYPES,), 21 / NUM_PROTOTYPES).double()
-    torch.testing.assert_close(targets.sum(0), share, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("temperature", "scale"), [(0.01, 20.0), (0.04, 1.0), (0.07, 20.0), (1.0, 1.0)]
 )

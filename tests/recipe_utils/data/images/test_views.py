@@ -1,6 +1,5 @@
 """Views of an image are equal on any layout; rows contain what their targets describe."""
 
-import pickle
 import re
 
 import numpy as np
@@ -344,15 +343,6 @@ def test_the_fingerprint_is_of_the_images_alone(one_process):
         "Other", (Pictures,), {"__getitem__": lambda s, i: Pictures()[(i + 1) % NUM_IMAGES]}
     )
     assert make_loader(other()).fingerprint() != first
-
-
-def test_what_makes_views_can_be_sent_to_a_worker():
-    collator = ViewCollator(DataSettings(batch_size=4), settings_of(), LAYOUT)
-    checked = CheckedDataset(views_of(), "dataset", collator.prepare)
-    sent = pickle.loads(pickle.dumps(checked))
-    index = StepIndex(3, 1, 2, 3, 8)
-    ours, theirs = (images_of(collator.collate([of[index]])) for of in (checked, sent))
-    assert ours == theirs
 
 
 def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
