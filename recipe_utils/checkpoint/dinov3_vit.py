@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchtune import config, training
 
+from recipe_utils.checkpoint.tensors import describe_mismatch
+
 HEADS = "heads.safetensors"
 """File with the weights of heads, by their names in this package; transformers ignores it."""
 
@@ -27,23 +29,26 @@ _HF_NAMES = {
     _CLS: "embeddings.cls_token",
     _MASK: "embeddings.mask_token",
     _REGISTERS: _HF_REGISTERS,
-    _PATCHES: "embeddings.patch_embeddings.weight",
-    "tok_embeddings.patches.bias": "embeddings.patch_embeddings.bias",
-    "norm.weight": "norm.weight",
-    "norm.bias": "norm.bias",
+    "tok_embeddings.patches": "embeddings.patch_embeddings",
+    "norm": "norm",
+    "layers.{}.sa_norm": "layer.{}.norm1",
+    "layers.{}.attn.q_proj": "layer.{}.attention.q_proj",
+    "layers.{}.attn.k_proj": "layer.{}.attention.k_proj",
+    "layers.{}.attn.v_proj": "layer.{}.attention.v_proj",
+    "layers.{}.attn.output_proj": "layer.{}.attention.o_proj",
+    "layers.{}.sa_scale.scale": "layer.{}.layer_scale1.lambda1",
+    "layers.{}.mlp_norm": "layer.{}.norm2",
+    "layers.{}.mlp.w2": "layer.{}.mlp.down_proj",
+    "layers.{}.mlp_scale.scale": "layer.{}.layer_scale2.lambda1",
 }
-_HF_NAMES_IN_LAYER = {
-    "sa_norm": "norm1",
-    "attn.q_proj": "attention.q_proj",
-    "attn.k_proj": "attention.k_proj",
-    "attn.v_proj": "attention.v_proj",
-    "attn.output_proj": "attention.o_proj",
-    "sa_scale.scale": "layer_scale1.lambda1",
-    "mlp_norm": "norm2",
-    "mlp_scale.scale": "layer_scale2.lambda1",
+"""Parameter, or module with weight and bias -> its name in DINOv3ViTModel; ``{}`` is the layer."""
+_HF_NAMES_OF_MLP = {
+    False: {"layers.{}.mlp.w1": "layer.{}.mlp.up_proj"},
+    True: {
+        "layers.{}.mlp.w1": "layer.{}.mlp.gate_proj",
+        "layers.{}.mlp.w3": "layer.{}.mlp.up_proj",
+    },
 }
-_HF_NAMES_IN_MLP = {False: {"w1": "up_proj", "w2": "down_proj"}}
-_HF_NAMES_IN_MLP[True] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Keys: True for a gated MLP."""
 
 _ARGUMENTS = {
@@ -59,15 +64,24 @@ _ARGUMENTS = {
     "layer_norm_eps": ("norm_eps", 1e-5),
 }
 """Key of ``config.json`` -> argument of ``dinov3_vit``, and transformers' default for the key."""
-_FIXED: dict[str, tuple[Any, Any]] = {
-    "query_bias": (True, True),
-    "key_bias": (False, False),
-    "value_bias": (True, True),
-    "proj_bias": (True, True),
-    "mlp_bias": (True, True),
+_FIXED = {
+    "query_bias": True,
+    "key_bias": False,
+    "value_bias": True,
+    "proj_bias": True,
+    "mlp_bias": True,
 }
-"""Key of ``config.json`` -> required value, and transformers' default for the key."""
+"""Key of ``config.json`` -> required value, which is transformers' default."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_PREPROCESSOR = {
+    "image_processor_type": "DINOv3ViTImageProcessorFast",
+    "do_resize": True,
+    "resample": 2,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": False,
+}
+"""``preprocessor_config.json`` of published models, without size and normalisation."""
 
 
 def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> dict[str, Tensor]:
@@ -76,12 +90,9 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
     Raises ValueError if a name is not one of a backbone's.
     """
     is_gated = any(name.endswith(".w3.weight") for name in weights)
-    in_layer = _HF_NAMES_IN_LAYER | {
-        f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in _HF_NAMES_IN_MLP[is_gated].items()
-    }
+    names = _HF_NAMES | _HF_NAMES_OF_MLP[is_gated]
     converted = {}
     for name, weight in weights.items():
-        their_name = _renamed(name, _HF_NAMES, r"layers\.(\d+)\.", "layer.", in_layer)
         if name in (_CLS, _MASK):
             weight = weight[None, None]
         elif name == _REGISTERS:
@@ -89,7 +100,7 @@ def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> d
         elif name == _PATCHES:
             side = math.isqrt(weight.size(1) // num_channels)
             weight = weight.unflatten(1, (num_channels, side, side))
-        converted[their_name] = weight
+        converted[_renamed(name, names)] = weight
     if _HF_REGISTERS not in converted and _CLS in weights:
         cls_token = weights[_CLS]
         converted[_HF_REGISTERS] = cls_token.new_zeros(1, 0, len(cls_token))
@@ -102,43 +113,31 @@ def dinov3_hf_to_tune(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Accepts the names of any version of transformers. Raises ValueError for all other names.
     """
     is_gated = any(name.endswith(".mlp.gate_proj.weight") for name in weights)
-    in_layer = {theirs: ours for ours, theirs in _HF_NAMES_IN_LAYER.items()} | {
-        f"mlp.{theirs}": f"mlp.{ours}" for ours, theirs in _HF_NAMES_IN_MLP[is_gated].items()
-    }
-    elsewhere = {theirs: ours for ours, theirs in _HF_NAMES.items()}
+    names = {theirs: ours for ours, theirs in (_HF_NAMES | _HF_NAMES_OF_MLP[is_gated]).items()}
     converted = {}
     for name, weight in weights.items():
-        our_name = _renamed(name, elsewhere, r"(?:model\.)?layer\.(\d+)\.", "layers.", in_layer)
+        our_name = _renamed(name.removeprefix("model."), names)
         if our_name in (_CLS, _MASK):
             weight = weight.flatten()
         elif our_name == _REGISTERS:
             weight = weight[0]
-            if len(weight) == 0:
-                continue
         elif our_name == _PATCHES:
             weight = weight.flatten(1)
         converted[our_name] = weight
+    if _REGISTERS in converted and len(converted[_REGISTERS]) == 0:
+        del converted[_REGISTERS]
     return converted
 
 
-def _renamed(
-    name: str,
-    elsewhere: Mapping[str, str],
-    layer: str,
-    layer_there: str,
-    in_layer: Mapping[str, str],
-) -> str:
-    if name in elsewhere:
-        return elsewhere[name]
-    found = re.match(layer, name)
-    if found is not None:
-        rest = name[found.end() :]
-        module, _, kind = rest.rpartition(".")
-        prefix = f"{layer_there}{found[1]}."
-        if rest in in_layer:
-            return prefix + in_layer[rest]
-        if module in in_layer:
-            return f"{prefix}{in_layer[module]}.{kind}"
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    layer = re.match(r"layers?\.(\d+)\.", name)
+    number = layer[1] if layer else ""
+    generic = name.replace(f".{number}.", ".{}.", 1) if layer else name
+    module, _, kind = generic.rpartition(".")
+    if generic in names:
+        return names[generic].format(number)
+    if module in names and kind in ("weight", "bias"):
+        return f"{names[module].format(number)}.{kind}"
     raise ValueError(f"{name}: it is no weight of a DINOv3 vision transformer")
 
 
@@ -151,7 +150,7 @@ def dinov3_hf_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["DINOv3ViTModel"],
         "model_type": "dinov3_vit",
         **{key: arguments[argument] for key, (argument, _) in _ARGUMENTS.items()},
-        **{key: value for key, (value, _) in _FIXED.items()},
+        **_FIXED,
         "hidden_act": _activation(arguments["use_gated_mlp"]),
         "layerscale_value": arguments["layer_scale_init"],
         "initializer_range": 0.02,
@@ -227,25 +226,30 @@ class DINOv3Checkpointer:
                     f"num_channels={num_channels}"
                 )
         self._num_channels: int = num_channels
-        self._shapes = {name: tuple(weight.shape) for name, weight in made.state_dict().items()}
+        self._expected = made.state_dict()
         self._output_dir = Path(output_dir)
         self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._files: list[Path] = []
         found: dict[str, Any] = {}
         preprocessor: dict[str, Any] = {}
         if self._checkpoint_dir is not None:
-            found = _read_json(self._checkpoint_dir / "config.json")
+            found = _read(self._checkpoint_dir / "config.json")
             _check_config(found, arguments, self._checkpoint_dir)
             self._files = _files_of(self._checkpoint_dir, checkpoint_files)
             if (path := self._checkpoint_dir / "preprocessor_config.json").is_file():
-                preprocessor = _read_json(path)
+                preprocessor = _read(path)
         size = image_size or found.get("image_size", 224)
         self._config = {**found, **dinov3_hf_config(arguments), "image_size": size}
-        self._preprocessor = {
-            **(preprocessor or _preprocessor(num_channels, size)),
-            **({} if image_size is None else {"size": {"height": size, "width": size}}),
-            **_normalisation(image_mean, image_std),
-        }
+        if not preprocessor:
+            preprocessor, image_size = dict(_PREPROCESSOR), size
+            if num_channels == 3 and image_mean is None:
+                image_mean, image_std = _IMAGENET_MEAN, _IMAGENET_STD
+        if image_size is not None:
+            preprocessor["size"] = {"height": image_size, "width": image_size}
+        if image_mean is not None and image_std is not None:
+            given = {"image_mean": list(image_mean), "image_std": list(image_std)}
+            preprocessor |= {"do_normalize": True, **given}
+        self._preprocessor = preprocessor
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns ``{"model": weights}``: full, on the CPU, in the files' precision, with heads if there are any.
@@ -255,39 +259,28 @@ class DINOv3Checkpointer:
         """
         if self._checkpoint_dir is None:
             return {training.MODEL_KEY: {}}
-        backbone: dict[str, Tensor] = {}
+        published: dict[str, Tensor] = {}
         for path in self._files:
-            backbone |= dinov3_hf_to_tune(_read_weights(path))
-        _check_weights(backbone, self._shapes)
+            published |= _read(path)
+        backbone = dinov3_hf_to_tune(published)
+        self._check(backbone)
         heads = self._checkpoint_dir / HEADS
-        return {
-            training.MODEL_KEY: {**backbone, **(_read_weights(heads) if heads.is_file() else {})}
-        }
+        return {training.MODEL_KEY: backbone | (_read(heads) if heads.is_file() else {})}
 
-    def save_checkpoint(
-        self,
-        state_dict: Mapping[str, Any],
-        epoch: int,
-        intermediate_checkpoint: bool = False,
-        adapter_only: bool = False,
-    ) -> None:
+    def save_checkpoint(self, state_dict: Mapping[str, Any], epoch: int) -> None:
         """Writes full weights ``{"model": weights}`` to the folder ``epoch_N`` of ``output_dir``.
 
-        Names of heads start with ``output.``. Raises ValueError if one of the last two arguments is
-        True, or if the weights are of another model.
+        Names of heads start with ``output.``. Raises ValueError if the weights are of another model.
         """
-        if intermediate_checkpoint or adapter_only:
-            raise ValueError("a vision transformer's checkpointer saves whole models only")
         weights: Mapping[str, Tensor] = state_dict[training.MODEL_KEY]
         heads = {name: weight for name, weight in weights.items() if name.startswith("output.")}
         backbone = {name: weight for name, weight in weights.items() if name not in heads}
-        _check_weights(backbone, self._shapes)
+        self._check(backbone)
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
         dtype = str(backbone["norm.weight"].dtype).removeprefix("torch.")
-        described = {
-            name: value for name, value in self._config.items() if name != "torch_dtype"
-        } | {"dtype": dtype}
+        described = {key: value for key, value in self._config.items() if key != "torch_dtype"}
+        described["dtype"] = dtype
         _write_weights(
             folder / "model.safetensors", dinov3_tune_to_hf(backbone, self._num_channels)
         )
@@ -296,20 +289,12 @@ class DINOv3Checkpointer:
         (folder / "config.json").write_text(json.dumps(described, indent=2))
         (folder / "preprocessor_config.json").write_text(json.dumps(self._preprocessor, indent=2))
 
-
-def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for what, names in (
-        ("lack", shapes.keys() - found.keys()),
-        ("have what the model has not:", found.keys() - shapes.keys()),
-        ("have another shape:", {n for n in found.keys() & shapes.keys() if found[n] != shapes[n]}),
-    ):
-        if names:
-            name = min(names)
-            sizes = [str(each[name]) for each in (found, shapes) if name in each]
+    def _check(self, backbone: Mapping[str, Tensor]) -> None:
+        problem = describe_mismatch(backbone, self._expected, compares_dtypes=False)
+        if problem:
             raise ValueError(
-                f"checkpointer.checkpoint_dir: its weights {what} {name} {' instead of '.join(sizes)} "
-                f"({len(names)} in all); model and checkpointer must be of one kind and size"
+                f"checkpointer.checkpoint_dir: its weights do not fit the model: {problem}; model and "
+                "checkpointer must be of one kind and size"
             )
 
 
@@ -326,42 +311,33 @@ def _check_config(found: Mapping[str, Any], arguments: Mapping[str, Any], folder
                 f"model.{argument}={arguments[argument]}: {folder / 'config.json'} has {key} {theirs}; set "
                 f"model.{argument}={theirs}"
             )
-    fixed = {**_FIXED, "hidden_act": (_activation(arguments["use_gated_mlp"]), "gelu")}
-    for key, (ours, default) in fixed.items():
-        if found.get(key, default) != ours:
+    fixed = {**_FIXED, "hidden_act": _activation(arguments["use_gated_mlp"])}
+    defaults = {**_FIXED, "hidden_act": "gelu"}
+    for key, ours in fixed.items():
+        theirs = found.get(key, defaults[key])
+        if theirs != ours:
             raise ValueError(
-                f"checkpointer.checkpoint_dir={folder}: its {key} is {found.get(key, default)}, the model here has "
+                f"checkpointer.checkpoint_dir={folder}: its {key} is {theirs}, the model here has "
                 f"{ours} only; set checkpoint_dir to another model"
             )
 
 
 def _files_of(folder: Path, names: Sequence[str] | None) -> list[Path]:
-    if names is None:
-        index = folder / "model.safetensors.index.json"
-        names = (
-            sorted(set(_read_json(index)["weight_map"].values()))
-            if index.is_file()
-            else ["model.safetensors"]
-        )
-    paths = [folder / name for name in names]
+    index = folder / "model.safetensors.index.json"
+    if names is None and index.is_file():
+        names = sorted(set(_read(index)["weight_map"].values()))
+    paths = [folder / name for name in names or ["model.safetensors"]]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"checkpointer.checkpoint_dir={folder}: it has no {missing[0]}")
     return paths
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    """Reads a file of tensors, or of JSON."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"checkpointer.checkpoint_dir={path.parent}: its {path.name} cannot be read ({error})"
-        ) from error
-    return dict(found)
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return dict(json.loads(path.read_text()))
     except Exception as error:  # safetensors raises its own classes
         raise ValueError(
             f"checkpointer.checkpoint_dir={path.parent}: its {path.name} cannot be read ({error})"
@@ -374,25 +350,3 @@ def _write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         path,
         {"format": "pt"},  # transformers requires it
     )
-
-
-def _preprocessor(num_channels: int, size: int) -> dict[str, Any]:
-    """Returns the ``preprocessor_config.json`` of published models."""
-    by_imagenet = _normalisation(_IMAGENET_MEAN, _IMAGENET_STD)
-    return {
-        "image_processor_type": "DINOv3ViTImageProcessorFast",
-        "do_resize": True,
-        "size": {"height": size, "width": size},
-        "resample": 2,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        **(by_imagenet if num_channels == 3 else {"do_normalize": False}),
-    }
-
-
-def _normalisation(
-    mean: Sequence[float] | None, std: Sequence[float] | None
-) -> dict[str, bool | list[float]]:
-    if mean is None or std is None:
-        return {}
-    return {"do_normalize": True, "image_mean": list(mean), "image_std": list(std)}

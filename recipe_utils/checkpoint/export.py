@@ -38,26 +38,21 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
     redirected = copy.copy(checkpointer)
     redirected._output_dir = temporary
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         redirected.save_checkpoint(
             {key: copy.copy(content) for key, content in contents.items()},  # it is modified
             epoch=0,
-            intermediate_checkpoint=False,
             # Checkpointers for full models only do not have the argument.
             **({} if training.MODEL_KEY in contents else {"adapter_only": True}),
         )
-        if training.ADAPTER_KEY in contents:
-            write_peft(
-                temporary / "epoch_0",
-                checkpointer,
-                contents[training.ADAPTER_KEY],
-                contents[training.ADAPTER_CONFIG],
-            )
-        _separate_adapters(temporary / "epoch_0", keep=training.ADAPTER_KEY in contents)
-        _allow_what_the_umask_does(temporary)
+        folder = temporary / "epoch_0"
+        adapters = contents.get(training.ADAPTER_KEY)
+        if adapters is not None:
+            write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
+        _separate_adapters(folder, keep=adapters is not None)
+        _apply_umask(temporary)
         fsync_tree(temporary)
-        replace_folder(temporary / "epoch_0", output_dir / name)
+        replace_folder(folder, output_dir / name)
     except Exception as error:
         raise ExportError(f"{output_dir / name}: it could not be exported ({error})") from error
     finally:
@@ -81,7 +76,7 @@ def _separate_adapters(folder: Path, keep: bool) -> None:
             path.unlink()
 
 
-def _allow_what_the_umask_does(folder: Path) -> None:
+def _apply_umask(folder: Path) -> None:
     """Gives files below ``folder`` the mode of new ones: safetensors writes 0600, copies keep their source's mode."""
     # Reading the umask requires setting it, for all threads of the process.
     new = folder / "new"

@@ -16,14 +16,16 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from recipe_utils.files import CheckpointError, fsync_folder, write_atomically
+from pydantic import Field, TypeAdapter, ValidationError
 
-FORMAT = "torchtune-update-step"
-FORMAT_VERSION = 1
+from recipe_utils.files import CheckpointError, FileFacts, fsync_folder, write_atomically
+
+T = TypeVar("T")
+
 MARKER = "complete.json"
 
 TEMPORARY_EXPORT = "export.tmp"
@@ -31,45 +33,43 @@ TEMPORARY_EXPORT = "export.tmp"
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_\d+\.tmp|export\.tmp|((step|epoch|export_step)_\d+|best)\.old\.tmp")
-_FILE_NAME = re.compile(r"[a-z]+(_\d{5})?\.(json|safetensors)")
 _READ_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Content of ``complete.json``."""
+
+    recipe: str
+    global_step: int
+    world_size: int
+    files: dict[Annotated[str, Field(pattern=r"^[a-z]+(_\d{5})?\.(json|safetensors)$")], FileFacts]
+    """All other files."""
+    format: Literal["torchtune-update-step"] = "torchtune-update-step"
+    version: Literal[1] = 1
 
 
 # ---- Writing ------------------------------------------------------------------------------------
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Returns the path of the checkpoint after ``step`` update steps."""
-    return folder / f"step_{step}"
-
-
-def temporary_folder(folder: Path, step: int) -> Path:
-    """Returns the path of that checkpoint while it is being written."""
-    return folder / f"step_{step}.tmp"
-
-
-def publish(temporary: Path, final: Path, marker: Mapping[str, Any]) -> None:
+def publish(temporary: Path, final: Path, marker: Marker) -> None:
     """Writes the marker and renames the folder, which makes it a checkpoint.
 
     All files of ``temporary`` must be written and synced. An existing ``final`` is replaced. If it
-    raises OSError, nothing has changed outside of ``temporary``. For ``marker`` see
-    :func:`read_marker`.
+    raises OSError, nothing has changed outside of ``temporary``.
     """
-    write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
+    write_atomically(temporary / MARKER, json.dumps(asdict(marker), indent=1))
     replace_folder(temporary, final)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
     """Renames a synced folder; an existing folder of that name is replaced.
 
-    After a kill at any moment :func:`remove_leftovers` leaves one of the two.
-
-    If it raises OSError, nothing has changed.
+    After a kill at any moment :func:`remove_leftovers` leaves one of the two. If it raises OSError,
+    nothing has changed.
     """
-    replaced = None
-    if final.exists():
-        replaced = _rename_away(final)
+    replaced = _rename_away(final) if final.exists() else None
     try:
         temporary.rename(final)
     except OSError:
@@ -113,12 +113,12 @@ def move_to_backup(folder: Path, run_id: str) -> Path | None:
     paths = [path for _, path in _steps(folder)]
     if not paths:
         return None
-    aside = folder / f"before_{run_id}"
-    aside.mkdir()
+    backup = folder / f"before_{run_id}"
+    backup.mkdir()
     for path in paths:
-        path.rename(aside / path.name)
+        path.rename(backup / path.name)
     fsync_folder(folder)
-    return aside
+    return backup
 
 
 def remove_older(folder: Path, step: int, keep: int, recipe: str) -> None:
@@ -186,56 +186,29 @@ def check_whole(path: Path, recipe: str | None = None) -> str | None:
         marker = read_marker(path)
     except CheckpointError as error:
         return str(error)
-    if recipe is not None and marker["recipe"] != recipe:
-        return f"it is of recipe {marker['recipe']}, this one is {recipe}"
-    for name, (num_bytes, _) in marker["files"].items():
+    if recipe is not None and marker.recipe != recipe:
+        return f"it is of recipe {marker.recipe}, this one is {recipe}"
+    for name, facts in marker.files.items():
         try:
-            actual = (path / name).stat().st_size
+            num_bytes = (path / name).stat().st_size
         except OSError as error:
             return f"{name}: {os.strerror(error.errno or 0)}"
-        if actual != num_bytes:
-            return f"{name}: it has {actual} bytes instead of {num_bytes}"
+        if num_bytes != facts.num_bytes:
+            return f"{name}: it has {num_bytes} bytes instead of {facts.num_bytes}"
     return None
 
 
-def read_marker(path: Path) -> dict[str, Any]:
-    """Reads ``complete.json``.
-
-    Returns:
-        ``recipe``, ``global_step``, ``world_size``, and ``files``: name -> [bytes, CRC-32].
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or of another format.
-    """
-    marker = read_json(path / MARKER)
-    if marker.get("format") != FORMAT:
-        raise CheckpointError(f"{MARKER}: it is no checkpoint of {FORMAT}")
-    if marker.get("version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{MARKER}: format version {marker.get('version')}, this one reads {FORMAT_VERSION}"
-        )
-    files = marker.get("files")
-    if (
-        not isinstance(marker.get("recipe"), str)
-        or not isinstance(marker.get("global_step"), int)
-        or not isinstance(marker.get("world_size"), int)
-        or not isinstance(files, dict)
-        or not all(_FILE_NAME.fullmatch(name) for name in files)
-        or not all(
-            isinstance(facts, list) and len(facts) == 2 and all(isinstance(n, int) for n in facts)
-            for facts in files.values()
-        )
-    ):
-        raise CheckpointError(f"{MARKER}: it does not say what a checkpoint's does")
-    return marker
+def read_marker(path: Path) -> Marker:
+    """Reads ``complete.json`` of a checkpoint. Raises CheckpointError if that fails."""
+    return read_as(Marker, path / MARKER)
 
 
 def check_checksums(path: Path, names: list[str]) -> str | None:
     """Compares the CRC-32 of files with the marker's. Returns the first problem, None if there is none.
 
-    Raises CheckpointError if the marker cannot be read; see :func:`read_marker`.
+    Raises CheckpointError if the marker cannot be read.
     """
-    files = read_marker(path)["files"]
+    files = read_marker(path).files
     for name in names:
         crc32 = 0
         try:
@@ -244,13 +217,16 @@ def check_checksums(path: Path, names: list[str]) -> str | None:
                     crc32 = zlib.crc32(content, crc32)
         except OSError as error:
             return f"{path / name}: {os.strerror(error.errno or 0)}"
-        if crc32 != files[name][1]:
+        if crc32 != files[name].crc32:
             return f"{path / name}: its bytes are not those that were written (CRC-32)"
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises CheckpointError, naming the file, if that fails."""
+def read_as(content: type[T], path: Path) -> T:
+    """Reads a JSON file as a dataclass, or as another type.
+
+    Raises CheckpointError, naming the file and the first wrong value, if that fails.
+    """
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):  # reading a pipe or a device might never end
@@ -259,11 +235,17 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: it has {facts.st_size} bytes, no checkpoint writes as many"
             )
-        content = json.loads(path.read_bytes())
+        return TypeAdapter(content).validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: it is no JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: it holds a {type(content).__name__} instead of an object")
-    return content
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or "content"
+        raise CheckpointError(
+            f"{path}: {key}={problem['input']!r:.40} is invalid ({problem['msg']})"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises CheckpointError, naming the file, if that fails."""
+    return read_as(dict[str, Any], path)

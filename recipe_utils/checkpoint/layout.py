@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,19 +20,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from recipe_utils.files import CheckpointError, TensorFile, dtype_name, dtype_of
+from recipe_utils.parallel.process_group import gather_objects
 
 
 def rank_file(rank: int) -> str:
     """Returns the name of the file with a rank's part of the tensors."""
     return f"rank_{rank:05d}.safetensors"
+
+
+# ---- Writing ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class SaveLayout:
     names: list[str]
     """Tensors of which this rank writes a part."""
     index: dict[str, Any]
-    """Content of ``tensors.json`` on rank 0; empty on the others."""
+    """Content of ``tensors.json``."""
 
 
 def plan_save(
@@ -57,17 +55,24 @@ def plan_save(
     ``tensors`` are sharded, or the same on all ranks; ``group`` is a CPU (gloo) group of all ranks.
     Raises ValueError on all ranks if a tensor cannot be saved.
     """
-    planned = _Planned(rank)
-    try:
-        save(
-            dict(tensors),
-            storage_writer=planned,
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-    except CheckpointException as error:
-        raise ValueError(f"checkpoint: {describe_failures(error)}") from error
-    return SaveLayout(planned.names, planned.index)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors))
+    # Every rank computes the same plan of all ranks.
+    plans, metadata = planner.create_global_plan(gather_objects(planner.create_local_plan(), group))
+    index: dict[str, Any] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        dtype = dtype_name(tensor.properties.dtype)
+        index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
+    for each, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            part = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
+            index[item.index.fqn]["parts"].append({"file": rank_file(each), **part})
+    names = [item.index.fqn for item in plans[rank].items]
+    assert len(set(names)) == len(names), f"rank {rank} has two parts of one tensor"
+    return SaveLayout(names, index)
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> list[Any]:
@@ -95,56 +100,7 @@ def copy_to_cpu(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> dic
     return {name: copies[name] for name in tensors}
 
 
-class _Planned(StorageWriter):
-    """Records the parts that torch.distributed.checkpoint would have this rank write; writes nothing."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-        self.names: list[str] = []
-        self.index: dict[str, Any] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.names = [item.index.fqn for item in plan.items]
-        assert len(set(self.names)) == len(self.names), f"rank {self._rank} has two parts of one"
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(i.index, 0, rank_file(self._rank)) for i in plan.items])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Builds the index. Called on rank 0."""
-        parts = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            dtype = dtype_name(tensor.properties.dtype)
-            self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "parts": []}
-            parts.update({(name, chunk.offsets): chunk.sizes for chunk in tensor.chunks})
-        for result in (result for rank in results for result in rank):
-            offset = result.index.offset
-            assert offset is not None
-            self.index[result.index.fqn]["parts"].append(
-                {
-                    "file": result.storage_data,
-                    "offset": list(offset),
-                    "shape": list(parts[result.index.fqn, offset]),
-                }
-            )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+# ---- Reading ------------------------------------------------------------------------------------
 
 
 def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
@@ -178,87 +134,30 @@ def read_index(index: Mapping[str, Any], files: Iterable[str]) -> Metadata:
     return Metadata(metadata, storage_data=storage)
 
 
-def read_tensors(
-    path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> None:
-    """Reads a checkpoint into tensors; each rank reads what its shards need. Collective.
+def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Reads a checkpoint into tensors; each rank reads what its shards need.
 
-    ``tensors`` have the saved shapes and dtypes and may be sharded in any way; ``group`` is a CPU
-    (gloo) group of all ranks. Raises CheckpointError on all ranks if a file, named in the message,
-    does not match the index.
+    ``tensors`` have the saved shapes and dtypes and may be sharded in any way. Raises
+    CheckpointError if a file, named in the message, does not match the index.
     """
-    try:
-        load(
-            dict(tensors),
-            storage_reader=_Reader(path, metadata),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-    except CheckpointException as error:
-        raise CheckpointError(describe_failures(error)) from error
-
-
-class _Reader(StorageReader):
-    """Reads the parts of tensors that torch.distributed.checkpoint requests."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__()
-        self._path = path
-        self._metadata = metadata
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._metadata.storage_data[item.storage_index], []).append(item)
-        for file_name, items in sorted(by_file.items()):
-            file = TensorFile(self._path / file_name)
-            for item in items:
-                slices = tuple(
-                    slice(offset, offset + length)
-                    for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    by_file: dict[str, list[Any]] = {}
+    for item in planner.create_local_plan().items:
+        by_file.setdefault(metadata.storage_data[item.storage_index], []).append(item)
+    for file_name, items in sorted(by_file.items()):
+        file = TensorFile(path / file_name)
+        for item in items:
+            slices = tuple(
+                slice(offset, offset + length)
+                for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+            part = file.read(item.storage_index.fqn, slices)
+            target = planner.resolve_tensor(item).detach()
+            if part.shape != target.shape or part.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{path / file_name}: {item.storage_index.fqn} has {part.dtype} "
+                    f"{tuple(part.shape)} instead of {target.dtype} {tuple(target.shape)} as in "
+                    "tensors.json"
                 )
-                part = file.read(item.storage_index.fqn, slices)
-                target = planner.resolve_tensor(item).detach()
-                if part.shape != target.shape or part.dtype != target.dtype:
-                    raise CheckpointError(
-                        f"{self._path / file_name}: {item.storage_index.fqn} has {part.dtype} "
-                        f"{tuple(part.shape)} where tensors.json says {target.dtype} "
-                        f"{tuple(target.shape)}"
-                    )
-                target.copy_(part)
-                planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
-def describe_failures(error: CheckpointException) -> str:
-    """Returns the ranks that failed in torch.distributed.checkpoint, with their errors.
-
-    Raises KeyboardInterrupt if one of them is a wrapped KeyboardInterrupt.
-    """
-    for cause, _ in error.failures.values():
-        if isinstance(cause, KeyboardInterrupt):
-            raise cause from error
-    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+            target.copy_(part)

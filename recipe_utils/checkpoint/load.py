@@ -6,16 +6,24 @@ files.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from recipe_utils.checkpoint.folder import check_checksums, check_whole, read_json, read_marker
+from recipe_utils.checkpoint.folder import (
+    Marker,
+    check_checksums,
+    check_whole,
+    read_as,
+    read_json,
+    read_marker,
+)
 from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
 from recipe_utils.checkpoint.random_state import set_random_state
 from recipe_utils.checkpoint.tensors import (
@@ -30,6 +38,8 @@ from recipe_utils.parallel.process_group import gather_objects
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """Prefixes of the names of tensors in a checkpoint."""
 
+_Counted = Annotated[int, Field(ge=0)]
+
 
 class DamagedError(CheckpointError):
     """A checkpoint is corrupt; an older one may be complete."""
@@ -41,12 +51,12 @@ class TrainingState:
 
     recipe: str
     """Name of the recipe; other recipes cannot resume from the checkpoint."""
-    global_step: int
+    global_step: _Counted
     """Completed update steps."""
-    epoch: int
-    samples_consumed: int
+    epoch: _Counted
+    samples_consumed: _Counted
     """Samples of the epoch consumed so far, over all ranks."""
-    seed: int
+    seed: _Counted
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
     """Values that must be equal for update steps to contain the same samples."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -54,9 +64,9 @@ class TrainingState:
     """Weights that are neither trained nor saved -> their fingerprint."""
     run_id: str = ""
     """Id of the run that started the training; kept on resume."""
-    num_tokens_seen: int = 0
+    num_tokens_seen: _Counted = 0
     """Target tokens of all completed update steps."""
-    num_images_seen: int = 0
+    num_images_seen: _Counted = 0
     """Images of all completed update steps, in recipes that count them."""
     best_val_loss: float | None = None
     """Lowest validation loss so far."""
@@ -64,29 +74,6 @@ class TrainingState:
 
 TEACHER = "teacher_checkpointer"
 """Key of a teacher in :attr:`TrainingState.frozen`."""
-
-
-def read_state(path: Path) -> TrainingState:
-    """Reads the training state of a checkpoint. Raises CheckpointError with the file's name if it is invalid."""
-    content = read_json(path / "state.json")
-    names = {f.name for f in fields(TrainingState)}
-    if content.keys() != names:
-        raise CheckpointError(
-            f"{path / 'state.json'}: it has {sorted(content)} instead of {sorted(names)}"
-        )
-    for name in (
-        "global_step",
-        "epoch",
-        "samples_consumed",
-        "seed",
-        "num_tokens_seen",
-        "num_images_seen",
-    ):
-        if type(content[name]) is not int or content[name] < 0:
-            raise CheckpointError(
-                f"{path / 'state.json'}: {name}={content[name]} is no number that a training counts"
-            )
-    return TrainingState(**content)
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -117,15 +104,15 @@ def load(
     *,
     recipe: str,
     data_fingerprint: Mapping[str, Any] | None = None,
-    frozen: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, str] = {},
+    config: Mapping[str, Any] = {},
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
 
     The number of ranks and the sharding may differ from those at the save. All bytes are checked
     first, each rank a share of the files. On the same number of ranks the random number generators
-    are restored, too.
+    are restored, too. Returns the saved training state.
 
     Args:
         path: path of a complete checkpoint.
@@ -139,9 +126,6 @@ def load(
             checkpoint.
         group: a CPU (gloo) group of all ranks.
 
-    Returns:
-        The saved training state.
-
     Raises:
         DamagedError: the checkpoint is incomplete, of another recipe or unreadable; names the file.
             Raised on all ranks, before anything is loaded.
@@ -149,7 +133,6 @@ def load(
             values. Raised on all ranks, before anything is loaded, unless the content of a file
             contradicts its checksum and ``tensors.json``.
     """
-    path = Path(path)
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -157,82 +140,95 @@ def load(
     tensors = model_tensors(model)
     names_of_other_stages = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
 
-    def check_bytes() -> dict[str, Any]:
+    def check_bytes() -> Marker:
         problem = check_whole(path, recipe=recipe)
         if problem is None:
             marker = read_marker(path)
-            problem = check_checksums(path, sorted(marker["files"])[rank::world_size])
+            problem = check_checksums(path, sorted(marker.files)[rank::world_size])
         if problem is not None:
             raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
         return marker
 
     def check_fit() -> tuple[TrainingState, Metadata]:
-        state = read_state(path)
+        state = read_as(TrainingState, path / "state.json")
         differences = fingerprint_differences(state.data_fingerprint, data_fingerprint or {})
         if data_fingerprint is not None and differences:
             raise CheckpointError(
                 "; ".join(differences) + f" ({path}); set what it was saved with, or "
                 "resume_with_other_data=True"
             )
-
-        now, then = dict(frozen or {}), dict(state.frozen)
-        if TEACHER not in now or TEACHER not in then:  # kd_ratio=0 loads no teacher
-            now.pop(TEACHER, None)
-            then.pop(TEACHER, None)
-        others = fingerprint_differences(then, now) if then else []
-        if others:
-            named = (key for key in ("ref_checkpointer", TEACHER) if others[0].startswith(key))
-            key = next(named, "checkpointer")
-            raise CheckpointError(
-                f"{key}: {path} was trained beside other frozen weights: {others[0]} (and "
-                f"{len(others) - 1} more); set model and {key} as then"
-            )
-
-        metadata = read_index(read_json(path / "tensors.json"), marker["files"])
-        saved = _without(MODEL, metadata.state_dict_metadata)
-        problem = describe_mismatch(saved, tensors, names_of_other_stages)
+        _check_frozen(state.frozen, frozen, path)
+        metadata = read_index(read_json(path / "tensors.json"), marker.files)
+        problem = describe_mismatch(_like(MODEL, metadata), tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
                 f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then"
             )
-        saved_model, own_model = state.config.get("model"), (config or {}).get("model")
-        if (
-            saved_model
-            and own_model
-            and (others := fingerprint_differences(saved_model, own_model))
-        ):
+        then, now = state.config.get("model"), config.get("model")
+        if then and now and (differences := fingerprint_differences(then, now)):
             raise CheckpointError(
-                "; ".join(f"model.{text}" for text in others) + f" ({path}); set it as then, or "
+                "; ".join(f"model.{text}" for text in differences)
+                + f" ({path}); set it as then, or "
                 "resume_with_other_model=True"
             )
         return state, metadata
 
     def restore() -> dict[str, Tensor]:
-        saved = _without(OPTIMIZER, metadata.state_dict_metadata)
         try:
             return restore_optimizer(
                 model,
                 optimizer,
                 read_json(path / "optimizer.json"),
-                saved,
+                _like(OPTIMIZER, metadata),
                 names_of_other_stages,
-                changed_options(state.config, config or {}),
+                changed_options(state.config, config),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path / 'optimizer.json'}: it does not describe an optimizer ({error!r})"
             ) from error
 
+    def read() -> None:
+        read_tensors(path, metadata, targets)
+        if marker.world_size == world_size:
+            _load_random_state(path / rank_file(rank))
+
     # No content is used before every rank has checked its share of the bytes.
     marker = _on_all_ranks(check_bytes, group)
     state, metadata = _on_all_ranks(check_fit, group)
+    states = _on_all_ranks(restore, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
-    room = _on_all_ranks(restore, group)
-    targets |= {OPTIMIZER + name: tensor for name, tensor in room.items()}
-    read_tensors(path, metadata, targets, group)
-    if marker["world_size"] == world_size:
-        _on_all_ranks(partial(_load_random_state, path / rank_file(rank)), group)
+    targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    _on_all_ranks(read, group)
     return state
+
+
+def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
+    """Raises CheckpointError if frozen weights differ from those at the save."""
+    if TEACHER not in saved or TEACHER not in current:  # kd_ratio=0 loads no teacher
+        saved, current = (
+            {key: value for key, value in each.items() if key != TEACHER}
+            for each in (saved, current)
+        )
+    differences = fingerprint_differences(saved, current) if saved else []
+    if differences:
+        named = (key for key in ("ref_checkpointer", TEACHER) if differences[0].startswith(key))
+        key = next(named, "checkpointer")
+        raise CheckpointError(
+            f"{key}: {path} was trained with other frozen weights: {differences[0]} (and "
+            f"{len(differences) - 1} more); set model and {key} as then"
+        )
+
+
+def _like(prefix: str, metadata: Metadata) -> dict[str, Tensor]:
+    """Returns the saved tensors whose names start with ``prefix``, without it, on the meta device."""
+    return {
+        name.removeprefix(prefix): torch.empty(
+            saved.size, dtype=saved.properties.dtype, device="meta"
+        )
+        for name, saved in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(saved, TensorStorageMetadata)
+    }
 
 
 def _load_random_state(path: Path) -> None:
@@ -259,7 +255,3 @@ def _on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None) 
             error_class, text = report
             raise error_class(f"rank {rank}: {text}")
     return result
-
-
-def _without(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    return {k.removeprefix(prefix): value for k, value in names.items() if k.startswith(prefix)}

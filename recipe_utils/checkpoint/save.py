@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipe_utils.checkpoint.folder import (
-    FORMAT,
-    FORMAT_VERSION,
+    Marker,
     publish,
     remove_leftovers,
     remove_older,
-    step_folder,
-    temporary_folder,
 )
 from recipe_utils.checkpoint.layout import (
     SaveLayout,
@@ -59,7 +55,7 @@ class SaveOutcome:
 
 
 class CheckpointWriter:
-    """Saves step checkpoints, synchronously or in the background of the next update steps.
+    """Writer of step checkpoints.
 
     All methods are collective and must be called from the training thread. Construction removes
     partially written checkpoints of killed runs from ``folder``.
@@ -71,8 +67,6 @@ class CheckpointWriter:
             between the fastest and the slowest rank's writes.
         asynchronous: :meth:`save` returns once the tensors are copied to the CPU, and a thread
             writes them. The copies stay allocated for the next save.
-
-    Raises ValueError if ``keep_last_n`` is below 1.
     """
 
     def __init__(
@@ -82,8 +76,6 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None = None,
         asynchronous: bool = False,
     ) -> None:
-        if keep_last_n is not None and keep_last_n < 1:
-            raise ValueError(f"keep_last_n_checkpoints={keep_last_n}: it must be at least 1")
         self._folder = Path(folder)
         self._keep_last_n = keep_last_n
         self._group = group
@@ -123,7 +115,8 @@ class CheckpointWriter:
             raise ValueError(f"state: a checkpoint cannot hold it ({error})") from error
         random = {RANDOM + name: tensor for name, tensor in get_random_state().items()}
 
-        temporary = temporary_folder(self._folder, state.global_step)
+        final = self._folder / f"step_{state.global_step}"
+        temporary = final.with_suffix(".tmp")
         if self._rank == 0:  # a failed save may have left it
             shutil.rmtree(temporary, ignore_errors=True)
         layout = self._agree_on_layout(tensors)  # no rank writes before rank 0 is here
@@ -132,14 +125,13 @@ class CheckpointWriter:
         mine = {name: local(tensors[name]) for name in layout.names}
         problem = None
         if self._copies is not None:
-            mine, problem = self._attempt(partial(copy_to_cpu, mine, self._copies))
+            mine, problem = self._attempt(copy_to_cpu, mine, self._copies)
 
         def write() -> SaveOutcome:
             if self._rank == 0:
                 documents["optimizer.json"] = json.dumps(description).encode()
                 documents["tensors.json"] = json.dumps(layout.index).encode()
-            marker = {"recipe": state.recipe, "global_step": state.global_step}
-            return self._write(temporary, (mine or {}) | random, documents, marker, problem)
+            return self._write(final, (mine or {}) | random, documents, state, problem)
 
         if self._thread is None:
             outcome = write()
@@ -179,45 +171,39 @@ class CheckpointWriter:
 
     def _write(
         self,
-        temporary: Path,
+        final: Path,
         tensors: Mapping[str, Tensor],
         documents: Mapping[str, bytes],
-        marker: dict[str, Any],
+        state: TrainingState,
         problem: str | None,
     ) -> SaveOutcome:
         """Writes this rank's files and publishes the checkpoint once every rank has written."""
-        step = marker["global_step"]
+        step = state.global_step
+        temporary = final.with_suffix(".tmp")
         try:
             files, error = None, problem
             if problem is None:
-                files, error = self._attempt(
-                    partial(self._write_files, temporary, tensors, documents)
-                )
+                files, error = self._attempt(self._write_files, temporary, tensors, documents)
             reports = gather_objects((files, error), self._group)
             errors = [f"rank {rank}: {e}" for rank, (_, e) in enumerate(reports) if e]
             warning = None
             if not errors and self._rank == 0:
-                marker |= {"format": FORMAT, "version": FORMAT_VERSION, "world_size": len(reports)}
-                marker["files"] = {
-                    name: facts for part, _ in reports for name, facts in part.items()
-                }
-                final = step_folder(self._folder, step)
-                _, error = self._attempt(partial(publish, temporary, final, marker))
-                errors = [f"rank 0: {error}"] if error else []
-                if not errors and self._keep_last_n is not None:
-                    _, warning = self._attempt(
-                        partial(
-                            remove_older, self._folder, step, self._keep_last_n, marker["recipe"]
-                        )
-                    )
-            if errors:
-                self._remove(temporary)
+                of_all = {name: facts for part, _ in reports for name, facts in part.items()}
+                marker = Marker(state.recipe, step, len(reports), of_all)
+                _, error = self._attempt(publish, temporary, final, marker)
+                if error:
+                    errors = [f"rank 0: {error}"]
+                elif self._keep_last_n is not None:
+                    older = (self._folder, step, self._keep_last_n, state.recipe)
+                    _, warning = self._attempt(remove_older, *older)
+            if errors and self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             errors, warning = gather_objects((errors, warning), self._group)[0]
         except RuntimeError as lost:  # a rank is gone; the next start removes the leftovers
             return SaveOutcome(step, None, error=f"the ranks could not agree: {lost}")
         if errors:
             return SaveOutcome(step, None, error="; ".join(errors))
-        return SaveOutcome(step, step_folder(self._folder, step), warning=warning)
+        return SaveOutcome(step, final, warning=warning)
 
     def _write_files(
         self, temporary: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]
@@ -229,16 +215,12 @@ class CheckpointWriter:
                 files[name] = write_atomically(temporary / name, content)
         return files
 
-    def _attempt(self, write: Callable[[], Any]) -> tuple[Any, str | None]:
+    def _attempt(self, write: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
         """Returns the result of ``write``, or its error, which the other ranks must receive."""
         try:
-            return write(), None
+            return write(*arguments), None
         except Exception as error:
             return None, str(error) or type(error).__name__
         except BaseException as interrupt:
             self._interrupt = interrupt
             return None, type(interrupt).__name__
-
-    def _remove(self, temporary: Path) -> None:
-        if self._rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)

@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -34,18 +32,17 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights
     occur once. Frozen weights are always loaded by the checkpointer and are not included.
     """
-    reshard(model)
-    tensors: dict[str, Tensor] = dict(trained_parameters(model))
+    tensors: dict[str, Tensor] = dict(parameters_by_name(model))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return {unwrapped(name): tensor.detach() for name, tensor in tensors.items()}
+                tensors[unwrapped(f"{prefix}.{name}" if prefix else name)] = buffer
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of :func:`model_tensors` themselves, not detached."""
-    model_tensors(model)
+    reshard(model)
     return {unwrapped(name): parameter for name, parameter in trained_parameters(model).items()}
 
 
@@ -75,8 +72,6 @@ def optimizer_contents(
     groups = []
     for part, group in _groups(optimizer):
         where = f"optimizer={type(part).__name__}"
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError(f"{where}: it has a parameter that the model has not")
         options = {
             key: _plain(value, f"{where}: its option {key}")
             for key, value in group.items()
@@ -118,8 +113,6 @@ def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]
 
 def _check_storable(value: Tensor, what: str) -> None:
     own = local(value)
-    if isinstance(value, DTensor) and any(isinstance(each, Partial) for each in value.placements):
-        raise ValueError(f"{what}: its parts on the ranks are summands, which cannot be saved")
     if is_traceable_wrapper_subclass(own):
         raise ValueError(
             f"{what} is a {type(own).__name__}, which step checkpoints cannot hold; use an "
@@ -143,7 +136,7 @@ def restore_optimizer(
     model: nn.Module,
     optimizer: AnyOptimizer,
     description: Mapping[str, Any],
-    saved: Mapping[str, TensorStorageMetadata],
+    saved: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
     keeps: Collection[str] = (),
 ) -> dict[str, Tensor]:
@@ -156,7 +149,7 @@ def restore_optimizer(
         model: sharded or not.
         optimizer: optimizer of the same class as the saved one.
         description: second result of :func:`optimizer_contents`.
-        saved: shape and dtype of the saved tensors, by the names of its first result.
+        saved: meta tensors like the saved ones, by the names of its first result.
         names_of_other_stages: parameters that other pipeline stages step.
         keeps: options that keep their current values; ``lr`` also sets ``initial_lr``.
 
@@ -170,9 +163,9 @@ def restore_optimizer(
     options_of = {
         name: group["options"] for group in description["groups"] for name in group["names"]
     }
-    current = [names.get(id(p), "?") for _, group in _groups(optimizer) for p in group["params"]]
-    lacking = set(current) - options_of.keys()
-    superfluous = options_of.keys() - set(current) - set(names_of_other_stages)
+    current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
+    lacking = current - options_of.keys()
+    superfluous = options_of.keys() - current - set(names_of_other_stages)
     if lacking or superfluous:
         raise CheckpointError(
             "optimizer: it steps other parameters than when it was saved; new: "
@@ -207,9 +200,8 @@ def restore_optimizer(
             state = {}
             for key, value in description["state"].get(name, {}).items():
                 if value is None:
-                    state[key] = tensors[f"{name}.{key}"] = _room_for(
-                        saved[f"{name}.{key}"], key, name, parameter, group
-                    )
+                    zeros = _zeros_like(saved[f"{name}.{key}"], key, name, parameter, group)
+                    tensors[f"{name}.{key}"] = state[key] = zeros
                 else:
                     state[key] = value[0]
             new_states.append((part, parameter, state))
@@ -228,24 +220,21 @@ def restore_optimizer(
     return tensors
 
 
-def _room_for(
-    saved: TensorStorageMetadata,
-    key: str,
-    name: str,
-    parameter: nn.Parameter,
-    group: Mapping[str, Any],
+def _zeros_like(
+    saved: Tensor, key: str, name: str, parameter: nn.Parameter, group: Mapping[str, Any]
 ) -> Tensor:
-    dtype = saved.properties.dtype
-    if key != "step" and saved.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor) and prod(saved.size) != 1:
+    """Returns zeros for a saved optimizer state, on the parameter's device and sharded as it is."""
+    if key != "step" and saved.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and saved.numel() != 1:
         raise CheckpointError(
-            f"optimizer: its state {key} of {name} has shape {tuple(saved.size)}, the parameter "
+            f"optimizer: its state {key} of {name} has shape {tuple(saved.shape)}, the parameter "
             f"{tuple(parameter.shape)}; how the one is sharded does not follow from the other"
         )
     # Step counts are on the CPU, except in implementations that use them on the device.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    return torch.zeros(saved.size, dtype=dtype, device=parameter.device if on_device else "cpu")
+    device = parameter.device if on_device else "cpu"
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -255,34 +244,34 @@ def _some(names: Iterable[str]) -> str:
 
 
 def describe_mismatch(
-    saved: Mapping[str, TensorStorageMetadata],
+    saved: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
+    compares_dtypes: bool = True,
 ) -> str:
     """Returns why a checkpoint's tensors cannot be loaded into a model; empty if they can.
 
     ``saved`` are those of the whole model, ``expected`` those of the model or of this rank's
-    stages, and ``names_of_other_stages`` those of the other ranks' stages.
+    stages, and ``names_of_other_stages`` those of the other ranks' stages. Any may be on the meta
+    device.
     """
-    problems = []
-    missing = expected.keys() - saved.keys()
-    unexpected = saved.keys() - expected.keys() - set(names_of_other_stages)
-    if missing:
-        problems.append(f"it lacks {_some(missing)}")
-    if unexpected:
-        problems.append(f"it has {_some(unexpected)}, which the model has not")
     both = sorted(expected.keys() & saved.keys())
     shapes = [
-        f"{name} {tuple(saved[name].size)} instead of {tuple(expected[name].shape)}"
+        f"{name} {tuple(saved[name].shape)} instead of {tuple(expected[name].shape)}"
         for name in both
-        if saved[name].size != expected[name].shape
+        if saved[name].shape != expected[name].shape
     ]
     dtypes = [
-        f"{name} {saved[name].properties.dtype} instead of {expected[name].dtype}"
+        f"{name} {saved[name].dtype} instead of {expected[name].dtype}"
         for name in both
-        if saved[name].properties.dtype != expected[name].dtype
+        if compares_dtypes and saved[name].dtype != expected[name].dtype
     ]
-    for what, found in (("shapes", shapes), ("dtypes", dtypes)):
-        if found:
-            problems.append(f"its {what} differ: {_some(found)}")
-    return "; ".join(problems)
+    differences = {
+        "it lacks {}": expected.keys() - saved.keys(),
+        "it has {}, which the model has not": saved.keys()
+        - expected.keys()
+        - set(names_of_other_stages),
+        "its shapes differ: {}": shapes,
+        "its dtypes differ: {}": dtypes,
+    }
+    return "; ".join(text.format(_some(found)) for text, found in differences.items() if found)

@@ -209,7 +209,7 @@ def test_an_unwritable_output_directory_is_named(tiny_config, tmp_path):
 
 def test_a_checkpoint_of_another_size_is_refused_before_training(tiny_config):
     cfg = OmegaConf.create(tiny_config(model={**tiny.MODEL, "intermediate_dim": 64}))
-    with pytest.raises(ValueError, match=r"another shape: layers.0.mlp.w1.weight \(48, 32\)"):
+    with pytest.raises(ValueError, match=r"its shapes differ: layers.0.mlp.w1.weight \(48, 32\)"):
         recipe_class()(cfg).setup(cfg)
 
 

@@ -322,7 +322,7 @@ def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
     run(config)
     resumed = {**config, "epochs": 2, "resume_from_checkpoint": True}
     other = {**config["teacher_checkpointer"], "checkpoint_files": ["teacher.pt"]}
-    with pytest.raises(ValueError, match=r"teacher_checkpointer: .* beside other frozen weights"):
+    with pytest.raises(ValueError, match=r"teacher_checkpointer: .* with other frozen weights"):
         run({**resumed, "teacher_checkpointer": other})
     assert len(figures(run({**resumed, "kd_ratio": 0.0}), "loss")) == 3
 

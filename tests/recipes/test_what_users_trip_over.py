@@ -263,12 +263,12 @@ def rewrite(config, step, name, change):
 
 
 IMPOSSIBLE = {
-    "samples of a float": ("state.json", lambda c: c.update(samples_consumed=1e15), "samples_consumed=1000000000000000.0 is no number"),
+    "samples of a float": ("state.json", lambda c: c.update(samples_consumed=1e15), "samples_consumed=1000000000000000.0 is invalid"),
     "too many samples": ("state.json", lambda c: c.update(samples_consumed=10**15), "has consumed 1000000000000000 samples of an epoch, the dataset has 32"),
-    "samples below zero": ("state.json", lambda c: c.update(samples_consumed=-8), "samples_consumed=-8 is no number"),
-    "epoch below zero": ("state.json", lambda c: c.update(epoch=-2), "epoch=-2 is no number"),
-    "step of a string": ("state.json", lambda c: c.update(global_step="7"), "global_step=7 is no number"),
-    "an epoch and a half": ("state.json", lambda c: c.update(epoch=0.5), "epoch=0.5 is no number"),
+    "samples below zero": ("state.json", lambda c: c.update(samples_consumed=-8), "samples_consumed=-8 is invalid"),
+    "epoch below zero": ("state.json", lambda c: c.update(epoch=-2), "epoch=-2 is invalid"),
+    "step of a string": ("state.json", lambda c: c.update(global_step="7"), "global_step='7' is invalid"),
+    "an epoch and a half": ("state.json", lambda c: c.update(epoch=0.5), "epoch=0.5 is invalid"),
     "a part before its tensor": ("tensors.json", lambda c: c["model.norm.scale"]["parts"][0].update(offset=[-1]), "a part of model.norm.scale lies outside"),
     "a part behind its tensor": ("tensors.json", lambda c: c["model.norm.scale"]["parts"][0].update(offset=[10**6]), "a part of model.norm.scale lies outside"),
 }  # fmt: skip

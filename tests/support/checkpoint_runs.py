@@ -1,10 +1,12 @@
 """Trainings that save and load step checkpoints, in this process or on ranks of their own."""
 
 import itertools
+import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ from typing import Any
 import tiny
 import torch
 import torch.distributed as dist
+from distributed_runs import fork_context
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_utils.checkpoint.folder import check_checksums, read_marker
+from recipe_utils.checkpoint.folder import MARKER, check_checksums, read_marker
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.optim.optimizer import OptimizerInBackward
+from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import ParallelDims, build_mesh
@@ -44,13 +47,8 @@ def build(
     model.register_parameter("extra", nn.Parameter(torch.full((extra_numel,), float(seed))))
     if replicate * shard > 1:
         mesh = build_mesh(torch.device("cpu"), ParallelDims(replicate, shard, 1))
-        shard_model(
-            model,
-            mesh,
-            custom_sharded_layers=None,
-            cpu_offload=False,
-            reshard_after_forward=False,
-        )
+        sharding = {"custom_sharded_layers": None, "cpu_offload": False}
+        shard_model(model, mesh, reshard_after_forward=False, **sharding)
     if optimizer == "in_backward":
         return model, OptimizerInBackward(model, MAKE_OPTIMIZER["adamw"])
     return model, MAKE_OPTIMIZER[optimizer](model.parameters())
@@ -67,13 +65,10 @@ def train(model: nn.Module, optimizer: Any, steps: Any) -> None:
 
 def contents(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Everything that training changes, in full, by parameter name."""
-    parts = (
-        optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackward) else [optimizer]
-    )
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[name] = _full(parameter)
-        for part in parts:
+        for part in single_optimizers(optimizer):
             for key, value in part.state.get(parameter, {}).items():
                 found[f"{name}/{key}"] = _full(value)
             for group in part.param_groups:
@@ -114,10 +109,29 @@ def save_once(folder: Path, step: int = 1, optimizer: str = "adamw") -> tuple[nn
     """A checkpoint of a training of ``step`` update steps, from this process alone."""
     model, optim = build(optimizer)
     train(model, optim, range(step))
-    outcome = CheckpointWriter(folder).save(model, optim, state(step))
-    assert outcome is not None
-    assert outcome.error is None
+    assert CheckpointWriter(folder).save(model, optim, state(step)).error is None
     return model, optim
+
+
+def change_marker(path: Path, **changes: Any) -> None:
+    marker = json.loads((path / MARKER).read_text())
+    (path / MARKER).write_text(json.dumps({**marker, **changes}))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def resuming_in(folder: Path | str, config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a run that resumes from the checkpoints in ``folder``."""
+    return {
+        **config,
+        "output_dir": str(folder),
+        "checkpointer": {**config["checkpointer"], "output_dir": str(folder)},
+        "resume_from_checkpoint": True,
+    }
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -125,7 +139,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 def assert_whole(path: Path) -> None:
-    assert check_checksums(path, list(read_marker(path)["files"])) is None
+    assert check_checksums(path, list(read_marker(path).files)) is None
 
 
 class Malicious:
@@ -141,6 +155,31 @@ class Malicious:
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
+def die_at(operation: int, events: Collection[str] = FILE_OPERATIONS) -> None:
+    """Kills this process right before its n-th file operation from now on."""
+    seen = itertools.count(1)
+
+    def die(event: str, _: Any) -> None:
+        if event in events and next(seen) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+
+
+def killed_before_each_operation(target: Any, folder: Path) -> Iterator[Path]:
+    """Runs ``target(n, folder / n)`` in processes until none dies at its n-th operation. Yields the folders."""
+    for operation in range(1, 100):
+        own = folder / str(operation)
+        process = fork_context.Process(target=target, args=(operation, own))
+        process.start()
+        process.join(60)
+        yield own
+        if process.exitcode == 0:
+            return
+        assert process.exitcode == -signal.SIGKILL
+    raise AssertionError("it has 100 operations")
+
+
 def save_and_die_at(operation: int, folder: Path) -> None:
     """Kills this process right before its n-th file operation of saving step 2 over step 1."""
     model, optimizer = build()
@@ -148,18 +187,12 @@ def save_and_die_at(operation: int, folder: Path) -> None:
     writer = CheckpointWriter(folder, keep_last_n=1)
     writer.save(model, optimizer, state(1))
     train(model, optimizer, range(1, 2))
-    seen = itertools.count(1)
-
-    def die(event: str, _: Any) -> None:
-        if event in FILE_OPERATIONS and next(seen) == operation:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(die)
+    die_at(operation)
     writer.save(model, optimizer, state(2))
 
 
 def save_until_killed(folder: Path, delay_seconds: float, killed_rank: int) -> str | None:
-    """Saves behind ever more update steps until a rank is killed; the error that others then get."""
+    """Saves in the background until a rank is killed. Returns the error of the others."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     group = new_cpu_group(20) if dist.is_initialized() else None

@@ -21,6 +21,7 @@ from torchtune.modules.peft import (
     set_trainable_params,
 )
 
+from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model.adapters.nf4 import is_quantised
 
 _NUM_SAMPLED = 64
@@ -120,22 +121,13 @@ def initial_adapters(
                 "start from; set it to a file that has them"
             )
         return fresh
-    wanted = fresh.keys() | set(unknown)
-    shapes = [
-        f"{name} {tuple(given[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in fresh.items()
-        if name in given and given[name].shape != tensor.shape
-    ]
-    for what, names in (
-        ("lacks", wanted - given.keys()),
-        ("has what the model has not:", given.keys() - wanted),
-        ("has adapters of another rank or size:", shapes),
-    ):
-        if names:
-            raise ValueError(
-                f"checkpointer.adapter_checkpoint: it {what} {', '.join(sorted(names)[:3])} "
-                f"({len(names)} in all); set model.lora_rank and the adapted modules as they were trained"
-            )
+    expected = {**fresh, **{name: given.get(name, torch.empty(0)) for name in unknown}}
+    problem = describe_mismatch(given, expected, compares_dtypes=False)
+    if problem:
+        raise ValueError(
+            f"checkpointer.adapter_checkpoint: {problem}; set model.lora_rank and the adapted modules as "
+            "they were trained"
+        )
     return given
 
 

@@ -14,6 +14,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
 from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model.adapters.adapters import (
     find_adapters,
     fingerprint_of_frozen,
@@ -113,23 +114,12 @@ def check_weights(
     ``state_dict`` in addition.
     """
     expected = model.state_dict()
-    missing = expected.keys() - state_dict.keys()
-    unexpected = state_dict.keys() - expected.keys() - set(names_of_other_stages)
-    wrong_shape = [
-        f"{name} {tuple(state_dict[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in expected.keys() & state_dict.keys()
-        if state_dict[name].shape != expected[name].shape
-    ]
-    for problem, names in (
-        ("lacks weights of the model", missing),
-        ("has weights that the model has not", unexpected),
-        ("has weights of another shape", wrong_shape),
-    ):
-        if names:
-            raise ValueError(
-                f"the checkpoint {problem}: {', '.join(sorted(names)[:5])}; model and checkpointer must "
-                "be of one architecture and size"
-            )
+    problem = describe_mismatch(state_dict, expected, names_of_other_stages, compares_dtypes=False)
+    if problem:
+        raise ValueError(
+            f"the checkpoint does not fit the model: {problem}; model and checkpointer must be of one "
+            "architecture and size"
+        )
 
 
 def crc32_of_weights(weights: Mapping[str, Tensor], group: dist.ProcessGroup) -> str:

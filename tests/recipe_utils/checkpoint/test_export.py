@@ -1,14 +1,12 @@
-"""An exported model is whole or not there, and nothing outside the output folder is written."""
+"""An export is complete or does not exist; nothing outside the output folder is written."""
 
-import itertools
 import os
 import resource
-import signal
-import sys
 
 import pytest
 import tiny
 import torch
+from checkpoint_runs import die_at, killed_before_each_operation
 from distributed_runs import fork_context
 from safetensors.torch import load_file
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -109,41 +107,16 @@ def export_and_die_at(operation, folder):
     """Kills this process right before its n-th file operation of replacing an export."""
     checkpointer, weights = make_checkpointer(folder)
     export(checkpointer, {"model": weights}, "epoch_0")
-    seen = itertools.count(1)
-
-    def die(event, _):
-        if event in FILE_OPERATIONS and next(seen) == operation:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(die)
+    die_at(operation, FILE_OPERATIONS)
     export(checkpointer, {"model": {k: 2 * w for k, w in weights.items()}}, "epoch_0")
 
 
 def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole(tmp_path):
-    first = None
     found = []
-    for operation in range(1, 100):
-        folder = tmp_path / str(operation)
-        process = fork_context.Process(target=export_and_die_at, args=(operation, folder))
-        process.start()
-        process.join(60)
+    for folder in killed_before_each_operation(export_and_die_at, tmp_path):
         remove_leftovers(folder / "out")
         assert os.listdir(folder / "out") == ["epoch_0"]
-        exported = files_below(folder / "out/epoch_0")
-        first = first or exported
-        found.append(exported)
-        if process.exitcode == 0:  # fewer operations than that
-            break
-        assert process.exitcode == -9
-    assert process.exitcode == 0
+        found.append(files_below(folder / "out/epoch_0"))
     assert len(found) > 8
-    assert found[-1] != first
-    assert all(exported in (first, found[-1]) for exported in found)
-
-
-def test_a_first_export_that_is_killed_is_not_there(tmp_path):
-    checkpointer, weights = make_checkpointer(tmp_path)
-    export(checkpointer, {"model": weights}, "epoch_0")
-    (tmp_path / "out/epoch_0").rename(tmp_path / "out/export.tmp")
-    assert remove_leftovers(tmp_path / "out") == [tmp_path / "out/export.tmp"]
-    assert os.listdir(tmp_path / "out") == []
+    assert found[0] != found[-1]
+    assert all(exported in (found[0], found[-1]) for exported in found)

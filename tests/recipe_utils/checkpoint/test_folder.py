@@ -1,14 +1,15 @@
-"""A checkpoint is whole or passed over, and nothing that a stranger wrote is ever executed."""
+"""An incomplete checkpoint is skipped, and nothing that a stranger wrote is ever executed."""
 
 import json
 import pickle
 import re
+import shutil
 import zlib
 
 import checkpoint_runs
 import pytest
 import torch
-from checkpoint_runs import RECIPE, Malicious, build, save_once
+from checkpoint_runs import RECIPE, Malicious, build, change_marker, flip_a_bit, save_once
 
 from recipe_utils.checkpoint.folder import MARKER, check_whole, find_newest_whole, remove_leftovers
 from recipe_utils.checkpoint.layout import read_index
@@ -20,7 +21,6 @@ TENSORS = "rank_00000.safetensors"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with step_1 and step_2."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
         save_once(folder, step)
@@ -29,17 +29,9 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of it to damage."""
-    for path in saved.iterdir():
-        (tmp_path / path.name).mkdir()
-        for name, content in checkpoint_runs.files_of(path).items():
-            (tmp_path / path.name / name).write_bytes(content)
+    """A folder with step_1 and step_2 to damage."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-def change_marker(path, **changes):
-    marker = json.loads((path / MARKER).read_text())
-    (path / MARKER).write_text(json.dumps({**marker, **changes}))
 
 
 def truncate(path):
@@ -47,38 +39,39 @@ def truncate(path):
         file.truncate(1000)
 
 
+def write_marker(text):
+    return lambda path: (path / MARKER).write_text(text)
+
+
+def with_marker(**changes):
+    return lambda path: change_marker(path, **changes)
+
+
 DAMAGES = {
     "truncated": (truncate, rf"{TENSORS}: it has 1000 bytes instead of \d+"),
     "missing": (lambda path: (path / "state.json").unlink(), "state.json: No such file"),
     "no marker": (lambda path: (path / MARKER).unlink(), "complete.json: No such file"),
-    "torn marker": (lambda path: (path / MARKER).write_text('{"format": '), "complete.json.*JSON"),
-    "list": (lambda path: (path / MARKER).write_text("[1]"), "complete.json.*a list instead"),
-    "nesting": (lambda path: (path / MARKER).write_text("[" * 100_000), "complete.json.*no JSON"),
-    "no files": (lambda path: change_marker(path, files=None), "complete.json.*does not say"),
-    "outside": (
-        lambda path: change_marker(path, files={"../../secret.json": [1, 1]}),
-        "complete.json.*does not say",
-    ),
-    "recipe": (
-        lambda path: change_marker(path, recipe="other"),
-        f"it is of recipe other, this one is {RECIPE}",
-    ),
-    "version": (lambda path: change_marker(path, version=9), "version 9, this one reads 1"),
-    "format": (lambda path: change_marker(path, format="else"), "no checkpoint of torchtune"),
+    "torn marker": (write_marker('{"format": '), "complete.json.*Invalid JSON"),
+    "list": (write_marker("[1]"), "complete.json.*should be an object"),
+    "nesting": (write_marker("[" * 100_000), "complete.json.*recursion limit"),
+    "no recipe": (write_marker("{}"), "complete.json: recipe={} is invalid .Field required"),
+    "no files": (with_marker(files=None), "complete.json: files=None is invalid"),
+    "outside": (with_marker(files={"../../secret.json": [1, 1]}), "complete.json: files.*pattern"),
+    "recipe": (with_marker(recipe="other"), f"it is of recipe other, this one is {RECIPE}"),
+    "version": (with_marker(version=9), "complete.json: version=9 is invalid .Input should be 1"),
+    "format": (with_marker(format="else"), "format='else' is invalid .Input should be 'torchtune-"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_torn_or_foreign_checkpoint_is_passed_over_with_a_reason(folder, damage):
+def test_a_torn_or_foreign_checkpoint_is_skipped_with_a_reason(folder, damage):
     do, reason = DAMAGES[damage]
     do(folder / "step_2")
-    found, [(path, said)] = find_newest_whole(folder, RECIPE)
-    assert found == folder / "step_1"
-    assert path == folder / "step_2"
-    assert re.search(reason, said)
-    model, optimizer = build(seed=1)
+    found, [(path, given)] = find_newest_whole(folder, RECIPE)
+    assert (found, path) == (folder / "step_1", folder / "step_2")
+    assert re.search(reason, given)
     with pytest.raises(CheckpointError, match=reason):
-        load(path, model, optimizer, recipe=RECIPE)
+        load(path, *build(seed=1), recipe=RECIPE)
 
 
 def test_the_newest_is_the_one_with_the_most_steps(folder):
@@ -89,10 +82,7 @@ def test_the_newest_is_the_one_with_the_most_steps(folder):
 
 @pytest.mark.parametrize("name", [TENSORS, "tensors.json", "optimizer.json", "state.json"])
 def test_a_flipped_bit_is_found_before_anything_is_loaded(folder, name):
-    path = folder / "step_2" / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(folder / "step_2" / name)
     model, optimizer = build(seed=1)
     before = checkpoint_runs.contents(model, optimizer)
     assert find_newest_whole(folder, RECIPE)[0] == folder / "step_2"
@@ -107,25 +97,20 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(folder, name):
 )
 def test_a_pickle_in_place_of_a_file_is_not_executed(folder, tmp_path, name, zipped):
     crime, path = tmp_path / "crime", folder / "step_2" / name
+    files = json.loads((path.parent / MARKER).read_text())["files"]
     with path.open("wb") as file:
         dump = torch.save if zipped else pickle.dump
         dump(Malicious(crime), file)
-    if name in (".metadata", MARKER):
-        facts = {}
-    else:  # the stranger knows the format
+    if name in files:  # the stranger knows the format
         content = path.read_bytes()
-        facts = {name: [len(content), zlib.crc32(content)]}
-    if name != MARKER:
-        marker = json.loads((folder / "step_2" / MARKER).read_text())
-        change_marker(folder / "step_2", files=marker["files"] | facts)
+        change_marker(path.parent, files={**files, name: [len(content), zlib.crc32(content)]})
 
-    model, optimizer = build(seed=1)
     find_newest_whole(folder, RECIPE)
-    if name == ".metadata":  # the name of PyTorch's own; not even looked at
-        load(folder / "step_2", model, optimizer, recipe=RECIPE)
+    if name == ".metadata":  # the name of PyTorch's own; never opened
+        load(path.parent, *build(seed=1), recipe=RECIPE)
     else:
         with pytest.raises(CheckpointError, match=name):
-            load(folder / "step_2", model, optimizer, recipe=RECIPE)
+            load(path.parent, *build(seed=1), recipe=RECIPE)
     assert not crime.exists()
     with path.open("rb") as file:
         torch.load(file, weights_only=False) if zipped else pickle.load(file)
@@ -133,34 +118,36 @@ def test_a_pickle_in_place_of_a_file_is_not_executed(folder, tmp_path, name, zip
 
 
 PART = {"file": TENSORS, "offset": [0], "shape": [3]}
+TENSOR = {"dtype": "F32", "shape": [3], "parts": [PART]}
 
 
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        ({"dtype": "F32", "shape": [3], "parts": [PART | {"file": "/etc/x"}]}, "/etc/x is no file"),
-        ({"dtype": "F32", "shape": [4], "parts": [PART]}, r"do not make up \(4,\)"),
-        ({"dtype": "O", "shape": [3], "parts": [PART]}, "O is no dtype"),
+        ({**TENSOR, "parts": [{**PART, "file": "/etc/passwd"}]}, "/etc/passwd is no file of the"),
+        ({**TENSOR, "parts": [{**PART, "offset": [1]}]}, "a part of a lies outside of it"),
+        ({**TENSOR, "parts": [{**PART, "offset": [-1]}]}, "a part of a lies outside of it"),
+        ({**TENSOR, "shape": [4]}, r"do not make up \(4,\)"),
+        ({**TENSOR, "dtype": "O"}, "O is no dtype"),
         ({"dtype": "F32", "shape": [3]}, "parts"),
         ({"dtype": "F32", "shape": "x", "parts": []}, "tensors.json"),
         (7, "tensors.json"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(tensor, reason):
-    good = {"dtype": "F32", "shape": [3], "parts": [PART]}
-    assert read_index({"a": good}, [TENSORS]).state_dict_metadata["a"].size == (3,)
+    assert read_index({"a": TENSOR}, [TENSORS]).state_dict_metadata["a"].size == (3,)
     with pytest.raises(CheckpointError, match=reason):
         read_index({"a": tensor}, [TENSORS])
 
 
 def test_only_folders_with_our_temporary_names_are_removed(folder):
     kept = ["step_3", "step_x.tmp", "my_step_3.tmp", "step_4.tmp.bak", "epoch_0.tmp"]
-    for name in [*kept, "step_3.tmp", "step_4.tmp", "step_2.old.tmp"]:
+    for name in [*kept, "step_3.tmp", "step_4.tmp", "step_2.old.tmp", "export.tmp"]:
         (folder / name).mkdir()
     (folder / "step_5.tmp").write_text("a file")
     (folder / "step_6.tmp").symlink_to(folder / "step_3")
     removed = [path.name for path in remove_leftovers(folder)]
-    assert sorted(removed) == ["step_2.old.tmp", "step_3.tmp", "step_4.tmp"]
+    assert sorted(removed) == ["export.tmp", "step_2.old.tmp", "step_3.tmp", "step_4.tmp"]
     left = {path.name for path in folder.iterdir()}
     assert left == {*kept, "step_1", "step_2", "step_5.tmp", "step_6.tmp"}
 

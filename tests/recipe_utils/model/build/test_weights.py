@@ -55,13 +55,13 @@ def test_loaded_weights_have_the_models_precision_and_their_own_memory():
     [
         (
             {"layers.1.attn.q_proj.weight": None},
-            "lacks weights of the model: layers.1.attn.q_proj.weight",
+            "the checkpoint does not fit the model: it lacks layers.1.attn.q_proj.weight;",
         ),
         (
             {"layers.2.attn.q_proj.weight": torch.zeros(32, 32)},
-            "has weights that the model has not: layers.2.attn.q_proj.weight",
+            "it has layers.2.attn.q_proj.weight, which the model has not",
         ),
-        ({"norm.scale": torch.zeros(31)}, "another shape: norm.scale (31,) instead of (32,)"),
+        ({"norm.scale": torch.zeros(31)}, "its shapes differ: norm.scale (31,) instead of (32,)"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(change, message):
