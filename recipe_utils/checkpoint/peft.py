@@ -6,11 +6,10 @@ silently computes other logits.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.models.convert_weights import (
@@ -53,28 +52,6 @@ def write_peft(
     base = checkpointer.repo_id or str(checkpointer._checkpoint_dir.resolve())
     content = tune_to_peft_adapter_config(dict(adapter_config), base)
     (folder / "adapter_config.json").write_text(json.dumps(content, indent=1))
-
-
-def from_peft(
-    tensors: Mapping[str, Tensor], names: Iterable[str], checkpointer: Any
-) -> dict[str, Tensor]:
-    """Returns adapters by torchtune's names and with torchtune's row order.
-
-    ``tensors`` have the names of :func:`write_peft`, written for ``checkpointer``; only ``names``
-    (torchtune's) are converted.
-    """
-    has_other_rows = checkpointer._model_type not in _ROWS_ALIKE
-    found = {}
-    for name in names:
-        tensor = tensors.get(_peft_name(name))
-        if tensor is None:
-            continue
-        if has_other_rows:
-            rows = torch.arange(len(tensor), device=tensor.device)
-            order = _rows_of_hugging_face(name, rows, checkpointer._config)
-            tensor = torch.empty_like(tensor).index_copy_(0, order, tensor)
-        found[name] = tensor
-    return found
 
 
 def _peft_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is exported of adapters is what PEFT computes with: Hugging Face's names, rows and config."""
+"""Exported adapters have the names, rows and config that PEFT computes the same with."""
 
 import json
 import sys
@@ -16,10 +16,9 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.gemma2._convert_weights import gemma2_tune_to_hf
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.modules.peft import get_adapter_params
-from torchtune.training import FullModelHFCheckpointer, ModelType
+from torchtune.training import FullModelHFCheckpointer
 
 from recipe_utils.checkpoint.export import export
-from recipe_utils.checkpoint.peft import from_peft, write_peft
 from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
@@ -31,23 +30,17 @@ QWEN2 = {
     "tie_word_embeddings": False,
 }
 GEMMA = {**tiny.GEMMA2_MODEL, "_component_": "torchtune.models.gemma.gemma"}
-MODELS = {  # of torchtune; its converter and name for it, and Hugging Face's
-    "llama": (tiny.MODEL, tune_to_hf, "LLAMA3_2", "llama"),
-    "qwen2": (QWEN2, qwen2_tune_to_hf, "QWEN2", "qwen2"),
-    "gemma": (GEMMA, tune_to_hf, "GEMMA", "gemma"),
-    "gemma2": (tiny.GEMMA2_MODEL, gemma2_tune_to_hf, "GEMMA2", "gemma2"),
-}
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
+MODELS = {  # torchtune's model, converter and name of its type
+    "llama": (tiny.MODEL, tune_to_hf, "LLAMA3_2"),
+    "qwen2": (QWEN2, qwen2_tune_to_hf, "QWEN2"),
+    "gemma": (GEMMA, tune_to_hf, "GEMMA"),
+    "gemma2": (tiny.GEMMA2_MODEL, gemma2_tune_to_hf, "GEMMA2"),
 }
 
 
 def hugging_face_config(sizes, kind):
     return {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "vocab_size": sizes["vocab_size"],
         "hidden_size": sizes["embed_dim"],
@@ -67,7 +60,7 @@ def hugging_face_config(sizes, kind):
 
 
 def write_base(folder, weights, sizes, kind="llama"):
-    """A model of torchtune's as a folder of Hugging Face's."""
+    """Writes a model of torchtune's as a folder of Hugging Face's."""
     hf_config = hugging_face_config(sizes, kind)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config))
@@ -80,9 +73,9 @@ def write_base(folder, weights, sizes, kind="llama"):
 
 @pytest.fixture(params=[(kind, dora) for kind in MODELS for dora in (False, True)], ids=str)
 def exported(request, tmp_path):
-    """An adapted model of torchtune's, its base in Hugging Face's format and its export."""
+    """An adapted model, its base in Hugging Face's format, and its export."""
     kind, use_dora = request.param
-    sizes, _, model_type, _ = MODELS[kind]
+    sizes, _, model_type = MODELS[kind]
     base = config.instantiate(OmegaConf.create(sizes))
     model = config.instantiate(OmegaConf.create(tiny.adapted(sizes, use_dora=use_dora)))
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +140,7 @@ def load(monkeypatch):
 
 
 def logits_of_export(load, base_folder, folder, tokens):
-    """Of the merged model, and of its base with the adapters. Nothing in the folders is changed."""
+    """Returns the logits of the merged model, and of its base with the adapters."""
     import peft
 
     plain = load(folder)
@@ -180,7 +173,7 @@ TRAININGS = {
 def test_an_exported_folder_is_opened_as_it_is(
     kind, load, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
 ):
-    """transformers applies an ``adapter_config.json`` beside a model to it: adapters counted twice."""
+    """transformers would apply an ``adapter_config.json`` beside a merged model to it, again."""
     recipe, sizes = TRAININGS[kind]
     base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
     write_base(tmp_path / "base", base, sizes)
@@ -217,26 +210,3 @@ def test_an_exported_folder_is_opened_as_it_is(
     own = model(tokens)
     assert (plain - own).abs().max() < 1e-5 * own.abs().max()
     assert (with_peft - own).abs().max() < 1e-5 * own.abs().max()
-
-
-def test_adapters_come_back_from_peft_s_file_as_they_were(tmp_path):
-    shapes = {"lora_a.weight": (2, 16), "lora_b.weight": (16, 2), "magnitude": (16,)}
-    adapters = {
-        f"layers.1.{module}.{part}": torch.randn(shape)
-        for module in ("attn.q_proj", "attn.k_proj", "attn.output_proj", "mlp.w1")
-        for part, shape in shapes.items()
-    }
-    described = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "peft_type": "LORA"}
-    for model_type in (ModelType.LLAMA3_2, ModelType.QWEN2):
-        checkpointer = FullModelHFCheckpointer.__new__(FullModelHFCheckpointer)
-        vars(checkpointer).update(
-            _model_type=model_type,
-            _config={"num_attention_heads": 4, "num_key_value_heads": 2},
-            repo_id="of/base",
-        )
-        path = tmp_path / "adapter_model.safetensors"
-        path.touch()
-        write_peft(tmp_path, checkpointer, adapters, described)
-        found = from_peft({**load_file(path), "base.weight": torch.ones(1)}, adapters, checkpointer)
-        assert found.keys() == adapters.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in adapters.items())
