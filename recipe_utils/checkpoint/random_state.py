@@ -2,13 +2,10 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-_MT19937_WORDS = 624
 
 
 def get_random_state() -> dict[str, Tensor]:
@@ -20,16 +17,14 @@ def get_random_state() -> dict[str, Tensor]:
         CUDA ``cuda`` uint8 [16]. ``*_gauss`` is the second normal of a pair, if it is not used yet.
     """
     _, words, gauss = random.getstate()
+    _, key, position, has_gauss, numpy_gauss = np.random.get_state()
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": _tensor_of(gauss),
+        "numpy": torch.tensor([*key.tolist(), position], dtype=torch.int64),
+        "numpy_gauss": _tensor_of(numpy_gauss if has_gauss else None),
         "torch": torch.get_rng_state(),
     }
-    numpy: Any = np.random.get_state(legacy=False)
-    if numpy["bit_generator"] == "MT19937":  # a custom generator must be restored by its user
-        words = [*numpy["state"]["key"].tolist(), numpy["state"]["pos"]]
-        states["numpy"] = torch.tensor(words, dtype=torch.int64)
-        states["numpy_gauss"] = _tensor_of(numpy["gauss"] if numpy["has_gauss"] else None)
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -47,22 +42,13 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
         if "numpy" in states:
             *key, position = states["numpy"].tolist()
             gauss = _value_of(states["numpy_gauss"])
-            if len(key) != _MT19937_WORDS:
-                raise ValueError(f"numpy's state has {len(key)} words instead of {_MT19937_WORDS}")
-            np.random.set_state(
-                (
-                    "MT19937",
-                    np.array(key, np.uint32),
-                    position,
-                    int(gauss is not None),
-                    gauss or 0.0,
-                )
-            )
+            words = np.array(key, np.uint32)
+            np.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
-    except (KeyError, TypeError, RuntimeError, OverflowError) as error:
+    except (LookupError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"not the state of a random number generator: {error}") from error
 
 
