@@ -13,7 +13,7 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.low_precision import FrozenNF4Linear, nf4_linear
 from torchtune.modules.peft import dora, lora
 
-_WIDENING_HOOKS = (
+_UPCAST_HOOKS = (
     reparametrize_as_dtype_state_dict_post_hook,
     _low_ram_reparametrize_as_dtype_state_dict_post_hook,
 )
@@ -51,10 +51,10 @@ def without_quantising() -> Iterator[None]:
             user.to_nf4 = to_nf4
 
 
-def drop_widening_hooks(model: nn.Module) -> None:
+def drop_upcast_hooks(model: nn.Module) -> None:
     """Removes the hooks with which a QLoRA builder upcasts all NF4 weights at each ``state_dict()``."""
     for key, hook in list(model._state_dict_hooks.items()):
-        if getattr(hook, "func", None) in _WIDENING_HOOKS:
+        if getattr(hook, "func", None) in _UPCAST_HOOKS:
             del model._state_dict_hooks[key]
 
 

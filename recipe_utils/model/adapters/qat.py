@@ -56,16 +56,14 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
             )
         layer.activation_fake_quantizer = _fake_quantizer(of_inputs)
         layer.weight_fake_quantizer = _fake_quantizer(of_weights)
-        layer.forward = MethodType(_forward_made_coarse, layer)
+        layer.forward = MethodType(_forward_fake_quantized, layer)
 
 
-def _fake_quantizer(fake_quantize_config: Any) -> nn.Module:
-    if fake_quantize_config is None:
-        return nn.Identity()
-    return FakeQuantizerBase.from_config(fake_quantize_config)
+def _fake_quantizer(cfg: Any) -> nn.Module:
+    return nn.Identity() if cfg is None else FakeQuantizerBase.from_config(cfg)
 
 
-def _forward_made_coarse(layer: Any, x: Tensor) -> Tensor:
+def _forward_fake_quantized(layer: Any, x: Tensor) -> Tensor:
     """Computes [..., o] from x [..., i]."""
     weight = layer.weight_fake_quantizer(layer.weight)
     base = F.linear(layer.activation_fake_quantizer(x), weight, layer.bias)

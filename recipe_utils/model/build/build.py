@@ -18,7 +18,7 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune.utils import get_logger
 
 from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
-from recipe_utils.model.adapters.nf4 import check_nf4, drop_widening_hooks, without_quantising
+from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantising
 from recipe_utils.model.adapters.qat import simulate_quantisation
 from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
 from recipe_utils.model.build.kernels import fuse_norms_and_rope
@@ -211,7 +211,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
         model = make_model()
         if settings.quantizer is not None:
             simulate_quantisation(model, settings.quantizer)
-    drop_widening_hooks(model)
+    drop_upcast_hooks(model)
     freeze_base(model)
     model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
