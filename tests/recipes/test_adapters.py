@@ -1,4 +1,4 @@
-"""A model whose builder gave it adapters trains those alone, exactly, in every layout."""
+"""A model whose builder gave it adapters trains only those, exactly, in every layout."""
 
 import re
 import shutil
@@ -11,14 +11,14 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from arrays import TP_2, Row
 from big_batch import STEP_OF_16, TOLERANCE
+from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from recipe_runs import (
-    keep_warnings,
-    recipe_class,
     run_compiled_recipe,
     run_recipe,
+    run_recipe_keeping_warnings,
     run_recipe_recording_gradients,
     run_stock_recipe,
     with_adapters,
@@ -28,22 +28,40 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.model.adapters import adapters
 from recipe_utils.settings.problems import ConfigError
 
-TIED = tiny.adapted(tiny.MODEL)
-UNTIED = tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True)
-DORA = tiny.adapted(tiny.MODEL, use_dora=True)
-DEEP = tiny.adapted(tiny.DEEP_MODEL)
+MODELS = {
+    "tied": tiny.adapted(tiny.MODEL),
+    "untied": tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True),
+    "dora": tiny.adapted(tiny.MODEL, use_dora=True),
+    "deep": tiny.adapted(tiny.DEEP_MODEL),
+}
 KINDS = {
     "lora": tiny.adapted(tiny.WIDE_MODEL),
     "dora": tiny.adapted(tiny.WIDE_MODEL, use_dora=True),
     "qlora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True),
     "qdora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True, use_dora=True),
 }
+TIED, DORA = MODELS["tied"], MODELS["dora"]
 
 
 # ---- Gradients ----------------------------------------------------------------------------------
 
 
-MODELS = {"tied": TIED, "untied-and-output": UNTIED, "dora": DORA}
+FAST_ROWS = [
+    Row("one", "tied", "in_order", 1, "last_microbatch"),
+    Row("fsdp-2", "dora", "packed", 4, "each_microbatch"),
+    Row("pp-2", "untied", "in_order", 1, "1F1B"),
+]
+SLOW_ROWS = [
+    Row("one", "untied", "least_padding", 4, "each_microbatch"),
+    Row("one", "dora", "packed", 2, "last_microbatch"),
+    Row("fsdp-2", "untied", "in_order", 2, "last_microbatch"),
+    Row("fsdp-4", "tied", "packed", 4, "each_microbatch"),
+    Row("hsdp-2x2", "untied", "packed", 4, "each_microbatch"),
+    Row("hsdp-2x2", "dora", "in_order", 1, "last_microbatch"),
+    Row("pp-2", "dora", "packed", 4, "1F1B"),
+    Row("pp-2", "deep", "in_order", 2, "InterleavedZeroBubble"),
+    Row("pp-2-fsdp-2", "tied", "in_order", 1, "1F1B"),
+]
 
 
 @cache
@@ -52,95 +70,22 @@ def reference_of(model):
     return big_batch.reference_gradients(MODELS[model])
 
 
-LAYOUTS = {
-    "one-process": (1, {}),
-    "fsdp-2": (2, {}),
-    "fsdp-4": (4, {}),
-    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
-    "1f1b-2": (2, {"pipeline_parallel_dim": 2}),
-    "1f1b-2-fsdp-2": (4, {"pipeline_parallel_dim": 2}),
-}
-ROWS = [("tied", "one-process"), ("dora", "fsdp-2"), ("untied-and-output", "1f1b-2")]
-SLOW_ROWS = [
-    ("tied", "fsdp-4"),
-    ("tied", "1f1b-2-fsdp-2"),
-    ("untied-and-output", "one-process"),
-    ("untied-and-output", "hsdp-2x2"),
-    ("dora", "one-process"),
-    ("dora", "1f1b-2"),
-    ("dora", "hsdp-2x2"),
-]
-SPLITS = [
-    (1, "last_microbatch", "in_order", {}),
-    (4, "last_microbatch", "least_padding", {}),
-    (2, "last_microbatch", "packed", {}),
-    (4, "each_microbatch", "packed", {"enable_activation_checkpointing": True}),
-]
-
-
-def gradients_of_all_splits(configs):
-    return [run_recipe_recording_gradients(config) for config in configs]
-
-
-def assert_exact(gradients, reference, has_stages):
-    """Each adapter of this rank, in each update step, and of a whole model all of them."""
-    assert len(gradients) == len(reference)
-    for step, expected in zip(gradients, reference, strict=True):
-        assert step.keys() < expected.keys() if has_stages else step.keys() == expected.keys()
-        assert big_batch.error(step, expected) < TOLERANCE
-
-
 @pytest.mark.parametrize(
-    ("model", "layout"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_ROWS)]
+    "row", [*FAST_ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS)], ids=str
 )
-def test_gradient_of_every_adapter_is_that_of_one_big_batch(model, layout, tiny_config, tmp_path):
-    sizes, reference = MODELS[model], reference_of(model)
-    world_size, dims = LAYOUTS[layout]
-    configs = [
-        tiny_config(
-            model=sizes,
-            batch_size=batch_size,
-            gradient_sync=gradient_sync,
-            microbatching=microbatching,
-            **STEP_OF_16,
-            **dims,
-            **wrapping,
-        )
-        for batch_size, gradient_sync, microbatching, wrapping in SPLITS[
-            :: 1 if layout == "one-process" else 3
-        ]
-    ]
-    configs = [with_adapters(config, tmp_path) for config in configs]
-    for splits in run_distributed(gradients_of_all_splits, world_size, configs):
-        for gradients in splits:
-            assert_exact(gradients, reference, "1f1b" in layout)
-
-
-def test_a_zero_bubble_schedule_has_the_same_gradients(tiny_config, tmp_path):
-    config = tiny_config(
-        model=DEEP,
-        batch_size=2,
-        pipeline_parallel_dim=2,
-        pipeline_parallel_schedule="InterleavedZeroBubble",
-        **STEP_OF_16,
-    )
-    reference = big_batch.reference_gradients(DEEP)
-    for gradients in run_distributed(
-        run_recipe_recording_gradients, 2, with_adapters(config, tmp_path)
-    ):
-        assert_exact(gradients, reference, has_stages=True)
-
-
-@pytest.mark.slow
-def test_an_adapted_output_layer_may_be_sharded_as_a_unit_of_its_own(tiny_config, tmp_path):
-    config = tiny_config(
-        model=UNTIED, batch_size=2, custom_sharded_layers=["tok_embeddings", "output"], **STEP_OF_16
-    )
-    reference = big_batch.reference_gradients(UNTIED)
-    for gradients in run_distributed(
-        run_recipe_recording_gradients, 2, with_adapters(config, tmp_path)
-    ):
-        assert_exact(gradients, reference, has_stages=False)
+def test_gradient_of_every_adapter_is_that_of_one_big_batch(row, tiny_config, tmp_path):
+    config = tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes)
+    config["enable_activation_checkpointing"] = row.order == "each_microbatch"
+    if row.model == "untied" and row.layout == "fsdp-2":  # adapters in a unit of their own
+        config["custom_sharded_layers"] = ["tok_embeddings", "output"]
+    config = with_adapters(config, tmp_path)
+    for gradients in run_distributed(run_recipe_recording_gradients, row.world_size, config):
+        for step, expected in zip(gradients, reference_of(row.model), strict=True):
+            if row.layout.startswith("pp"):
+                assert step.keys() < expected.keys()
+            else:
+                assert step.keys() == expected.keys()
+            assert big_batch.error(step, expected) < TOLERANCE
 
 
 # ---- Loss curves --------------------------------------------------------------------------------
@@ -181,23 +126,28 @@ def stock_run(config):
     return run_stock_recipe(config, "lora_finetune", given)
 
 
+ONE, PACKED_ON_2 = (1, {}), (2, {"microbatching": "packed"})
+PP_2, HSDP_2 = (2, {"pipeline_parallel_dim": 2}), (4, {"data_parallel_replicate_dim": 2})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_the_stock_recipe(kind, tiny_config, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "layouts", "tolerance"),
+    [  # in fp32; LoRA's last digits depend on the CPU, and NF4's products round in another order
+        ("lora", (ONE, HSDP_2), 6e-6),
+        ("dora", (PACKED_ON_2, PP_2), 3e-6),
+        ("qlora", (ONE, PP_2), 5e-6),
+        ("qdora", (PACKED_ON_2, HSDP_2), 5e-6),
+    ],
+)
+def test_losses_are_those_of_the_stock_recipe(kind, layouts, tolerance, tiny_config, tmp_path):
     config = with_adapters(curve_config(tiny_config, model=KINDS[kind]), tmp_path)
     stock = run_distributed(stock_run, 1, config)[0]
     assert len(losses(stock)) == 8
-    for world_size, changes in (
-        (1, {}),
-        (2, {"microbatching": "packed"}),
-        (2, {"pipeline_parallel_dim": 2}),
-        (4, {"data_parallel_replicate_dim": 2}),
-    ):
+    norms = [metrics["grad_norm"].item() for metrics in stock]
+    for world_size, changes in layouts:
         logged = run_distributed(run_recipe, world_size, {**config, **changes})[0]
-        # In fp32; NF4's products round in another order, and LoRA's last digits depend on the kind of CPU.
-        tolerance = 6e-6 if kind == "lora" else 5e-6 if kind.startswith("q") else 3e-6
         assert losses(logged) == pytest.approx(losses(stock), abs=tolerance)
-        norms = [metrics["grad_norm"].item() for metrics in stock]
         assert [metrics["grad_norm"] for metrics in logged] == pytest.approx(norms, rel=1e-4)
 
 
@@ -218,36 +168,27 @@ def adapters_of_each_rank(found, base, seed, dtype, draw=adapters.fresh_adapters
     return draw(found, base, seed + dist.get_rank(), dtype)
 
 
+ADAPTERS = "recipe_utils.model.adapters"
 MUTANTS = {
-    "dora's norm not detached": (
-        1,
-        "recipe_utils.model.adapters.adapted_linear._forward_dora",
-        norm_in_the_graph,
-    ),
+    "dora's norm not detached": (f"{ADAPTERS}.adapted_linear._forward_dora", norm_in_the_graph),
     "dora's norm kept over steps": (
-        1,
         "torch.optim.Optimizer.register_step_post_hook",
         lambda *_: None,
     ),
-    "adapters drawn by each rank": (
-        2,
-        "recipe_utils.model.adapters.adapters.fresh_adapters",
-        adapters_of_each_rank,
-    ),
-    "base not frozen": (1, "recipe_utils.model.build.build.freeze_base", lambda _: None),
+    "adapters drawn by each rank": (f"{ADAPTERS}.adapters.fresh_adapters", adapters_of_each_rank),
+    "base not frozen": ("recipe_utils.model.build.build.freeze_base", lambda _: None),
 }
 
 
 def run_mutant(mutant, config):
-    _, target, replacement = MUTANTS[mutant]
-    with patch(target, replacement):
+    with patch(*MUTANTS[mutant]):
         return losses(run_recipe(config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_adapter_has_another_curve(mutant, tiny_config):
-    world_size = MUTANTS[mutant][0]
+    world_size = 2 if "each rank" in mutant else 1
     config = curve_config(tiny_config, model=KINDS["dora"], clip_grad_norm=None)
     config["optimizer"]["lr"] = 0.05
     right = losses(run_distributed(run_recipe, world_size, config)[0])
@@ -255,32 +196,7 @@ def test_a_wrong_adapter_has_another_curve(mutant, tiny_config):
     assert max(abs(a - b) for a, b in zip(right, wrong, strict=True)) > 1e-2
 
 
-def weights_after(config):
-    """Of the frozen base before and after a training, and whether anything frozen got a gradient."""
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    with recipe.run:
-        recipe.setup(cfg)
-        frozen = {n: p for n, p in recipe.model.named_parameters() if not p.requires_grad}
-        before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
-        graded = []
-        recipe.optimizer.register_step_pre_hook(
-            lambda *_: graded.extend(n for n, p in frozen.items() if p.grad is not None)
-        )
-        recipe.train()
-        return graded, [torch.equal(before[name], p) for name, p in frozen.items()]
-
-
-def test_the_base_stays_as_it_is_and_gets_no_gradient(tiny_config):
-    for world_size in (1, 2):
-        config = curve_config(tiny_config, model=TIED)
-        for graded, is_same in run_distributed(weights_after, world_size, config):
-            assert graded == []
-            assert all(is_same)
-            assert len(is_same) == 20
-
-
-# ---- Where they start ---------------------------------------------------------------------------
+# ---- Initial values -----------------------------------------------------------------------------
 
 
 def exported_adapters(config):
@@ -291,12 +207,7 @@ def exported_adapters(config):
 @pytest.mark.parametrize("kind", ["dora", "qdora"])
 def test_fresh_adapters_are_bitwise_alike_on_every_layout_and_change_nothing(kind, tiny_config):
     found = []
-    for world_size, dims in (
-        (1, {}),
-        (2, {}),
-        (4, {"data_parallel_replicate_dim": 2}),
-        (2, {"pipeline_parallel_dim": 2}),
-    ):
+    for world_size, dims in (ONE, (2, {}), HSDP_2, PP_2):
         config = curve_config(
             tiny_config,
             model=KINDS[kind],
@@ -361,19 +272,13 @@ def test_an_optimizer_in_the_backward_steps_adapters_alike(tiny_config):
     assert losses(in_backward) == pytest.approx(losses(plain), abs=2e-6)
 
 
-# ---- Going on -----------------------------------------------------------------------------------
+# ---- Resume -------------------------------------------------------------------------------------
 
 
 def resumed(config, folder, **changes):
-    """The config of a training that goes on from a copy of what another has left after step 4."""
+    """The config of a training that resumes from a copy of another's step 4."""
     shutil.copytree(Path(config["output_dir"], "step_4"), folder / "step_4")
-    return {
-        **config,
-        "output_dir": str(folder),
-        "checkpointer": {**config["checkpointer"], "output_dir": str(folder)},
-        "resume_from_checkpoint": True,
-        **changes,
-    }
+    return {**resuming_in(folder, config), **changes}
 
 
 @pytest.fixture(scope="module", params=["dora", "qlora"])
@@ -391,12 +296,8 @@ def saved_after_4(request, module_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "dims"),
-    [(1, {}), (2, {}), (2, {"pipeline_parallel_dim": 2})],
-    ids=["1", "fsdp-2", "1f1b-2"],
-)
-def test_a_stopped_training_goes_on_on_any_layout(world_size, dims, saved_after_4, tmp_path):
+@pytest.mark.parametrize(("world_size", "dims"), [ONE, (2, {}), PP_2], ids=["1", "fsdp-2", "pp-2"])
+def test_a_stopped_training_resumes_on_any_layout(world_size, dims, saved_after_4, tmp_path):
     config, uninterrupted, trained = saved_after_4
     again = resumed(config, tmp_path / "again", **dims)
     logged = losses(run_distributed(run_recipe, world_size, again)[0])
@@ -406,11 +307,7 @@ def test_a_stopped_training_goes_on_on_any_layout(world_size, dims, saved_after_
         assert logged == uninterrupted[4:]
         assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
     assert logged == pytest.approx(uninterrupted[4:], abs=3e-6)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(saved_after_4):
-    config, _, trained = saved_after_4
+    # Checkpoints contain the adapters and their optimizer only.
     adapter_bytes = sum(tensor.nbytes for tensor in trained.values())
     files = Path(config["output_dir"], "step_4").iterdir()
     num_bytes = sum(path.stat().st_size for path in files)
@@ -423,8 +320,8 @@ def refusal(config):
     except ConfigError as error:
         return [*map(str, error.problems)]
     except CheckpointError as error:
-        return (str(error),)
-    return ()
+        return [str(error)]
+    return []
 
 
 @pytest.mark.slow
@@ -436,27 +333,20 @@ def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, w
     torch.save(weights, tmp_path / "other" / "wide.pt")
     model = config["model"]
     is_nf4 = model.get("quantize_base", False)
-    for index, (words, changes) in enumerate(
-        {
-            r"lora_a.weight \(4, 256\) instead of \(8, 256\)": {"model": {**model, "lora_rank": 8}},
-            r"which the model has not": {"model": {**model, "apply_lora_to_mlp": False}},
-            r"other frozen weights: layers.1.mlp.w2.weight=": {
-                "checkpointer": {"checkpoint_dir": str(tmp_path / "other")}
-            },
-            r"other frozen weights: .*NF4": {"model": {**model, "quantize_base": not is_nf4}},
-        }.items()
-    ):
-        again = resumed(config, tmp_path / str(index))
-        again |= {
-            key: {**again[key], **value} if key == "checkpointer" else value
-            for key, value in changes.items()
-        }
+    other = {**config["checkpointer"], "checkpoint_dir": str(tmp_path / "other")}
+    cases = {
+        r"lora_a.weight \(4, 256\) instead of \(8, 256\)": {"model": {**model, "lora_rank": 8}},
+        "other frozen weights: layers.1.mlp.w2.weight=": {"checkpointer": other},
+        "other frozen weights: .*NF4": {"model": {**model, "quantize_base": not is_nf4}},
+    }
+    for index, (words, changes) in enumerate(cases.items()):
+        again = resumed({**config, **changes}, tmp_path / str(index))
         (problem,) = run_distributed(refusal, 1, again)[0]
         assert re.search(words, problem), problem
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
+def test_it_resumes_from_a_stock_recipe_s_state(tiny_config):
     config = curve_config(
         tiny_config,
         model=DORA,
@@ -470,7 +360,7 @@ def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
     )
     stock = losses(run_distributed(run_stock_recipe, 1, config, "lora_finetune")[0])
     assert len(stock) == 16
-    # Left to itself, torchtune would take the newest adapters to the older recipe state.
+    # By default torchtune loads the newest adapters with the older recipe state.
     after_epoch_0 = {**config["checkpointer"], "adapter_checkpoint": "epoch_0/adapter_model.pt"}
     again = {**config, "resume_from_checkpoint": True, "checkpointer": after_epoch_0}
     for world_size in (1, 2):
@@ -479,58 +369,51 @@ def test_it_goes_on_from_what_the_stock_recipe_has_saved(tiny_config):
         assert logged == pytest.approx(stock[8:], abs=1e-5)
 
 
-# ---- What cannot work, and what is said ---------------------------------------------------------
+# ---- Refusals and warnings ----------------------------------------------------------------------
 
 WIDE = KINDS["qlora"]
 QUANTIZER = {
     "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
     "groupsize": 16,
 }
-TP = {
-    "tensor_parallel_dim": 2,
-    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
-}
-REFUSED = {
-    "model.lora_rank=0: ": (1, {"model": {**TIED, "lora_rank": 0}}),
-    "model: Must pass one or more": (
-        1,
-        {"model": {**TIED, "lora_attn_modules": [], "apply_lora_to_mlp": False}},
-    ),
-    r"model.lora_attn_modules=\['o_proj'\]": (
-        1,
-        {"model": {**TIED, "lora_attn_modules": ["o_proj"]}},
-    ),
-    "model.lora_alpha: it is missing": (1, {"model": {**TIED, "lora_alpha": ...}}),
-    r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384": (
-        1,
-        {"model": {**TIED, "quantize_base": True}},
-    ),
-    r"model.quantize_base=True: .* on 3 ranks": (3, {"model": WIDE, "batch_size": 1}),
-    "data_parallel_shard_dim=1: FSDP2": (2, {"model": WIDE, "data_parallel_replicate_dim": 2}),
-    "tensor_parallel_dim=2: .*LoRA": (2, {"model": UNTIED, **TP}),
-    "quantizer=.*this model has none": (1, {"model": tiny.MODEL, "quantizer": QUANTIZER}),
-    "quantizer=.*it is for LoRA": (1, {"model": DORA, "quantizer": QUANTIZER}),
-    "quantizer=.*NF4": (1, {"model": WIDE, "quantizer": QUANTIZER}),
-    "quantizer=.*cannot be trained with": (
-        1,
-        {
-            "model": TIED,
-            "quantizer": {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"},
+NOT_FOR_TRAINING = {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"}
+
+
+def tied(**changes):
+    return {"model": {**TIED, **changes}}
+
+
+REFUSED = {  # by the number of ranks
+    1: {
+        "model.lora_rank=0: ": tied(lora_rank=0),
+        "model: Must pass one or more": tied(lora_attn_modules=[], apply_lora_to_mlp=False),
+        r"model.lora_attn_modules=\['o_proj'\]": tied(lora_attn_modules=["o_proj"]),
+        "model.lora_alpha: it is missing": tied(lora_alpha=...),
+        r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384": tied(
+            quantize_base=True
+        ),
+        "quantizer=.*this model has none": {"model": tiny.MODEL, "quantizer": QUANTIZER},
+        "quantizer=.*it is for LoRA": {"model": DORA, "quantizer": QUANTIZER},
+        "quantizer=.*NF4": {"model": WIDE, "quantizer": QUANTIZER},
+        "quantizer=.*cannot be trained with": {"quantizer": NOT_FOR_TRAINING},
+        "quantizer.groupsize=24: it does not divide 32": {
+            "quantizer": {**QUANTIZER, "groupsize": 24}
         },
-    ),
-    "quantizer.groupsize=24: it does not divide 32": (
-        1,
-        {"model": TIED, "quantizer": {**QUANTIZER, "groupsize": 24}},
-    ),
-    "loraplus_lr_ratio=4.0: the model has no LoRA": (
-        1,
-        {"model": tiny.MODEL, "loraplus_lr_ratio": 4.0},
-    ),
-    "loraplus_lr_ratio=4.0: with optimizer_in_bwd": (
-        1,
-        {"loraplus_lr_ratio": 4.0, "optimizer_in_bwd": True, "gradient_accumulation_steps": 1},
-    ),
-    r"fsdp=\{'offload': True\}": (1, {"fsdp": {"offload": True}}),
+        "loraplus_lr_ratio=4.0: the model has no LoRA": {
+            "model": tiny.MODEL,
+            "loraplus_lr_ratio": 4.0,
+        },
+        "loraplus_lr_ratio=4.0: with optimizer_in_bwd": {
+            "loraplus_lr_ratio": 4.0,
+            "optimizer_in_bwd": True,
+        },
+        r"fsdp=\{'offload': True\}": {"fsdp": {"offload": True}},
+    },
+    2: {
+        "data_parallel_shard_dim=1: FSDP2": {"model": WIDE, "data_parallel_replicate_dim": 2},
+        "tensor_parallel_dim=2: .*LoRA": {"model": MODELS["untied"], **TP_2},
+    },
+    3: {"model.quantize_base=True: .* on 3 ranks": {"model": WIDE, "batch_size": 1}},
 }
 
 
@@ -538,9 +421,9 @@ def refusals(configs):
     return [refusal(config) for config in configs]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", REFUSED)
 def test_what_cannot_work_is_refused_by_name_before_training(world_size, tiny_config):
-    cases = {words: changes for words, (size, changes) in REFUSED.items() if size == world_size}
+    cases = REFUSED[world_size]
     configs = []
     for changes in cases.values():
         config = tiny_config(**{"model": TIED, "gradient_accumulation_steps": 1, **changes})
@@ -557,10 +440,10 @@ def test_given_adapters_of_another_model_are_refused_by_name(tiny_config, tmp_pa
     text = tmp_path / "text.pt"
     text.write_text("no tensors")
     for words, model, changes in (
-        ("another rank or size: .*lora_a", {**TIED, "lora_rank": 2}, {}),
+        ("its shapes differ: .*lora_a", {**TIED, "lora_rank": 2}, {}),
         ("it lacks layers.0.attn.k_proj.magnitude", DORA, {}),
-        ("has what the model has not: .*mlp", {**TIED, "apply_lora_to_mlp": False}, {}),
-        ("has what the model has not", tiny.MODEL, {}),
+        ("it has .*mlp.* the model has not", {**TIED, "apply_lora_to_mlp": False}, {}),
+        ("it has .* the model has not", tiny.MODEL, {}),
         ("is no file", TIED, {"adapter_checkpoint": "missing.pt"}),
         ("holds no tensors", TIED, {"adapter_checkpoint": str(text)}),
     ):
@@ -576,21 +459,20 @@ def test_a_stage_without_adapters_is_refused(tiny_config):
     assert "stage 1 of 2 has nothing to train" in problem
 
 
-def warnings_of(config):
-    warnings = keep_warnings()
-    run_recipe(config)
+def warnings_of(world_size, config):
+    _, warnings = run_distributed(run_recipe_keeping_warnings, world_size, config)[0]
     return warnings
 
 
 @pytest.mark.slow
-def test_what_a_key_does_not_do_is_said_once(tiny_config):
+def test_a_key_without_effect_is_warned_of_once(tiny_config):
     config = curve_config(tiny_config, max_steps_per_epoch=1)
     for words, changes in (
         ("lora_dropout", {"model": {**TIED, "lora_dropout": 0.1}}),
         ("save_adapter_weights_only=True: the model has no", {"save_adapter_weights_only": True}),
         ("low_cpu_ram=True", {"model": TIED, "low_cpu_ram": True}),
     ):
-        found = run_distributed(warnings_of, 1, {**config, **changes})[0]
+        found = warnings_of(1, {**config, **changes})
         assert sum(words in text for text in found) == 1, found
 
 
@@ -601,22 +483,20 @@ def exported_dtypes(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_export_says_what_rounding_takes_and_can_keep_it(world_size, tiny_config):
-    """In bf16 over NF4."""
+def test_an_export_warns_of_rounding_and_can_avoid_it(world_size, tiny_config):
     config = curve_config(tiny_config, model=KINDS["qlora"], dtype="bf16", max_steps_per_epoch=2)
-    said = run_distributed(warnings_of, world_size, config)[0]
-    (text,) = [text for text in said if "rounding the merged weights" in text]
+    words = "rounding the merged weights"
+    (text,) = [text for text in warnings_of(world_size, config) if words in text]
     assert re.search(r"weights loses [1-9]\d?% of the adapters' change", text)
     assert exported_dtypes(config) == {torch.bfloat16}
     config["export_dtype"] = "fp32"
-    said = run_distributed(warnings_of, world_size, config)[0]
-    assert not any("rounding the merged weights" in text for text in said)
+    assert not any(words in text for text in warnings_of(world_size, config))
     assert exported_dtypes(config) == {torch.float32}
 
 
 @pytest.mark.slow
 def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
-    """The quantizer makes the base coarse, so the loss is another; its adapters learn all the same."""
+    """The quantizer changes the loss; the adapters still learn."""
     config = curve_config(
         tiny_config,
         model=TIED,
