@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ def get_random_state() -> dict[str, Tensor]:
         CUDA ``cuda`` uint8 [16]. ``*_gauss`` is the second normal of a pair, if it is not used yet.
     """
     _, words, gauss = random.getstate()
-    _, key, position, has_gauss, numpy_gauss = np.random.get_state()
+    numpy: Any = np.random.get_state()
+    _, key, position, has_gauss, numpy_gauss = numpy
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": _tensor_of(gauss),
@@ -42,8 +44,8 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
         if "numpy" in states:
             *key, position = states["numpy"].tolist()
             gauss = _value_of(states["numpy_gauss"])
-            words = np.array(key, np.uint32)
-            np.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
+            keys = np.array(key, np.uint32)
+            np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "cuda" in states and torch.cuda.is_available():

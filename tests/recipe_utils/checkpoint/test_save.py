@@ -1,8 +1,6 @@
 """Checkpoints are complete or not there, in the background or not, whatever fails."""
 
-import os
 import random
-import resource
 import sys
 import time
 
@@ -114,39 +112,6 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert check_whole(tmp_path / "step_1", RECIPE) is None
     assert files_of(tmp_path / "step_1") != before
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-
-
-def save_with_one_disk_full(folder, asynchronous):
-    """Saves steps 1, 2 and 3; rank 1 cannot write much at step 2."""
-    model, optimizer = build(shard=2, extra_numel=1 << 16)
-    writer = CheckpointWriter(
-        folder, keep_last_n=1, group=new_cpu_group(), asynchronous=asynchronous
-    )
-    outcomes = []
-    for step in (1, 2, 3):
-        train(model, optimizer, [step])
-        limit = 100_000 if step == 2 and dist.get_rank() == 1 else -1
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
-        outcome = writer.save(model, optimizer, state(step))
-        outcomes.append(writer.wait() if asynchronous else outcome)
-        outcomes.append(sorted(os.listdir(folder)))
-        dist.barrier()
-    return outcomes
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_where_one_rank_cannot_write_all_keep_the_last_whole_one_and_go_on(tmp_path, asynchronous):
-    ranks = run_distributed(save_with_one_disk_full, 2, tmp_path, asynchronous)
-    assert ranks[0] == ranks[1]
-    first, after_first, failed, after_failed, last, after_last = ranks[0]
-    assert first.path == tmp_path / "step_1"
-    assert failed.path is None
-    assert failed.error.startswith("rank 1: ")
-    assert "File too large" in failed.error
-    assert "step_2.tmp/rank_00001.safetensors" in failed.error
-    assert last.error is None
-    assert [after_first, after_failed, after_last] == [["step_1"], ["step_1"], ["step_3"]]
-    assert check_whole(tmp_path / "step_3", RECIPE) is None
 
 
 def save_with_an_interrupt_on_rank_1(folder):
