@@ -1,4 +1,4 @@
-"""The gradient of every parameter is that of one big batch with its teacher, in float64, whatever the layout."""
+"""The gradient of every parameter is that of one big batch with its teacher, in float64, in all layouts."""
 
 from functools import cache
 from typing import Any, NamedTuple

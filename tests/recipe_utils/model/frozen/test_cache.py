@@ -176,57 +176,34 @@ def rewrite(file, **changes):
     save_file({**load_file(file), **changes}, file)
 
 
-def torn(file):
+def replace_in(file, old, new):
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+
+
+def tear(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def empty(file):
-    file.write_bytes(b"")
-
-
-def a_folder(file):
-    file.unlink()
-    file.mkdir()
-
-
-def another_key(file):
-    keys = load_file(file)["keys"]
-    keys[0, 0] ^= 1
-    rewrite(file, keys=keys)
-
-
-def other_rows(file):
-    rewrite(file, num_rows=load_file(file)["num_rows"].flip(0))
-
-
-def another_dtype(file):
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b'"dtype":"BF16"', b'"dtype":"F16" ', 1))
-
-
-def foreign(file):
-    save_file({"weight": torch.zeros(3)}, file)
-
-
-def keys_of_another_dtype(file):
-    rewrite(file, keys=torch.zeros(2, 16, dtype=torch.bfloat16))
-
-
-def a_shorter_column(file):
-    rewrite(file, **{"values.rest": load_file(file)["values.rest"][:-1]})
-
-
-DAMAGES = [
-    torn, empty, a_folder, another_key, other_rows, another_dtype, foreign, keys_of_another_dtype,
-    a_shorter_column,
-]  # fmt: skip
+DAMAGES = {
+    "torn": tear,
+    "empty": lambda file: file.write_bytes(b""),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "another key": lambda file: rewrite(file, keys=load_file(file)["keys"].flip(1)),
+    "other rows": lambda file: rewrite(file, num_rows=load_file(file)["num_rows"].flip(0)),
+    "another dtype": lambda file: replace_in(file, b'"dtype":"BF16"', b'"dtype":"F16" '),
+    "foreign": lambda file: save_file({"weight": torch.zeros(3)}, file),
+    "keys of another dtype": lambda file: rewrite(file, keys=torch.zeros(2, 16).bfloat16()),
+    "a shorter column": lambda file: rewrite(
+        file, **{"values.rest": load_file(file)["values.rest"][:-1]}
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_part_is_skipped_once_and_computed_again(damage, tmp_path, caplog):
     filled(tmp_path, 1, 2)
     (file,) = tmp_path.iterdir()
-    damage(file)
+    DAMAGES[damage](file)
     filled(tmp_path, 3)
     caplog.clear()
     cache = opened(tmp_path)
@@ -333,7 +310,7 @@ def test_all_ranks_find_outputs_of_all_and_skip_the_same_damaged_parts(
 ):
     filled(tmp_path, 28)
     (file,) = tmp_path.iterdir()
-    torn(file)
+    tear(file)
     filled(tmp_path, 29)
     for before, after in run_distributed(add_on_ranks, 3, tmp_path, gathers):
         assert before == [29]

@@ -69,28 +69,6 @@ def files(tmp_path_factory):
     return Files(tmp_path_factory.mktemp("tokenizers"))
 
 
-def folder_of(tokenizer, folder):
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
-def changed(tokenizer, change):
-    content = json.loads(tokenizer.to_str())
-    change(content)
-    return Tokenizer.from_str(json.dumps(content))
-
-
-def with_names(tokenizer, names):
-    """The same with other names of special tokens, by id."""
-
-    def rename(content):
-        for token in content["added_tokens"]:
-            token["content"] = names.get(token["id"], token["content"])
-
-    return changed(tokenizer, rename)
-
-
 class Named:
     """A tokenizer that is nothing but its vocabulary."""
 
@@ -98,9 +76,10 @@ class Named:
         self.get_vocab = lambda: ids
 
 
-def without(tokenizer, index):
-    """The same with a hole, which the library itself would fill."""
-    return Named({token: i for token, i in tokenizer.get_vocab().items() if i != index})
+def with_token(tokenizer, index, token):
+    """The same vocabulary with another token of an id; None makes a hole."""
+    ids = {other: i for other, i in tokenizer.get_vocab().items() if i != index}
+    return Named(ids if token is None else {**ids, token: index})
 
 
 # ---- Kinds -------------------------------------------------------------------------------------------
@@ -170,34 +149,25 @@ def test_a_sentencepiece_file_has_the_tokens_of_a_tokenizer_json(kind, sentencep
 # ---- Differences -------------------------------------------------------------------------------------
 
 
-def test_the_first_token_that_differs_is_named(files, tmp_path):
-    vocabulary = vocabulary_of(files.library)
-    place = next(index for index, token in vocabulary.items() if token == "Ġthe")
-
-    def swap(content):
-        vocab, last = content["model"]["vocab"], NUM_MERGED - 1
-        content["model"]["merges"] = []
-        vocab[vocabulary[place]], vocab[vocabulary[last]] = last, place
-
-    other = changed(files.library, swap)
-    text = (
-        f"token {place} is 'Ġthe' in the student's and {vocabulary[NUM_MERGED - 1]!r} in the teacher's; "
+def test_the_first_token_that_differs_is_named(files):
+    ids, tokens = files.library.get_vocab(), vocabulary_of(files.library)
+    first, last = ids["Ġthe"], NUM_MERGED - 1
+    swapped = Named({**ids, "Ġthe": last, tokens[last]: first})
+    with pytest.raises(ValueError, match="teacher's") as error:
+        check_same_tokens(files.tiktoken, swapped, None)
+    assert str(error.value) == (
+        f"teacher_tokenizer: token {first} is 'Ġthe' in the student's and {tokens[last]!r} in the teacher's; "
         "both must share one tokenizer, since their distributions are compared token by token"
     )
-    with pytest.raises(ValueError, match="teacher's") as error:
-        check_same_tokens(files.tiktoken, other, None)
-    assert str(error.value) == f"teacher_tokenizer: {text}"
-    folder = folder_of(other, tmp_path / "teacher")
-    with pytest.raises(ValueError, match="teacher's") as error:
-        check_same_tokens(files.tiktoken, None, folder)
-    assert str(error.value) == f"{folder}/tokenizer.json: {text}"
 
 
 def test_the_teacher_s_tokenizer_goes_before_the_file_in_its_folder(files, tmp_path):
-    folder = folder_of(byte_pair_tokenizer(*CHAT_TOKENS), tmp_path / "teacher")
-    assert check_same_tokens(files.tiktoken, files.library, folder) is None
-    with pytest.raises(ValueError, match=rf"token {NUM_MERGED} is '<\|begin_of_text\|>' in the"):
-        check_same_tokens(files.tiktoken, None, folder)
+    path = tmp_path / "tokenizer.json"
+    byte_pair_tokenizer(*CHAT_TOKENS).save(str(path))
+    assert check_same_tokens(files.tiktoken, files.library, str(tmp_path)) is None
+    text = rf"{path}: token {NUM_MERGED} is '<\|begin_of_text\|>' in the"
+    with pytest.raises(ValueError, match=text):
+        check_same_tokens(files.tiktoken, None, str(tmp_path))
 
 
 PLACE = NUM_MERGED + 3
@@ -207,9 +177,9 @@ PLACE = NUM_MERGED + 3
     ("change", "difference"),
     [
         (lambda _: byte_pair_tokenizer(*SPECIAL_TOKENS, "<|one|>", "<|two|>"), None),
-        (lambda library: without(library, PLACE), "missing"),
-        (lambda library: with_names(library, {PLACE: "<|reserved_special_token_2|>"}), None),
-        (lambda library: with_names(library, {PLACE: "Ġreserved"}), "'Ġreserved'"),
+        (lambda library: with_token(library, PLACE, None), "missing"),
+        (lambda library: with_token(library, PLACE, "<|reserved_special_token_2|>"), None),
+        (lambda library: with_token(library, PLACE, "Ġreserved"), "'Ġreserved'"),
     ],
     ids=["longer", "hole", "reserved token", "the word reserved"],
 )
@@ -226,9 +196,9 @@ def test_only_other_tokens_are_differences_on_either_side(change, difference, fi
 
 
 def test_a_reserved_token_equals_other_reserved_tokens_and_holes(files):
-    reserved = with_names(files.library, {PLACE: "<|reserved_special_token_2|>"})
-    otherwise = with_names(files.library, {PLACE: "<|reserved_special_token_5|>"})
-    for other in (otherwise, without(files.library, PLACE)):
+    reserved = with_token(files.library, PLACE, "<|reserved_special_token_2|>")
+    for token in ("<|reserved_special_token_5|>", None):
+        other = with_token(files.library, PLACE, token)
         assert check_same_tokens(reserved, other, None) is None
 
 
