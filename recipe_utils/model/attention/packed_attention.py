@@ -22,7 +22,10 @@ from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
 Kernel = Literal["varlen", "flex", "by_document", "dense"]
 
-_DTYPES_OF_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {
+    "varlen": (torch.bfloat16, torch.float16),
+    "flex": (torch.bfloat16, torch.float16, torch.float32),
+}
 _RECOMPILE_LIMIT = 64
 """Variants per compiled function: row lengths, times training and validation, times models."""
 
@@ -73,75 +76,68 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
         return PackedAttention("by_document", f"the device is {device.type}")
 
     configured: Any = getattr(model, "packed_attention", None)
-    dtype = next(model.parameters()).dtype
-    dropout = max(float(attention.attn_dropout) for attention in self_attentions(model))
-    against_varlen = _against_varlen(model, dtype, dropout, device)
+    against_varlen = _obstacle("varlen", model, device)
+    against_flex = _obstacle("flex", model, device)
     kernel, why = configured, "packed_attention is set to it"
     if configured is None:
-        kernel, why = _default_kernel(dtype, dropout, against_varlen)
+        kernel, why = _default_kernel(against_varlen, against_flex)
+    key = f"packed_attention={configured or 'null'}: "
     if kernel == "by_document":
         return PackedAttention(kernel, why)
     if kernel == "flex":
-        subject = "packed_attention=flex: it"
-        if configured is None:
-            subject = f"packed_attention=null: it is flex here ({why}), and it"
-        return PackedAttention(kernel, why, _problem_of_flex(dtype, dropout, subject))
+        reason = "" if configured else f"{why}, and "
+        return PackedAttention(kernel, why, _problem_of_flex(key + reason, against_flex))
     problem = None
     if against_varlen is not None:
-        problem = (
-            f"packed_attention=varlen: {against_varlen}; set packed_attention=flex, or leave it out"
-        )
-    subject = f"packed_attention={configured or 'null'}: pairs with prefix_sharing take flex attention, which"
-    return PackedAttention(kernel, why, problem, _problem_of_flex(dtype, dropout, subject))
+        problem = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
+    of_pairs = f"{key}pairs with prefix_sharing use flex attention, and "
+    return PackedAttention(kernel, why, problem, _problem_of_flex(of_pairs, against_flex))
 
 
-def _default_kernel(
-    dtype: torch.dtype, dropout: float, against_varlen: str | None
-) -> tuple[Kernel, str]:
+def _obstacle(
+    kernel: Literal["varlen", "flex"], model: nn.Module, device: torch.device
+) -> str | None:
+    """Returns the reason that a kernel rejects a model, if any (flash_attn/flash_api.cpp at 03b7c19)."""
+    name = {"varlen": "FlashAttention", "flex": "flex attention"}[kernel]
+    attentions = self_attentions(model)
+    dtype = next(model.parameters()).dtype
+    if dtype not in _DTYPES[kernel]:
+        return f"{name} does not compute in {str(dtype).removeprefix('torch.')}"
+    dropout = max(float(attention.attn_dropout) for attention in attentions)
     if dropout > 0:
-        return "by_document", f"the others do not support attn_dropout={dropout}"
-    if dtype not in _DTYPES_OF_KERNELS:
-        return "by_document", f"the others do not compute in {_name(dtype)}"
+        return f"{name} does not support attn_dropout={dropout}"
+    if kernel == "flex":
+        return None
+    for head_dim in {attention.head_dim for attention in attentions}:
+        if head_dim % 8 or head_dim > 256:
+            return f"{name} does not support heads of width {head_dim}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{name} needs a GPU of compute capability 8.0"
+    return None
+
+
+def _default_kernel(against_varlen: str | None, against_flex: str | None) -> tuple[Kernel, str]:
+    if against_flex is not None:
+        return "by_document", against_flex
     if against_varlen is not None:
         return "flex", against_varlen
     if torch.are_deterministic_algorithms_enabled():
         # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
         why = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
         return "flex", why
-    return "varlen", f"FlashAttention computes in {_name(dtype)}"
+    return "varlen", "FlashAttention supports the model"
 
 
-def _against_varlen(
-    model: nn.Module, dtype: torch.dtype, dropout: float, device: torch.device
-) -> str | None:
-    """Returns the reason that FlashAttention rejects a model (flash_attn/flash_api.cpp at 03b7c19), if any."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention does not compute in {_name(dtype)}"
-    if dropout > 0:
-        return f"it has no attn_dropout={dropout}"
-    for head_dim in {attention.head_dim for attention in self_attentions(model)}:
-        if head_dim % 8 or head_dim > 256:
-            return f"FlashAttention does not support heads of width {head_dim}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return "FlashAttention needs a GPU of compute capability 8.0"
-    return None
-
-
-def _problem_of_flex(dtype: torch.dtype, dropout: float, subject: str) -> str | None:
-    """Returns the reason that flex attention is unavailable, in a sentence about ``subject``, if any."""
+def _problem_of_flex(beginning: str, obstacle: str | None) -> str | None:
+    """Returns the reason that flex attention is unavailable on this machine or for a model, if any."""
     instead = "set packed_attention=by_document"
-    if dropout > 0:
-        return f"{subject} has no attn_dropout={dropout}; {instead}"
-    if dtype not in _DTYPES_OF_KERNELS:
-        return f"{subject} does not compute in {_name(dtype)}; {instead}"
+    if obstacle is not None:
+        return f"{beginning}{obstacle}; {instead}"
     missing = missing_for_triton()
-    if missing is not None:
-        return f"{subject} compiles with Triton, which needs {missing}; install that, or {instead}"
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    if missing is None:
+        return None
+    text = f"flex attention compiles with Triton, which needs {missing}"
+    return f"{beginning}{text}; install that, or {instead}"
 
 
 def missing_for_triton() -> str | None:

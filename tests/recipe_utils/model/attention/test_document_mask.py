@@ -118,7 +118,7 @@ def test_other_attention_than_torchtune_s_is_not_changed():
 
 def test_rows_that_cannot_be_computed_are_refused_in_the_forward():
     model = make({**tiny.MODEL, "attn_dropout": 0.1}, "flex", CUDA)
-    with pytest.raises(ConfigError, match=r"packed_attention=flex: it has no attn_dropout=0\.1"):
+    with pytest.raises(ConfigError, match=r"packed_attention=flex: .* attn_dropout=0\.1"):
         model(**row_of(PLAIN))
 
 
