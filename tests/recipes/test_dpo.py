@@ -150,13 +150,8 @@ def test_what_is_logged(tiny_dpo_config):
 
 
 def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config):
-    config = config_of(
-        tiny_dpo_config,
-        epochs=1,
-        dataset_val={**PAIRS, "num_pairs": 7, "seed": 3},
-        run_val_every_n_steps=2,
-        microbatching="packed",
-    )
+    held_out = {"dataset_val": {**PAIRS, "num_pairs": 7, "seed": 3}, "run_val_every_n_steps": 2}
+    config = config_of(tiny_dpo_config, epochs=1, microbatching="packed", **held_out)
     on_one = [metrics for metrics in run(config) if "val_loss" in metrics]
     on_four = [m for m in run_distributed(run, 4, config)[0] if "val_loss" in m]
     names = [f"val_{name}" for name in (*COMPARED, "sft_loss", "preference_loss")]
@@ -174,22 +169,19 @@ def test_batch_size_val_takes_effect(tiny_dpo_config, monkeypatch):
         return collate(self, pairs)
 
     monkeypatch.setattr(PairCollator, "collate", recording)
-    data = {**PAIRS, "num_pairs": 4}
-    held_out = {"dataset_val": {**PAIRS, "num_pairs": 8, "seed": 3}, "run_val_every_n_steps": 1}
-    run(tiny_dpo_config(dataset=data, batch_size=2, batch_size_val=8, **held_out))
+    data, held_out = ({**PAIRS, "num_pairs": num_pairs} for num_pairs in (4, 8))
+    validation = {"dataset_val": held_out, "run_val_every_n_steps": 1, "batch_size_val": 8}
+    run(tiny_dpo_config(dataset=data, batch_size=2, **validation))
     assert max(sizes) == 8
 
 
 def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
     """Validation on the data of the first update step, before and after a step of learning rate 0."""
+    data = {**PAIRS, "num_pairs": 8}
     config = config_of(
-        tiny_dpo_config,
-        epochs=1,
-        dataset={**PAIRS, "num_pairs": 8},
-        dataset_val={**PAIRS, "num_pairs": 8},
-        run_val_every_n_steps=1,
+        tiny_dpo_config, epochs=1, dataset=data, dataset_val=data, run_val_every_n_steps=1,
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
-    )
+    )  # fmt: skip
     trained, validated = run(config)
     for name in (*COMPARED, "sft_loss"):
         assert validated[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)

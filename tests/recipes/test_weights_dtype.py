@@ -285,9 +285,8 @@ def test_a_resumed_training_is_the_same_bit_for_bit(tiny_config):
     newest.rename(newest.with_name("moved"))
     resumed = {**config, "resume_from_checkpoint": True}
     for changes in ({"weights_dtype": None}, {"dtype": "fp64", "weights_dtype": None}):
-        (error, *_) = run_distributed(
-            loss_and_norm, 2, {**resumed, **changes}, expect_failures=True
-        )
+        other = {**resumed, **changes}
+        (error, *_) = run_distributed(loss_and_norm, 2, other, expect_failures=True)
         assert "set model, dtype and weights_dtype as then" in error
     assert run_distributed(loss_and_norm, 2, resumed)[0] == whole[2:]
 

@@ -9,7 +9,6 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.model.build.build import (
     ModelSettings,
@@ -119,20 +118,6 @@ def test_each_stage_is_prepared_by_itself_and_only_the_last_has_the_output():
 
 
 # ---- Settings -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp64"])
-def test_dtypes_are_those_of_torch(name):
-    settings = ModelSettings(dtype=name)
-    assert settings.torch_dtype == PRECISION_STR_TO_DTYPE[name]
-    assert list(settings.problems_with(RankSettings(device="cpu"))) == []
-    assert ModelSettings().torch_dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp13"])
-def test_a_dtype_that_cannot_work_is_refused_by_key(dtype):
-    with pytest.raises(ValueError, match=r"dtype\n.*'fp32', 'bf16' or 'fp64'"):
-        ModelSettings(dtype=dtype)
 
 
 OFFLOADING, RECOMPUTING = (

@@ -37,17 +37,16 @@ def test_a_loaded_model_computes_what_the_saved_one_did(sizes):
     torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
 
 
-def test_loaded_weights_have_the_models_precision_and_their_own_memory():
-    state_dict = tiny.tiny_model().state_dict()
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        settings = ModelSettings(dtype=name)
-        model = on_meta(settings=settings)
-        load_weights(model, {"model": state_dict}, settings, CPU)
-        weight = model.tok_embeddings.weight
-        assert weight.dtype == dtype
-        assert weight.data_ptr() != state_dict["tok_embeddings.weight"].data_ptr()
-        assert torch.equal(weight, state_dict["tok_embeddings.weight"].to(dtype))
-        assert weight.requires_grad
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_loaded_weights_have_the_models_precision_and_their_own_memory(name, dtype):
+    given = tiny.tiny_model().state_dict()
+    settings = ModelSettings(dtype=name)
+    model = on_meta(settings=settings)
+    load_weights(model, {"model": given}, settings, CPU)
+    weight = model.tok_embeddings.weight
+    assert weight.data_ptr() != given["tok_embeddings.weight"].data_ptr()
+    assert torch.equal(weight, given["tok_embeddings.weight"].to(dtype))
+    assert weight.requires_grad
 
 
 @pytest.mark.parametrize(
