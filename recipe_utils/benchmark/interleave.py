@@ -15,14 +15,14 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from recipe_utils.benchmark.token_audit import FedTokens
 
-_GO, _FINISH = "go", "finish"
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -44,17 +43,13 @@ class RankReport:
     fingerprint: int
     """Fingerprint of their tokens; see :func:`.token_audit.fingerprint`."""
     peak_memory_bytes: int
-    """Peak of the process, on CUDA of the allocator."""
-    losses: list[float] = field(default_factory=list)
-    """Losses since the last report [nats per target token], one turn late: recipes log after a
-    step."""
-
-
-# ---- In a baseline's process ---------------------------------------------------------------------
+    losses: list[float]
+    """Losses since the last report [nats per target token]. Recipes log after a step, so each is
+    one turn late."""
 
 
 class Gate:
-    """Gate that blocks the process after each optimizer step until the benchmark's next "go"."""
+    """Blocks a baseline's process after each optimizer step until the benchmark starts its next turn."""
 
     def __init__(self, pipe: Connection, fed_tokens: FedTokens, device: torch.device) -> None:
         self._pipe = pipe
@@ -71,10 +66,9 @@ class Gate:
     def wait_for_turn(self) -> None:
         """Blocks until the next turn; exits if the benchmark has ended."""
         try:
-            turn = self._pipe.recv()
+            self._is_finishing = self._pipe.recv()
         except EOFError:
             os._exit(1)
-        self._is_finishing = turn == _FINISH
 
     def add_loss(self, loss: float) -> None:
         """Adds the loss of a step. The loss of the last step ends the process."""
@@ -148,9 +142,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# ---- In the benchmark's process ------------------------------------------------------------------
-
-
 class BaselineDiedError(RuntimeError):
     """Error if a process ended or timed out, with the last lines of its output."""
 
@@ -167,7 +158,7 @@ class Processes:
         self.name = name
         self._timeout_seconds = timeout_seconds
         self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Popen[bytes]] = []
         self._log_paths = [Path(str(log_path).format(rank=rank)) for rank in range(num_ranks)]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environments = _environments(num_ranks)
@@ -176,15 +167,15 @@ class Processes:
                 ours, theirs = Pipe()
                 with theirs, open(rank_log_path, "wb") as output:
                     self._pipes.append(ours)
-                    process = subprocess.Popen(
+                    process = Popen(
                         # -P: the working directory must not come before the installed packages.
                         [sys.executable, "-P", "-m", "recipe_utils.benchmark.baselines.worker",
                          str(spec_path), str(theirs.fileno())],
                         env=environment,
                         pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
+                        stdin=DEVNULL,
                         stdout=output,
-                        stderr=subprocess.STDOUT,
+                        stderr=STDOUT,
                         start_new_session=True,  # a process group to signal; Ctrl-C does not reach it
                     )  # fmt: skip
                     self._processes.append(process)
@@ -201,7 +192,7 @@ class Processes:
             BaselineDiedError: a rank ended without a message, or timed out.
         """
         started = time.perf_counter()
-        self._go(_GO)
+        self._go(is_finishing=False)
         deadline = time.monotonic() + self._timeout_seconds
         messages = [self._receive_from(rank, deadline) for rank in range(len(self._pipes))]
         seconds = time.perf_counter() - started
@@ -210,7 +201,7 @@ class Processes:
 
     def finish(self) -> list[float]:
         """Ends the baseline after its last turn; returns rank 0's remaining losses."""
-        self._go(_FINISH)
+        self._go(is_finishing=True)
         deadline = time.monotonic() + self._timeout_seconds
         losses = self._receive_from(0, deadline).losses
         self.kill()
@@ -224,11 +215,11 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
 
-    def _go(self, turn: str) -> None:
+    def _go(self, is_finishing: bool) -> None:
         self._signal_all(signal.SIGCONT)
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send(turn)
+                pipe.send(is_finishing)
             except OSError:
                 raise self._died(rank) from None
 
@@ -256,7 +247,7 @@ class Processes:
 
     def _died(self, rank: int, what: str = "") -> BaselineDiedError:
         if not what:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutExpired):
                 self._processes[rank].wait(timeout=10)
             what = f"ended with exit code {self._processes[rank].returncode}"
         path = self._log_paths[rank]

@@ -1,11 +1,6 @@
-"""Kills a training at random moments, resumes it, and compares it with an undisturbed run.
-
-Every process of the training gets a SIGKILL, wherever it is: loading, computing, staging or writing a checkpoint,
-exporting. Every second kill waits for the next moment at which a checkpoint or an export is being written.
-"""
+"""Kills all processes of a training at random moments, resumes it, and compares it with an undisturbed run."""
 
 import contextlib
-import multiprocessing
 import os
 import random
 import re
@@ -21,42 +16,30 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from distributed_runs import fork_context
-from programs import recipe_file
+from programs import become_program, recipe_file
 
 
 @dataclass
 class Comparison:
-    """Counts over all trainings that were killed and resumed."""
+    """Counts over all runs of the killed training."""
 
     kills: int = 0
-    kills_while_writing: int = 0
-    resumes: int = 0
-    trainings: int = 0
-    """Trainings that reached their end."""
-    lost_steps: int = 0
-    """Update steps without a logged loss."""
+    lost_steps: int = 0  # without a logged loss
     different_losses: int = 0
-    files: int = 0
-    """Exported files that were compared."""
+    files: int = 0  # exported ones that were compared
     different_files: int = 0
 
 
 def kill_and_resume(
-    arguments: list[str], folder: Path, num_kills: int, num_ranks: int = 1, seed: int = 0
+    arguments: list[str], folder: Path, num_kills: int, num_ranks: int = 1
 ) -> Comparison:
-    """Kills trainings until `num_kills`, then lets the last one reach its end.
+    """Kills a training ``num_kills`` times, then lets it reach its end. One that ends earlier is started again.
 
-    Losses and exported files, those of the final weights included, are compared bitwise with an undisturbed run:
-    after each kill those that exist by then, at the end of a training all. A training that ends is started again.
-
-    Args:
-        arguments: of `tune run`: recipe, config and overrides.
-        folder: for the output.
-        num_kills: trainings to kill.
-        num_ranks: processes of the training.
-        seed: of the moments.
+    Every second kill waits until a checkpoint or an export is being written. Losses and exported files are
+    compared bitwise with an undisturbed run: after a kill those that exist, at the end all.
+    ``arguments`` are those of ``tune run``.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     started = time.monotonic()
     reference = _Run(arguments, folder / "reference", num_ranks)
     assert reference.wait(None) == 0, reference.output()
@@ -65,11 +48,10 @@ def kill_and_resume(
     expected_files = exported_files(reference.output_dir)
 
     counts = Comparison()
-    run_folder = folder / "run_0"
+    run_folder = folder / "run"
     is_last = False
     while not is_last:
-        is_last = counts.kills >= num_kills  # left alone, so that what was killed is compared
-        counts.resumes += any(run_folder.glob("step_*"))
+        is_last = counts.kills >= num_kills
         before, left_over = losses_in(run_folder), being_written(run_folder)
         run = _Run(arguments, run_folder, num_ranks)
         status = run.wait(None if is_last else rng.uniform(0.1, 1.1) * duration)
@@ -78,7 +60,6 @@ def kill_and_resume(
         if status is None:
             run.kill()
             counts.kills += 1
-            counts.kills_while_writing += bool(being_written(run_folder) - left_over)
         else:
             assert status == 0, run.output()
         logged = losses_in(run_folder)
@@ -91,9 +72,7 @@ def kill_and_resume(
         if status == 0:
             counts.different_files += len(expected_files.keys() - exported.keys())
             counts.lost_steps += len(expected.keys() - logged.keys())
-            counts.trainings += 1
             shutil.rmtree(run_folder)
-            run_folder = folder / f"run_{counts.trainings}"
     return counts
 
 
@@ -138,7 +117,7 @@ def logging_to(output_dir: Path) -> list[str]:
 
 
 class _Run:
-    """A training, by forks of the processes that have imported what it needs."""
+    """A training whose ranks are forks of the server of `distributed_runs`."""
 
     def __init__(self, arguments: list[str], output_dir: Path, num_ranks: int) -> None:
         self.output_dir = output_dir
@@ -154,7 +133,7 @@ class _Run:
             self._ranks[-1].start()
 
     def wait(self, timeout_seconds: float | None) -> int | None:
-        """The exit status; None if the training still runs after the time."""
+        """Returns the largest exit code; None if the training still runs after the time."""
         wait([rank.sentinel for rank in self._ranks], timeout_seconds)
         if not any(rank.exitcode is not None for rank in self._ranks):
             return None
@@ -163,42 +142,21 @@ class _Run:
         return max(abs(rank.exitcode or 0) for rank in self._ranks)
 
     def kill(self) -> None:
-        """Kills the training and all processes that it has started."""
         for rank in self._ranks:
-            for pid in [rank.pid, *_descendants(rank.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)  # its DataLoader workers, too
+            rank.kill()  # if it has no process group yet
             rank.join()
 
     def output(self) -> str:
-        """What the training has printed so far."""
         return (self.output_dir / "output.txt").read_text()
 
 
 def _train(arguments: list[str], output: str, rank: int, num_ranks: int, port: int) -> None:
     """Runs the recipe's main program as `tune run` or torchrun do."""
-    with open(output, "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    become_program([recipe_file(arguments[0]), *arguments[1:]], output)
     if num_ranks > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         values = map(str, (rank, rank, num_ranks, num_ranks, port))
         os.environ.update(zip(names, values, strict=True), MASTER_ADDR="127.0.0.1")
-    multiprocessing.set_start_method(None, force=True)  # that of the fork server's child is its own
-    sys.argv = [recipe_file(arguments[0]), *arguments[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _descendants(pid: int) -> list[int]:
-    """Processes that `pid` has started, and theirs; workers of a launcher have sessions of their own."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rsplit(")", 1)[1].split()
-            children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, waiting = [], [pid]
-    while waiting:
-        of_parent = children.get(waiting.pop(), [])
-        found += of_parent
-        waiting += of_parent
-    return found

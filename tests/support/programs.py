@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -61,6 +62,16 @@ def tune_run_here(recipe: str, *arguments: Any, cwd: Any = ".") -> tuple[int, st
         if str(cwd) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
     return code, screen.getvalue()
+
+
+def become_program(argv: list[str], output: str) -> None:
+    """Makes a child of the fork server the leader of a process group with this command line and output."""
+    os.setsid()
+    with open(output, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    multiprocessing.set_start_method(None, force=True)  # undoes that of the child itself
+    sys.argv = argv
 
 
 def lines_on(screen: str) -> list[str]:
