@@ -1,4 +1,4 @@
-"""An update step is a value that holds what all ranks agreed on before its first forward."""
+"""An update step is a value with counts over all ranks, determined before its first forward."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from torchtune.data import padded_collate_sft
 
 from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.data.loader.microbatch import Microbatch, Targets, mark_last
+from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.plan import MicrobatchCost, plan_in_order
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
@@ -59,28 +59,23 @@ def samples_of(step):
     return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
 
 
-def describe_unequal_steps(depths):
-    described = []
-    for depth in depths:
-        loader = make_loader(SAMPLES, prefetch_update_steps=depth)
-        with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
-            described.append(
-                [
-                    (
-                        step.index,
-                        dict(step.totals),
-                        step.scale("target_tokens"),
-                        [dict(microbatch.counts) for microbatch in step.microbatches],
-                    )
-                    for step in steps
-                ]
+def describe_unequal_steps(depth):
+    loader = make_loader(SAMPLES, prefetch_update_steps=depth)
+    with loader.of_samples(UNEQUAL[dist.get_rank()]) as steps:
+        return [
+            (
+                step.index,
+                dict(step.totals),
+                step.scale("target_tokens"),
+                [dict(microbatch.counts) for microbatch in step.microbatches],
             )
-    return described
+            for step in steps
+        ]
 
 
 def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
-    of_ranks = run_distributed(describe_unequal_steps, 2, (0, 2))
-    assert all(without == ahead for without, ahead in of_ranks)
+    of_ranks = run_distributed(describe_unequal_steps, 2, 2)
+    assert run_distributed(describe_unequal_steps, 2, 0) == of_ranks
     for index, shares in enumerate(zip(*UNEQUAL, strict=True)):
         samples = [SAMPLES[i] for share in shares for i in share]
         expected = {
@@ -88,7 +83,7 @@ def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
             "real_tokens": sum(len(sample["tokens"]) for sample in samples),
         }
         counts = []
-        for (_, steps), share in zip(of_ranks, shares, strict=True):
+        for steps, share in zip(of_ranks, shares, strict=True):
             step_index, totals, scale, of_microbatches = steps[index]
             assert step_index == index
             assert totals.items() >= expected.items()
@@ -135,71 +130,54 @@ def test_data_that_two_ranks_share_counts_once():
 # ---- Failures -------------------------------------------------------------------------------------
 
 
-def collate_with_a_weight_per_sample(samples, **arguments):
-    """Works on the samples that the dataset returns, not on one cut to a single token."""
+def collate_longer_samples(samples, **arguments):
+    """Fails for a dummy microbatch of a single token."""
     if any(len(sample["tokens"]) < 2 for sample in samples):
         raise SampleError("cannot collate a single token")
     return padded_collate_sft(samples, **arguments)
 
 
-def run_until_it_stops(samples, indices_of_rank, **settings):
-    seen = 0
+def run_until_it_stops(samples, indices_of_rank, settings):
+    """Returns the number of update steps, and the error."""
+    num_steps = 0
     loader = make_loader(samples, **settings)
     try:
         with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
             for _ in steps:
-                seen += 1
+                num_steps += 1
     except (SampleError, OtherRankFailedError) as error:
         dist.barrier()
-        return seen, type(error), str(error)
-    dist.barrier()
-    return seen, None, ""
+        return num_steps, type(error), str(error)
 
 
-def run_until_each_stops(cases):
-    return [run_until_it_stops(*case, **settings) for *case, settings in cases]
-
-
-@pytest.fixture(scope="module")
-def stopped():
-    """How each case (bad sample, with samples that move, bad dummy microbatch) ends, per rank."""
+@pytest.mark.parametrize("microbatching", ["in_order", "least_padding"])
+def test_a_bad_sample_stops_every_rank_before_the_same_update_step(microbatching):
     samples = list(SAMPLES)
     samples[9] = {"tokens": [1, 2], "labels": [1]}
     shares = [[[0], [1], [2], [3]], [[4], [5], [9], [6]]]
-    cases = [
-        (samples, shares, {}),
-        (samples, shares, {"microbatching": "least_padding"}),
-        (
-            SAMPLES,
-            [[[0], [1, 2]], [[3], []]],
-            {"collate_fn": f"{__name__}.collate_with_a_weight_per_sample"},
-        ),
-    ]
-    return run_distributed(run_until_each_stops, 2, cases)
-
-
-@pytest.mark.parametrize("case", [0, 1], ids=["in_order", "moved"])
-def test_a_bad_sample_stops_every_rank_before_the_same_update_step(stopped, case):
-    good, bad = stopped[0][case], stopped[1][case]
+    settings = {"microbatching": microbatching}
+    good, bad = run_distributed(run_until_it_stops, 2, samples, shares, settings)
     assert good[:2] == (2, OtherRankFailedError)
     assert "rank(s) [1]" in good[2]
     assert bad[:2] == (2, SampleError)
     assert "sample 9 of dataset" in bad[2]
 
 
-def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_update_step(stopped):
-    ends = [rank[2] for rank in stopped]
-    assert [(seen, error) for seen, error, _ in ends] == [(0, SampleError), (0, SampleError)]
+def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_update_step():
+    shares = [[[0], [1, 2]], [[3], []]]
+    settings = {"collate_fn": f"{__name__}.collate_longer_samples"}
+    ends = run_distributed(run_until_it_stops, 2, SAMPLES, shares, settings)
+    assert [end[:2] for end in ends] == [(0, SampleError)] * 2
 
 
-def test_a_dataset_without_a_sample_is_refused_by_its_key(one_process):
-    with pytest.raises(ConfigError, match="dataset: it has 0 samples"):
-        make_loader([], last_update_step="drop")
-
-
-def test_an_epoch_without_an_update_step_is_refused_by_its_key(one_process):
-    with pytest.raises(ConfigError, match="last_update_step"):
-        make_loader(SAMPLES[:3], last_update_step="drop", gradient_accumulation_steps=2)
+@pytest.mark.parametrize(
+    ("number", "steps", "text"),
+    [(0, 1, "dataset: it has 0 samples"), (3, 2, "last_update_step")],
+)
+def test_an_epoch_without_an_update_step_is_refused_by_its_key(number, steps, text, one_process):
+    settings = {"last_update_step": "drop", "gradient_accumulation_steps": steps}
+    with pytest.raises(ConfigError, match=text):
+        make_loader(SAMPLES[:number], **settings)
 
 
 # ---- The value ------------------------------------------------------------------------------------
@@ -228,18 +206,6 @@ def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, o
     assert num_steps == math.ceil(len(expected) / 4)
 
 
-def test_an_update_step_is_a_value_that_can_be_iterated_over_twice(one_process):
-    with make_loader(SAMPLES).of_samples([list(range(6))]) as steps:
-        (step,) = steps
-    first, second = list(mark_last(step.microbatches)), list(mark_last(step.microbatches))
-    assert len(first) == 3
-    assert first == second
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        step.index = 7
-    with pytest.raises(TypeError):
-        step.microbatches[0] = None
-
-
 def test_a_scale_is_the_dp_degree_over_the_total_of_its_name():
     step = UpdateStep(0, (), {"target_tokens": 10, "pairs": 8}, dp_degree=4)
     assert (step.scale("target_tokens"), step.scale("pairs")) == (0.4, 0.5)
@@ -253,9 +219,7 @@ def test_a_scale_is_the_dp_degree_over_the_total_of_its_name():
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
-    loader = make_loader(
-        SAMPLES, gradient_accumulation_steps=2, shuffle=True, prefetch_update_steps=depth
-    )
+    loader = make_loader(SAMPLES, gradient_accumulation_steps=2, prefetch_update_steps=depth)
     assert (loader.global_batch_size, loader.steps_per_epoch) == (4, 3)
 
     def described(**consumed):
@@ -273,19 +237,19 @@ def test_an_epoch_of_fewer_steps_ends_with_the_last_of_them(one_process):
         assert [step.is_last_of_epoch for step in steps] == [False, True]
 
 
-def test_update_steps_counted_after_a_request_to_stop_say_so(one_process):
+def test_update_steps_counted_after_a_request_to_stop_have_it(one_process):
     stop = threading.Event()
     loader = make_loader(SAMPLES, prefetch_update_steps=0)
     with loader.of_samples([[0], [1], [2]], stop=stop) as steps:
-        told = []
+        requested = []
         for step in steps:
-            told.append(step.stop_requested)
+            requested.append(step.stop_requested)
             if step.index == 1:
                 stop.set()
-    assert told == [False, False, True]
+    assert requested == [False, False, True]
 
 
-# ---- A collator of one's own ----------------------------------------------------------------------
+# ---- Another collator -----------------------------------------------------------------------------
 
 
 class Pairs:
@@ -322,25 +286,20 @@ class Pairs:
 def totals_of_pairs(indices_of_rank):
     loader = make_loader([{"pair": [i, i + 1]} for i in range(9)], collator=Pairs())
     with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
-        return [
-            (dict(step.totals), step.scale("pairs"), len(step.microbatches), samples_of(step))
-            for step in steps
-        ]
+        return [(dict(step.totals), len(step.microbatches), samples_of(step)) for step in steps]
 
 
 def test_totals_are_those_of_the_collator_s_counts_by_name_over_all_ranks():
     shares = [[[0, 1, 2], [3]], [[4], [5, 6]]]
-    for rank, found in enumerate(run_distributed(totals_of_pairs, 2, shares)):
-        for (totals, scale, num_microbatches, rows), of_step, num_pairs, most in zip(
-            found, shares[rank], (4, 3), (2, 1), strict=True
-        ):
-            assert totals == {"pairs": num_pairs, "numbers": 2 * num_pairs}
-            assert scale == 2 / num_pairs
-            assert num_microbatches == most
-            assert rows[: len(of_step)] == [[i, i + 1] for i in of_step]
+    for found, share in zip(run_distributed(totals_of_pairs, 2, shares), shares, strict=True):
+        totals, num_microbatches, rows = zip(*found, strict=True)
+        assert totals == ({"pairs": 4, "numbers": 8}, {"pairs": 3, "numbers": 6})
+        assert num_microbatches == (2, 1)
+        for of_step, indices in zip(rows, share, strict=True):
+            assert of_step[: len(indices)] == [[i, i + 1] for i in indices]
 
 
-def test_what_a_collator_refuses_is_named(one_process):
+def test_errors_of_a_collator_name_the_sample(one_process):
     loader = make_loader([{"pair": [1, 2]}, {"pair": [1]}], collator=Pairs())
     with (
         loader.of_samples([[0], [1]]) as steps,

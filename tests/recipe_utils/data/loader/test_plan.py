@@ -43,20 +43,14 @@ def test_in_order_keeps_the_order_and_the_batch_size():
 
 
 @given(LENGTHS, NUM_RANKS, st.integers(1, 2000), OVER_RANKS)
-def test_no_microbatch_exceeds_the_bound_but_a_single_long_sample(
+def test_microbatches_keep_the_bound_and_ranks_get_equally_many_if_samples_suffice(
     lengths, num_ranks, max_tokens, name
 ):
+    """Only a single long sample exceeds the bound. A rank gets at most one microbatch fewer, and only
+    if every microbatch of the last round holds a single sample."""
     ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=max_tokens, cost=COST)
     for microbatch in chain.from_iterable(ranks):
         assert num_positions(name, lengths, microbatch) <= max_tokens or len(microbatch) == 1
-
-
-@given(LENGTHS, NUM_RANKS, st.integers(1, 2000), OVER_RANKS)
-def test_ranks_get_equally_many_microbatches_where_samples_suffice(
-    lengths, num_ranks, max_tokens, name
-):
-    """One fewer at most, and only if every microbatch of the last round holds a single sample."""
-    ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=max_tokens, cost=COST)
     counts = [len(microbatches) for microbatches in ranks]
     assert max(counts) - min(counts) <= 1
     if max(counts) > min(counts):

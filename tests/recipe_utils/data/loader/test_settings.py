@@ -10,45 +10,38 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 
 
-def accumulated(batch_size, steps, global_batch_size, dp_degree):
+def accumulated(steps, global_batch_size):
+    """On two ranks with four samples per microbatch."""
     settings = DataSettings(
-        batch_size=batch_size,
-        gradient_accumulation_steps=steps,
-        global_batch_size=global_batch_size,
+        batch_size=4, gradient_accumulation_steps=steps, global_batch_size=global_batch_size
     )
-    return settings.num_accumulated(dp_degree)
+    return settings.num_accumulated(dp_degree=2)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "steps", "global_batch_size", "dp_degree", "expected"),
-    [(4, 3, None, 2, 3), (4, None, None, 2, 1), (4, None, 24, 2, 3), (4, 3, 24, 2, 3)],
+    ("steps", "global_batch_size", "expected"),
+    [(3, None, 3), (None, None, 1), (None, 24, 3), (3, 24, 3)],
 )
-def test_accumulation_steps_follow_from_whichever_key_is_given(
-    batch_size, steps, global_batch_size, dp_degree, expected
-):
-    resolved = accumulated(batch_size, steps, global_batch_size, dp_degree)
-    assert resolved == expected
-    if global_batch_size is not None:
-        assert batch_size * resolved * dp_degree == global_batch_size
+def test_accumulation_steps_follow_from_the_key_that_is_given(steps, global_batch_size, expected):
+    assert accumulated(steps, global_batch_size) == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("steps", "global_batch_size", "text"),
     [
-        ((4, None, 20, 2), "global_batch_size=20: .* batch_size=4 * 2 .* = 8; .* are 16 and 24"),
-        ((4, None, 5, 2), "global_batch_size=5: .* = 8; the nearest multiples are 8 and 16"),
-        ((4, 2, 24, 2), "global_batch_size=24: .* gradient_accumulation_steps=2 .* = 16; "),
-        ((0, None, 8, 1), "batch_size\n.*greater than or equal to 1"),
-        ((4, 0, None, 1), "gradient_accumulation_steps\n.*greater than or equal to 1"),
-        ((4, None, -8, 1), "global_batch_size\n.*greater than or equal to 1"),
+        (None, 20, "global_batch_size=20: .* batch_size=4 * 2 .* = 8; .* are 16 and 24"),
+        (None, 5, "global_batch_size=5: .* = 8; the nearest multiples are 8 and 16"),
+        (2, 24, "global_batch_size=24: .* gradient_accumulation_steps=2 .* = 16; "),
+        (0, None, "gradient_accumulation_steps\n.*greater than or equal to 1"),
+        (None, -8, "global_batch_size\n.*greater than or equal to 1"),
     ],
 )
-def test_a_batch_that_does_not_work_out_is_refused_with_its_numbers(arguments, text):
+def test_contradicting_batch_sizes_are_refused_with_their_numbers(steps, global_batch_size, text):
     with pytest.raises(ValueError, match=text.replace(" * ", r" \* ")):
-        accumulated(*arguments)
+        accumulated(steps, global_batch_size)
 
 
-def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own():
+def test_validation_takes_every_sample_once_in_order_with_batch_size_val():
     training = DataSettings(
         batch_size=4,
         batch_size_val=3,
@@ -58,15 +51,9 @@ def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own
         max_steps_per_epoch=2,
         num_workers=1,
     )
-    validation = training.of_validation()
-    assert validation == DataSettings(
-        batch_size=3,
-        batch_size_val=3,
-        microbatching="packed",
-        shuffle=False,
-        num_workers=1,
+    assert training.of_validation() == DataSettings(
+        batch_size=3, batch_size_val=3, microbatching="packed", shuffle=False, num_workers=1
     )
-    assert validation.num_accumulated(dp_degree=2) == 1
     without_own = dataclasses.replace(training, batch_size_val=None)
     assert without_own.of_validation().batch_size == 4
 
@@ -81,7 +68,7 @@ def test_a_validation_takes_every_sample_once_in_its_order_in_batches_of_its_own
         ({"collate_fn": "nowhere.collate"}, "collate_fn=nowhere.collate: "),
     ],
 )
-def test_keys_that_do_not_go_together_are_problems_by_name(settings, key):
+def test_contradicting_keys_are_problems_by_name(settings, key):
     (problem,) = DataSettings(**settings).problems()
     assert re.match(key, str(problem))
     assert list(DataSettings().problems()) == []

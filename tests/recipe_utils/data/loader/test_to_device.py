@@ -1,4 +1,4 @@
-"""Trees of tensors reach the device in order, one ahead, and are let go once consumed."""
+"""Trees of tensors reach the device in order, one ahead, and are freed after use."""
 
 import weakref
 
@@ -10,92 +10,63 @@ from recipe_utils.data.loader.microbatch import mark_last
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collate import collate_packed_microbatch
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    ),
-]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
-def make_microbatches(num_microbatches):
-    samples = tiny.make_samples(num_microbatches)
-    microbatches = [collate_packed_microbatch([sample], tiny.IGNORE) for sample in samples]
-    if torch.cuda.is_available():
-        microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-    return samples, microbatches
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_microbatches", [0, 1, 2, 5])
-def test_every_microbatch_arrives_in_order_and_the_last_is_known(num_microbatches, device):
-    samples, microbatches = make_microbatches(num_microbatches)
-    got = list(to_device_ahead(mark_last(microbatches), torch.device(device)))
-    assert [m.inputs["tokens"][0].tolist() for m, _ in got] == [s["tokens"] for s in samples]
-    assert [is_last for _, is_last in got] == [i == num_microbatches - 1 for i in range(len(got))]
-    assert all(m.targets.labels.device.type == device for m, _ in got)
-    for (arrived, _), sent in zip(got, microbatches, strict=True):
-        assert arrived.counts == sent.counts
-        assert arrived.inputs["document_lengths"] == sent.inputs["document_lengths"]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_trees_keep_their_shape_and_what_is_not_a_tensor(device):
-    _, (microbatch,) = make_microbatches(1)
-    microbatch = microbatch.with_teacher({"log_probs": [torch.ones(3)]})
-    trees = [
-        (i, {"hidden": torch.full((2, i), i), "rest": [None, "text", 0.5]}, microbatch)
-        for i in range(3)
-    ]
-    got = list(to_device_ahead(trees, torch.device(device)))
-    for (index, arrived, with_teacher), (i, sent, _) in zip(got, trees, strict=True):
-        assert index == i
-        assert arrived["hidden"].device.type == device
-        assert torch.equal(arrived["hidden"].cpu(), sent["hidden"])
-        assert arrived["rest"] == sent["rest"]
-        assert with_teacher.targets.teacher["log_probs"][0].device.type == device
-        assert with_teacher.targets.teacher["log_probs"][0].tolist() == [1, 1, 1]
-
-
-def test_one_is_taken_from_the_step_ahead_of_the_one_that_computes():
-    _, microbatches = make_microbatches(4)
-    taken = []
-
-    def watched():
-        for item in microbatches:
-            taken.append(item)
-            yield item
-
-    ahead = to_device_ahead(watched(), torch.device("cpu"))
-    for number, _ in enumerate(ahead, start=1):
-        assert len(taken) == min(number + 1, 4)
-
-
-def microbatches_of_nobody(num_microbatches, refs):
-    """Microbatches that nothing but who iterates over them holds; ``refs`` gets one to each."""
-    for i in range(num_microbatches):
-        sample = {"tokens": list(range(1, i + 3)), "labels": list(range(1, i + 3))}
+def microbatches_of(samples, refs=None):
+    """Microbatches that only the caller holds; ``refs`` gets a weak reference to each."""
+    for sample in samples:
         microbatch = collate_packed_microbatch([sample], tiny.IGNORE)
         if torch.cuda.is_available():
             microbatch = microbatch.pin_memory()
-        refs.append(weakref.ref(microbatch.inputs["tokens"]))
+        if refs is not None:
+            refs.append(weakref.ref(microbatch.inputs["tokens"]))
         yield microbatch
         del microbatch
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_every_microbatch_arrives_in_order_and_the_last_is_marked(number, device):
+    samples = tiny.make_samples(number)
+    sent = list(microbatches_of(samples))
+    arrived = list(to_device_ahead(mark_last(sent), torch.device(device)))
+    assert [m.inputs["tokens"][0].tolist() for m, _ in arrived] == [s["tokens"] for s in samples]
+    assert [is_last for _, is_last in arrived] == [i == number - 1 for i in range(number)]
+    for (microbatch, _), of_sent in zip(arrived, sent, strict=True):
+        assert microbatch.targets.labels.device.type == device
+        assert microbatch.counts == of_sent.counts
+        assert microbatch.inputs["document_lengths"] == of_sent.inputs["document_lengths"]
+
+
+def test_trees_keep_their_structure_and_other_leaves(device):
+    (microbatch,) = microbatches_of(tiny.make_samples(1))
+    microbatch = microbatch.with_teacher({"log_probs": [torch.ones(3)]})
+    tree = (7, {"hidden": torch.full((2, 3), 5), "rest": [None, "text", 0.5]}, microbatch)
+    ((number, rest, with_teacher),) = to_device_ahead([tree], torch.device(device))
+    assert (number, rest["rest"]) == (7, tree[1]["rest"])
+    assert rest["hidden"].device.type == device
+    assert torch.equal(rest["hidden"].cpu(), tree[1]["hidden"])
+    (log_probs,) = with_teacher.targets.teacher["log_probs"]
+    assert (log_probs.device.type, log_probs.tolist()) == (device, [1, 1, 1])
+
+
 def num_alive(refs):
-    return sum(ref() is not None for ref in refs)  # no cycle keeps them alive, so without gc
+    return sum(ref() is not None for ref in refs)  # without gc, because they are in no cycle
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_at_most_two_microbatches_are_held(device):
+def test_one_is_copied_ahead_and_at_most_two_are_held(device):
     sent, arrived = [], []
-    marked = mark_last(microbatches_of_nobody(8, sent))
-    for microbatch, _ in to_device_ahead(marked, torch.device(device)):
+    samples = [{"tokens": list(range(1, n)), "labels": list(range(1, n))} for n in range(3, 11)]
+    marked = mark_last(microbatches_of(samples, sent))
+    for number, (microbatch, _) in enumerate(to_device_ahead(marked, torch.device(device)), 1):
         assert num_alive(arrived) == 0
-        arrived.append(weakref.ref(microbatch.inputs["tokens"]))
-        arrived.append(weakref.ref(microbatch.targets.labels))
-        assert num_alive(sent) <= 3  # one computes, one is copied, one is held by mark_last
+        arrived += [
+            weakref.ref(microbatch.inputs["tokens"]),
+            weakref.ref(microbatch.targets.labels),
+        ]
+        assert len(sent) == min(number + 2, 8)  # mark_last takes one more
+        assert num_alive(sent) <= 3
     del microbatch
     assert len(arrived) == 16
     assert num_alive(arrived) == 0
