@@ -1,9 +1,8 @@
 """CPU collectives of the update step loader: counts over all ranks, and samples that move between ranks.
 
-One all-reduce per update step sums the divisors of losses (target tokens, pairs, images), and
-confirms that every rank has the whole update step and its number of microbatches. Otherwise a rank
-could abandon an update step half way; with deferred gradient sync that leaves buffers in FSDP2 that
-``zero_grad()`` does not clear. They run in the background thread, over a separate gloo group.
+They run in the background thread, over a separate gloo group. No rank starts an update step that
+another one could not prepare: abandoned half way, it leaves buffers in FSDP2 (deferred gradient
+sync) that ``zero_grad()`` does not clear.
 """
 
 import pickle
@@ -38,13 +37,12 @@ class RankCounts(NamedTuple):
     """Counts of an update step on one rank."""
 
     counts: Mapping[str, int]
-    """Counts by name; the same names in the same order on every rank."""
+    """Counts by name, divisors of losses among them."""
     num_microbatches: int
     stop_requested: bool = False
     clock_ms: int = 0
     """Monotonic clock [ms]; only differences are meaningful."""
     num_skipped: int = 0
-    """Samples that are in none of its microbatches."""
 
 
 class StepCounts(NamedTuple):
@@ -59,7 +57,7 @@ class StepCounts(NamedTuple):
     clock_seconds: float = 0.0
     """Clock of rank 0. Decisions based on it are the same on all ranks."""
     num_skipped: int = 0
-    """Skipped samples over the data-parallel ranks."""
+    """Sum over the data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,11 @@ class StepCollectives:
     def count(self, local: RankCounts | None) -> StepCounts:
         """Sums the counts of an update step over the data-parallel ranks, by one all-reduce.
 
-        Args:
-            local: counts of this rank; None reports that it could not prepare the update step.
+        A rank that could not prepare the update step passes None and gets the counts of the others.
 
         Raises:
             AbandonedError: ``closed`` was set first. The group cannot be used after that.
-            OtherRankFailedError: a rank passed None; contains the ranks. Ranks that passed None get
-                the counts of the others.
+            OtherRankFailedError: a rank passed None; contains the ranks.
         """
         row: tuple[int, ...] = ()
         if local is not None:
@@ -112,24 +108,19 @@ class StepCollectives:
         """Plans an update step over all ranks and sends each sample to its rank.
 
         Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes.
-        Every rank computes the same plan.
+        Every rank computes the same plan. None and errors are those of :meth:`count`.
 
         Args:
-            samples: samples of this rank; None reports that it could not load them.
+            samples: samples of this rank, at most ``max_samples``.
             length_of: returns a sample's length.
             plan: pure and deterministic.
-            max_samples: maximum number of samples on a rank.
+            max_samples: the same on all ranks.
 
         Returns:
             The samples of each microbatch of this rank; empty if it passed None.
-
-        Raises:
-            AbandonedError, OtherRankFailedError: see :meth:`count`.
         """
         # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
-        own: list[int] = []
-        if samples is not None:
-            own = [len(samples) + 1, *map(length_of, samples)]
+        own = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]
         table = self._gather_rows(own, 1 + max_samples)
         if samples is None:
             return []

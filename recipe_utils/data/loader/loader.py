@@ -1,8 +1,4 @@
-"""Update steps: the data of one optimizer step.
-
-Samples, microbatches and counts over all data-parallel (DP) ranks are determined on the CPU before
-the first forward.
-"""
+"""Update steps: the data of one optimizer step, determined on the CPU before its first forward."""
 
 import threading
 import time
@@ -87,7 +83,7 @@ class Collator(Protocol):
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """Data of one optimizer step on this rank, with totals over all ranks."""
+    """Data of one optimizer step on this rank, with totals over all data-parallel (DP) ranks."""
 
     index: int
     """Position in its epoch, from 0."""
@@ -205,11 +201,10 @@ class UpdateStepLoader:
             f"Update step: {self.samples_per_rank} samples on each of {self._ranks.dp_degree} data-parallel ranks, "
             f"{self.global_batch_size} in total; {self.steps_per_epoch} update steps per epoch"
         )
-        num_samples = len(self.dataset)
-        num_left_over = num_samples % self.global_batch_size
+        num_left_over = len(self.dataset) % self.global_batch_size
         if self.settings.last_update_step == "drop" and num_left_over:
             _log.warning(
-                f"last_update_step=drop: {num_left_over} of {num_samples} samples are skipped in every epoch"
+                f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are skipped in every epoch"
             )
 
     def epoch(
@@ -229,12 +224,8 @@ class UpdateStepLoader:
             before the same update step.
         """
         first = samples_consumed // self.global_batch_size
-        permutation = self._permutation(epoch)
-        indices_per_step = [
-            self._indices_of(permutation, step, epoch)
-            for step in range(first, self.steps_per_epoch)
-        ]
-        return self.of_samples(indices_per_step, first, stop)
+        steps = range(first, self.steps_per_epoch)
+        return self.of_samples(self._indices(self._permutation(epoch), steps, epoch), first, stop)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
@@ -247,21 +238,24 @@ class UpdateStepLoader:
             if len(used) == num_samples:
                 break
             used.update(self._permutation(epoch)[:consumed].tolist())
-        indices = torch.tensor(sorted(used))
-        num_steps = -(-len(indices) // self.global_batch_size)
-        return num_steps, self.of_samples(
-            [self._indices_of(indices, step) for step in range(num_steps)]
-        )
+        num_steps = -(-len(used) // self.global_batch_size)
+        indices = self._indices(torch.tensor(sorted(used)), range(num_steps))
+        return num_steps, self.of_samples(indices)
 
     def _permutation(self, epoch: int) -> Tensor:
         settings = self.settings
         return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
-    def _indices_of(self, permutation: Tensor, step: int, epoch: int = 0) -> list[int]:
-        dp_rank, dp_degree = self._ranks.dp_rank, self._ranks.dp_degree
-        return update_step_indices(
-            permutation, step, self.global_batch_size, dp_rank, dp_degree, epoch, self._block
+    def _indices(self, permutation: Tensor, steps: range, epoch: int = 0) -> list[list[int]]:
+        size, dp_rank, dp_degree = (
+            self.global_batch_size,
+            self._ranks.dp_rank,
+            self._ranks.dp_degree,
         )
+        return [
+            update_step_indices(permutation, step, size, dp_rank, dp_degree, epoch, self._block)
+            for step in steps
+        ]
 
     def of_samples(
         self,

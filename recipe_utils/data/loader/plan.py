@@ -5,7 +5,7 @@ so a plan changes the cost of the gradient and not the gradient. Every rank comp
 ranks, so arithmetic is elementwise or in Python's order: no sum may depend on the machine.
 
 A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup
-samples sort them, longest first, and assign each round's costliest microbatch to the rank with the
+samples sort them, longest first, and give each round's costliest microbatch to the rank with the
 least cost so far.
 """
 
@@ -52,7 +52,6 @@ class DeviceCosts(NamedTuple):
     """Costs of a device type."""
 
     overhead_slots: float
-    """See :class:`MicrobatchCost`."""
     attention_slowness: float
     """Time of an operation in attention over the time of one in a matrix product."""
 

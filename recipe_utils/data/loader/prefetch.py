@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -84,6 +84,5 @@ class Prefetched(Generic[T]):
         self.close()
 
 
-class _Raised:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+class _Raised(NamedTuple):
+    error: BaseException

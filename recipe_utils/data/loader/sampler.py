@@ -64,17 +64,10 @@ def num_update_steps(
     last_update_step: str,
     max_steps_per_epoch: int | None = None,
 ) -> int:
-    """Returns the number of update steps in an epoch.
+    """Returns the number of update steps in an epoch; raises ValueError if there is none.
 
-    Args:
-        num_samples: length of the dataset.
-        global_batch_size: samples per update step over all DP ranks.
-        last_update_step: ``"train"`` counts the samples left at the end as a short update step,
-            ``"drop"`` does not.
-        max_steps_per_epoch: upper bound.
-
-    Raises:
-        ValueError: the epoch has no update step.
+    ``last_update_step="train"`` counts the samples left at the end as a short update step,
+    ``"drop"`` does not.
     """
     full_steps, left_over = divmod(num_samples, global_batch_size)
     if last_update_step == "drop" and full_steps == 0:
@@ -83,7 +76,7 @@ def num_update_steps(
             f"step of {global_batch_size} samples; set last_update_step=train or a smaller "
             "global batch size"
         )
-    steps = full_steps + (1 if left_over and last_update_step == "train" else 0)
+    steps = full_steps + (left_over > 0 and last_update_step == "train")
     return steps if max_steps_per_epoch is None else min(steps, max_steps_per_epoch)
 
 
@@ -104,8 +97,7 @@ def update_step_indices(
     Args:
         permutation: dataset indices of the epoch, [num_samples].
         step: index of the update step in the epoch.
-        global_batch_size: samples per update step over all DP ranks, a multiple of
-            ``dp_degree * block``.
+        global_batch_size: samples over all DP ranks, a multiple of ``dp_degree * block``.
         dp_rank: data-parallel coordinate of this rank.
         dp_degree: number of ranks that hold different data.
         epoch: index of the epoch.

@@ -48,11 +48,7 @@ def check_keys(sample: Any, keys: Sequence[str], name: str) -> None:
 
 
 def whole_numbers(sample: Sample, key: str, name: str) -> np.ndarray:
-    """Returns ``sample[key]``, a list, array or tensor, as an array [n] of int64.
-
-    Raises:
-        SampleError: it is something else.
-    """
+    """Returns ``sample[key]``, a list, array or tensor, as int64 [n]; otherwise raises SampleError."""
     values = sample[key]
     try:
         numbers = np.asarray(values)
@@ -140,12 +136,7 @@ class CheckedDataset(Dataset[Sample]):
 
 
 def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the length and a hash of three samples, to detect another dataset or tokenizer.
-
-    Args:
-        dataset: has at least one sample.
-        keys: keys of a sample with integers, which are hashed.
-    """
+    """Returns the length and a hash of ``keys`` of three samples, to detect another dataset or tokenizer."""
     indices = {0, len(dataset) // 2, len(dataset) - 1}
     digest = hashlib.sha256()
     for index in sorted(indices):
@@ -175,10 +166,7 @@ def load_samples(
 ) -> Iterator[list[Sample]]:
     """Yields the samples of each update step in the order of their indices, without skipped ones.
 
-    ``num_workers`` is that of :func:`recipe_utils.data.loader.workers.load_batches`.
-
-    Raises:
-        SampleError: a sample is bad and not skipped.
+    Raises a SampleError for a bad sample that is not skipped.
     """
     for samples in load_batches(dataset, indices_per_step, num_workers):
         for sample in samples:

@@ -117,31 +117,26 @@ class DataSettings:
             return steps or 1
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
-        text = None
+        depends_on = ["batch_size"]
         if rest:
+            below = max(needed, 1) * per_pass
             text = (
                 f"it is not a multiple of batch_size={self.batch_size} * {dp_degree} data-parallel ranks = "
-                f"{per_pass}; the nearest multiples are {max(needed, 1) * per_pass} and "
-                f"{(max(needed, 1) + 1) * per_pass}"
+                f"{per_pass}; the nearest multiples are {below} and {below + per_pass}"
             )
-        elif steps not in (None, needed):
+        elif steps in (None, needed):
+            return needed
+        else:
+            depends_on.append("gradient_accumulation_steps")
             text = (
                 f"batch_size={self.batch_size} * gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks "
                 f"= {per_pass * (steps or 1)}; set only one of the two keys (~gradient_accumulation_steps on the "
                 "command line removes that one)"
             )
-        if text is not None:
-            depends_on = () if rest else ("gradient_accumulation_steps",)
-            problem = Problem("global_batch_size", text, total, ("batch_size", *depends_on))
-            raise ConfigError(problem)
-        return needed
+        raise ConfigError(Problem("global_batch_size", text, total, tuple(depends_on)))
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
-        """Returns the plan of ``microbatching``.
-
-        ``max_tokens`` is the maximum of positions per microbatch; None for ``batch_size`` times the
-        longest sample.
-        """
+        """Returns the plan of ``microbatching``, see :func:`.plan.plan_least_padding`."""
         arguments: dict[str, Any] = {"batch_size": self.batch_size}
         if self.plans_by_tokens:
             arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
@@ -155,11 +150,8 @@ class DataSettings:
 
     def cost_warnings(self, is_estimated: bool) -> Iterator[str]:
         """Yields a warning if plans depend on an estimated cost."""
-        if (
-            is_estimated
-            and self.microbatching == "least_padding"
-            and self.microbatch_overhead_slots is None
-        ):
+        is_used = self.microbatching == "least_padding" and self.microbatch_overhead_slots is None
+        if is_estimated and is_used:
             yield (
                 "microbatching=least_padding: the cost of a microbatch on this device is an estimate; python -m "
                 "recipe_utils.benchmark.microbatch_cost measures it, and microbatch_overhead_slots sets it"

@@ -26,12 +26,8 @@ def load_batches(
     """Yields the samples of each batch; each worker loads whole batches, a few of them ahead.
 
     A killed worker (for instance without memory) does not end the training: after a warning a new
-    worker loads the first missing batch alone. Then all workers resume.
-
-    Args:
-        dataset: map-style.
-        batches: dataset indices of each batch.
-        num_workers: worker processes; 0 loads in the calling thread.
+    worker loads the first missing batch alone. Then all workers resume. Without workers, batches
+    are loaded in the calling thread.
 
     Raises:
         WorkerDiedError: the new worker died, too.
