@@ -84,14 +84,12 @@ class BenchmarkTokensPerSecond:
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
         self.peak_tflops: float | None = None  # of matrix products
 
-    # ---- Turns ----------------------------------------------------------------------------------
-
     def write_start_adapters(self) -> None:
         """Draws initial adapters once for all baselines of the same model."""
         drawing = [each.config for each in self.baselines.values() if each.draws_adapters]
         files = {each["checkpointer"]["adapter_checkpoint"]: each for each in drawing}
-        for of_baseline in files.values():
-            write_fresh_adapters(OmegaConf.create(of_baseline))
+        for with_adapters in files.values():
+            write_fresh_adapters(OmegaConf.create(with_adapters))
 
     def measure_matrix_peak(self) -> None:
         """Times matrix products while no baseline runs; the peak is the fastest of all rounds."""
@@ -145,8 +143,6 @@ class BenchmarkTokensPerSecond:
         for name, of_round in losses.items():
             self.losses[name].append(of_round)
 
-    # ---- Report ---------------------------------------------------------------------------------
-
     def write_report(self) -> None:
         """Prints the tables and writes benchmark.md and benchmark.json."""
         first = next(iter(self.baselines.values()))
@@ -156,21 +152,17 @@ class BenchmarkTokensPerSecond:
         summaries = report.summarize(
             self.steps, losses, self.reference, self.other_models, self.peak_tflops
         )
-        about = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": _command(),
-            "machine": report.machine_name(torch.device(first.config["device"])),
-            "versions": report.versions(),
-        }
-        setting = (
-            f"{about['machine']}, processes: {self.num_ranks}, {first.config['dtype']}, batch "
-            f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
-            f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}"
-        )
-        versions = ", ".join(f"{name} {number}" for name, number in report.versions().items())
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        command, versions = _command(), report.versions()
+        machine = report.machine_name(torch.device(first.config["device"]))
+        shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
-            f"# Target tokens per second\n\n{setting}. {about['date']}, {versions}.",
-            f"```bash\n{about['command']}\n```",
+            "# Target tokens per second",
+            f"{machine}, processes: {self.num_ranks}, {first.config['dtype']}, batch "
+            f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
+            f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}. "
+            f"{date}, {shown_versions}.",
+            f"```bash\n{command}\n```",
             report.throughput_table(summaries, self.reference, self.missing),
             "A ratio is taken over the reference in the same round and update step. "
             f"{report.samples_sentence(self.steps, summaries)}",
@@ -192,11 +184,13 @@ class BenchmarkTokensPerSecond:
             parts.append(
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
-        parts += ["## Losses of round 1", report.loss_table(self.losses)]
         text = "\n\n".join(parts) + "\n"
         (self.output_dir / "benchmark.md").write_text(text)
         raw = {
-            **about,
+            "date": date,
+            "command": command,
+            "machine": machine,
+            "versions": versions,
             "reference": self.reference,
             "matrix_peak_tflops": self.peak_tflops,
             "baselines": {
@@ -212,8 +206,6 @@ class BenchmarkTokensPerSecond:
         (self.output_dir / "benchmark.json").write_text(raw_text + "\n")
         print(text)  # noqa: T201
         log.info(f"Written to {self.output_dir}: benchmark.md, benchmark.json")
-
-    # ---- Parts of the above ---------------------------------------------------------------------
 
     def _start(
         self, baseline: Baseline, job: Literal["turns", "products"], suffix: str = ""

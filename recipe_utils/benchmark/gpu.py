@@ -19,7 +19,6 @@ import argparse
 import json
 import logging
 import random
-import runpy
 import shutil
 import sys
 import tempfile
@@ -29,19 +28,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.utils import get_logger
 
+from recipe_utils.benchmark.baselines.update_step import make_recipe
 from recipe_utils.benchmark.matrix_peak import Product, decoder_flops, median_seconds, tflops
 from recipe_utils.benchmark.report import versions
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
@@ -53,7 +53,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.files import write_atomically
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.tune.registry import config_path, recipe_path
+from recipe_utils.tune.registry import config_path
 
 Result = dict[str, Any]
 """Figures of a stage, as JSON. ``checks``: name -> (found value, upper bound)."""
@@ -169,25 +169,27 @@ def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
     ``changes`` are config keys with ``__`` for dots; ``name`` is the output folder.
     """
     longest, vocab_size = (256, 512) if run.is_small else (16384, 128256)
-    output_dir, sizes = str(run.scratch / name), dict(_TINY if run.is_small else _1B)
+    device, output_dir = run.device.type, str(run.scratch / name)
+    sizes = {"vocab_size": vocab_size, "max_seq_len": longest, **(_TINY if run.is_small else _1B)}
     sizes["num_layers"] = changes.pop("model__num_layers", sizes["num_layers"])
-    sizes |= {"vocab_size": vocab_size, "max_seq_len": longest, "rope_base": 500_000}
-    model = {"_component_": _COMPONENT, "scale_factor": 1, **sizes}
-    weights = {"model": model, "device": run.device.type, "output_dir": output_dir}
-    cfg = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
-    assert isinstance(cfg, DictConfig)
+    model = {"_component_": _COMPONENT, "rope_base": 500_000, "scale_factor": 1, **sizes}
+    weights = {"model": model, "device": device, "output_dir": output_dir}
+    cfg: Any = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     cfg.pop("checkpoint_dir", None)
-    cfg.model = model
-    cfg.tokenizer = {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8}
-    cfg.dataset = {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size}
-    cfg.checkpointer = {"_component_": f"{_HERE}.RandomWeights", **weights}
-    cfg.merge_with({"output_dir": output_dir, "device": run.device.type, "num_workers": 0})
-    cfg.merge_with({"max_tokens_per_microbatch": longest, "save_every_n_minutes": None})
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
-    module = runpy.run_path(str(recipe_path("full_finetune_update_step")))
-    recipe = module["FullFinetuneRecipe"](cfg)
-    recipe.run.export = lambda *_: None
+    own = {
+        "model": model,
+        "tokenizer": {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8},
+        "dataset": {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size},
+        "checkpointer": {"_component_": f"{_HERE}.RandomWeights", **weights},
+        "output_dir": output_dir,
+        "device": device,
+        "num_workers": 0,
+        "max_tokens_per_microbatch": longest,
+        "save_every_n_minutes": None,
+    }
+    for key, value in {**own, **changes}.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
+    recipe = make_recipe("full_finetune_update_step", cfg)
     try:
         with recipe.run:
             recipe.setup(cfg)
@@ -206,17 +208,15 @@ def machine(run: Run) -> Result:
     """Measures copies [GB/s] and bf16 products [TFLOP/s]."""
     num_bytes = 2**16 if run.is_small else 2**30
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=run.device)
-    host = torch.empty(num_bytes, dtype=torch.uint8)
-    copies = {"pageable to device": (on_device, host), "device to pageable": (host, on_device)}
+    hosts = {"pageable": torch.empty(num_bytes, dtype=torch.uint8)}
     if run.is_cuda:
-        pinned = host.pin_memory()
-        copies |= {"pinned to device": (on_device, pinned), "device to pinned": (pinned, on_device)}
-    bandwidth = {
-        name: num_bytes
-        / 1e9
-        / median_seconds(partial(to.copy_, of, non_blocking=True), run.device, 1, 5)
-        for name, (to, of) in copies.items()
-    }
+        hosts["pinned"] = hosts["pageable"].pin_memory()
+    bandwidth = {}
+    for kind, host in hosts.items():
+        for name, to, source in (("to", on_device, host), ("from", host, on_device)):
+            copy = partial(to.copy_, source, non_blocking=True)
+            seconds = median_seconds(copy, run.device, 1, 5)
+            bandwidth[f"{name} device, {kind}"] = num_bytes / 1e9 / seconds
     products = (Product(64, 64, 64), Product(64, 64, 32, True)) if run.is_small else _PRODUCTS
     found = {each.name: tflops(each, run.device, torch.bfloat16, 3, 10) for each in products}
     name = torch.cuda.get_device_name(run.device) if run.is_cuda else "CPU"
@@ -227,22 +227,21 @@ def machine(run: Run) -> Result:
 def attention(run: Run) -> Result:
     """Measures errors of packed rows' gradients against SDPA of each document in float64."""
     lengths = [5, 1, 7, 16] if run.is_small else [1, 127, 128, 129, 2048, 300]
-    kernels: dict[str, tuple[str | None, ...]] = {"fp32": (None,), "bf16": (None,)}
+    kernels: list[tuple[str, str | None]] = [("fp32", None), ("bf16", None)]
     if run.is_cuda:
-        kernels = {"fp32": ("flex", "by_document"), "bf16": ("varlen", "flex", "by_document")}
+        kernels = [("bf16", "varlen"), *product(("fp32", "bf16"), ("flex", "by_document"))]
     checks = {}
-    for dtype, of_dtype in kernels.items():
-        for kernel in of_dtype:
-            keys = {"dtype": dtype, "weights_dtype": None, "packed_attention": kernel}
-            with recipe_after_setup(run, "attention", model__num_layers=1, **keys) as recipe:
-                (row,) = update_step(run, [lengths], vocab_size=512).microbatches
-                (row,) = to_device_ahead([row], run.device)
-                recipe.sums(row).sum().backward()
-                exact = _gradients_alone(recipe, lengths, torch.float64)
-                bound = 1e-5
-                if dtype == "bf16":
-                    bound = 2 * _error(_gradients_alone(recipe, lengths, torch.bfloat16), exact)
-                checks[f"{dtype} {kernel}"] = (_error(_gradients(recipe.model), exact), bound)
+    for dtype, kernel in kernels:
+        keys = {"dtype": dtype, "weights_dtype": None, "packed_attention": kernel}
+        with recipe_after_setup(run, "attention", model__num_layers=1, **keys) as recipe:
+            (row,) = update_step(run, [lengths], vocab_size=512).microbatches
+            (row,) = to_device_ahead([row], run.device)
+            recipe.sums(row).sum().backward()
+            exact = _gradients_alone(recipe, lengths, torch.float64)
+            bound = 1e-5
+            if dtype == "bf16":
+                bound = 2 * _error(_gradients_alone(recipe, lengths, torch.bfloat16), exact)
+            checks[f"{dtype} {kernel}"] = (_error(_gradients(recipe.model), exact), bound)
     return {"checks": checks}
 
 
@@ -300,12 +299,7 @@ def waits(run: Run) -> Result:
 
     def keep(message: Any, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
-            frames = [
-                f
-                for f in traceback.extract_stack()
-                if "recipe" in f.filename or "torchtune" in f.filename
-            ]
-            where.append(" < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames[-3:])))
+            where.append("".join(traceback.format_stack(limit=8)))
 
     with (
         recipe_after_setup(run, "waits", batch_size=2, gradient_accumulation_steps=2) as recipe,
@@ -328,7 +322,7 @@ def waits(run: Run) -> Result:
                 torch.cuda.set_sync_debug_mode("default")
     if not run.is_cuda:
         return {"waits": None}
-    return {"waits": sorted(set(where)), "checks": {"host waits in update": (len(where), 0)}}
+    return {"waits": where, "checks": {"host waits in update": (len(where), 0)}}
 
 
 def speed(run: Run) -> Result:
@@ -350,13 +344,19 @@ def speed(run: Run) -> Result:
                 if run.is_cuda:
                     torch.cuda.reset_peak_memory_stats(run.device)
                 seconds = median_seconds(partial(recipe.update, step), run.device, *repeats)
-                memory = torch.cuda.max_memory_allocated(run.device) if run.is_cuda else None
+                memory = torch.cuda.max_memory_allocated(run.device) if run.is_cuda else 0
                 lengths = [n for row in of_rows for n in row]
                 flops = decoder_flops(recipe.model, lengths, step.totals["target_tokens"])
-                row = {"way": name, "row_length": length, "milliseconds": seconds * 1e3}
-                row["tokens_per_second"] = step.totals["real_tokens"] / seconds
-                row["tflops"] = flops.total / seconds / 1e12
-                rows.append({**row, "peak_memory_bytes": memory})
+                rows.append(
+                    {
+                        "way": name,
+                        "row_length": length,
+                        "milliseconds": seconds * 1e3,
+                        "tokens_per_second": step.totals["real_tokens"] / seconds,
+                        "tflops": sum(flops) / seconds / 1e12,
+                        "peak_memory_gb": memory / 1e9,
+                    }
+                )
     return {"rows": rows}
 
 
@@ -436,17 +436,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[name]["seconds"] = time.monotonic() - start
             text = json.dumps(results, indent=1, default=str)
             write_atomically(args.out / "results.json", f"{text}\n".encode())
-    peak = results.get("machine", {}).get("matrix_peak_tflops")
-    print(
-        "| way | row length | ms | tokens/s | TFLOP/s | of the peak | GB |\n" + "| --- " * 7 + "|"
-    )
+    peak = results.get("machine", {}).get("matrix_peak_tflops", float("nan"))
     for row in results.get("speed", {}).get("rows", ()):
-        way, length, milliseconds, rate, speed_of_row, memory = row.values()
-        share = f"{speed_of_row / peak:.1%}" if peak else ""
-        print(
-            f"| {way} | {length} | {milliseconds:.1f} | {rate:.0f} | {speed_of_row:.3g} | {share} "
-            f"| {(memory or 0) / 1e9:.1f} |"
-        )
+        figures = [f"{name} {value:.4g}" for name, value in row.items() if name != "way"]
+        print(row["way"], *figures, f"share of the peak {row['tflops'] / peak:.1%}", sep=", ")
     print("\n".join(failures) or "All checks passed.")
     return 1 if failures else 0
 

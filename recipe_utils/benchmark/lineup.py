@@ -1,7 +1,6 @@
 """Baselines of a benchmark: resolved configs, skipped ones, contents of update steps."""
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -33,6 +32,7 @@ from recipe_utils.benchmark.token_audit import (
     samples_in_order,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, all_keys_of
@@ -42,6 +42,7 @@ from recipe_utils.tune.registry import config_path
 
 # Unmeasured update steps at the end, because the last steps of an epoch prefetch no data.
 SPARE_STEPS = 4
+_settings_of = cache(settings_of)
 _FIXED = {
     "epochs": 1,
     "resume_from_checkpoint": False,
@@ -80,8 +81,6 @@ class Baseline:
 
     name: str
     kind: str
-    overrides: dict[str, Any]
-    """Overrides of the benchmark's config."""
     config: dict[str, Any]
     """Resolved config in plain containers."""
     draws_adapters: bool = False
@@ -153,8 +152,7 @@ class LineupSettings:
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems of the baselines' configs and of the launch."""
-        world_size = os.environ.get("WORLD_SIZE", "1")
-        if int(world_size) > 1:
+        if (world_size := world_size_from_env()) > 1:
             yield Problem(
                 f"--nproc_per_node {world_size}",
                 f"the benchmark starts processes itself; set the key nproc_per_node={world_size} instead",
@@ -164,35 +162,23 @@ class LineupSettings:
 
 
 def load_base_config(name_or_path: str) -> DictConfig:
-    """Loads the base config of all baselines by registered name or path."""
-    for path in (config_path(name_or_path), Path(name_or_path)):
-        if path.is_file():
-            try:
-                loaded = OmegaConf.load(path)
-            except (yaml.YAMLError, OSError) as error:
-                raise ValueError(f"{_KEY}={name_or_path}: {_first_line(error)}") from error
-            if isinstance(loaded, DictConfig):
-                return loaded
-            raise ValueError(f"{_KEY}={name_or_path}: it is a list, not keys")
-    raise ValueError(
-        f"{_KEY}={name_or_path}: it is neither the name of a config of this project nor a file; set it to "
-        "llama3_2/5M_full_update_step or to the path of a YAML file"
-    )
-
-
-_KEY = "update_step_config"
-
-
-@cache
-def update_step_settings(recipe: str) -> type:
-    """Returns the settings class of an update-step recipe."""
-    return settings_of(recipe)
-
-
-@cache
-def update_step_keys(recipe: str) -> frozenset[str]:
-    """Returns the config keys of an update-step recipe."""
-    return frozenset(all_keys_of(update_step_settings(recipe)))
+    """Loads the base config of all baselines by registered name or path; raises ValueError."""
+    path = config_path(name_or_path)
+    if not path.is_file():
+        path = Path(name_or_path)
+    shown = f"update_step_config={name_or_path}"
+    if not path.is_file():
+        raise ValueError(
+            f"{shown}: it is neither the name of a config of this project nor a file; set it to "
+            "llama3_2/5M_full_update_step or to the path of a YAML file"
+        )
+    try:
+        loaded = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError) as error:
+        raise ValueError(f"{shown}: {_first_line(error)}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"{shown}: it is a list, not keys")
+    return loaded
 
 
 def merge(base: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
@@ -240,27 +226,26 @@ def baseline_of(
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     # Keys used only in references are resolved; the recipe would reject them.
-    known = update_step_keys(recipe) | OWN_KEYS[recipe].get(kind, set())
+    known = {*all_keys_of(_settings_of(recipe)), *OWN_KEYS[recipe].get(kind, ())}
     plain = {str(key): value for key, value in container.items() if key in known}
     if not isinstance(plain.get("checkpointer"), dict):
         raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")
     own_dir = f"{output_dir}/peers/{name}"
     checkpointer = {**plain["checkpointer"], "output_dir": own_dir}
-    draws_adapters = False
-    if adapters_in(plain).modules:
-        if plain["seed"] is None:
-            plain["seed"] = 0  # for adapters and dropout
-        given = checkpointer.get("adapter_checkpoint")
-        draws_adapters = given is None
-        if given is None:
-            of_fresh = [plain[key] for key in ("model", "dtype", "seed")] + [plain["checkpointer"]]
-            hashed = zlib.crc32(json.dumps(of_fresh, sort_keys=True).encode())
-            path = Path(output_dir, "start_adapters", f"{hashed:08x}.pt")
-        else:
-            path = Path(str(plain["checkpointer"].get("output_dir")), given)
-        checkpointer["adapter_checkpoint"] = str(path)
+    given = checkpointer.get("adapter_checkpoint")
+    has_adapters = bool(adapters_in(plain).modules)
+    draws_adapters = has_adapters and given is None
+    if has_adapters and plain["seed"] is None:
+        plain["seed"] = 0  # for adapters and dropout
+    if draws_adapters:
+        of_fresh = [plain[key] for key in ("model", "dtype", "seed", "checkpointer")]
+        hashed = zlib.crc32(json.dumps(of_fresh, sort_keys=True).encode())
+        checkpointer["adapter_checkpoint"] = f"{output_dir}/start_adapters/{hashed:08x}.pt"
+    elif has_adapters:
+        folder = str(plain["checkpointer"].get("output_dir"))
+        checkpointer["adapter_checkpoint"] = str(Path(folder, str(given)))
     plain |= {"output_dir": own_dir, "checkpointer": checkpointer}
-    return Baseline(name, str(kind), overrides, plain, draws_adapters, recipe)
+    return Baseline(name, str(kind), plain, draws_adapters, recipe)
 
 
 def _line_up(settings: LineupSettings) -> Lineup:
@@ -277,7 +262,7 @@ def _line_up(settings: LineupSettings) -> Lineup:
     try:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
         whole = merge(base, {"output_dir": str(settings.output_dir)})
-        wrong_keys = check_keys(whole, update_step_settings(recipe))
+        wrong_keys = check_keys(whole, _settings_of(recipe))
         lineup.problems += [*wrong_keys, *_problems_with_base(base)]
     except (ValueError, OSError, OmegaConfBaseException) as error:
         lineup.problems += ConfigError(_first_line(error)).problems
@@ -293,30 +278,31 @@ def _line_up(settings: LineupSettings) -> Lineup:
     return lineup
 
 
+_SUPPORTED = {
+    "optimizer_in_bwd": (False, "it would step in every backward; set it to False"),
+    "quantizer": (None, "only kind=update_step trains with it; set it to null"),
+    "sft_loss_weight": (0, "only kind=update_step adds it; set it to 0"),
+    "tensor_parallel_dim": (1, "only data-parallel processes are compared; set it to 1"),
+    "pipeline_parallel_dim": (1, "only data-parallel processes are compared; set it to 1"),
+}
+"""Key of the base config -> the value that all trainers support, and the problem of others."""
+
+
 def _problems_with_base(base: DictConfig) -> Iterator[Problem]:
     """Yields keys that other trainers do not support."""
-
-    def problem(key: str, text: str) -> Problem:
-        return Problem(f"overrides.{key}", text, OmegaConf.select(base, key))
-
-    if base.get("optimizer_in_bwd", False):
-        yield problem("optimizer_in_bwd", "it would step in every backward; set it to False")
-    if base.get("quantizer") is not None:
-        yield problem("quantizer", "only kind=update_step trains with it; set it to null")
-    if base.get("sft_loss_weight", 0) != 0:
-        yield problem("sft_loss_weight", "only kind=update_step adds it; set it to 0")
+    for key, (supported, text) in _SUPPORTED.items():
+        if base.get(key) not in (None, supported):
+            yield Problem(f"overrides.{key}", text, base[key])
     kd_loss = base.get("kd_loss") or {}
     name = str(kd_loss.get("_component_", "")).rpartition(".")[2]
     is_forward = kd_loss.get("divergence", "forward") == "forward"
     if name.startswith(("Reverse", "Symmetric")) or not is_forward:
         text = f"{name}: only losses of the forward divergence compare; set divergence=forward"
         yield Problem("overrides.kd_loss", text)
-    if kd_loss.get("temperature", 1) != 1 or kd_loss.get("teacher_temperature") not in (None, 1):
+    temperature = kd_loss.get("temperature", 1)
+    if temperature != 1 or kd_loss.get("teacher_temperature") not in (None, 1):
         text = "stock has no temperature; set it to 1, and teacher_temperature to null"
-        yield problem("kd_loss.temperature", text)
-    for key in ("tensor_parallel_dim", "pipeline_parallel_dim"):
-        if base.get(key, 1) != 1:
-            yield problem(key, "only data-parallel processes are compared; set it to 1")
+        yield Problem("overrides.kd_loss.temperature", text, temperature)
 
 
 def _add_baseline(
@@ -332,7 +318,7 @@ def _add_baseline(
         own = {"kind", *OWN_KEYS[recipe].get(kind, ())}
         given = {key: value for key, value in entry.items() if key not in own}
         merged = merge(base, {**given, "output_dir": str(settings.output_dir)})
-        found = check_keys(merged, update_step_settings(recipe))
+        found = check_keys(merged, _settings_of(recipe))
         # Only keys of this entry: it may have replaced the reference to a key of the base config.
         if problems := [problem for problem in found if problem.root in given]:
             raise ConfigError(*problems)

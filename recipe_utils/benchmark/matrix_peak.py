@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -37,11 +37,6 @@ class Product(NamedTuple):
         """Name in the results."""
         return f"{self.m}x{self.k}x{self.n}" + (" left transposed" if self.is_transposed else "")
 
-    @property
-    def flops(self) -> float:
-        """Multiplications and additions."""
-        return 2.0 * self.m * self.k * self.n
-
 
 def tflops(
     product: Product, device: torch.device, dtype: torch.dtype, num_warm_up: int, num_timed: int
@@ -49,13 +44,11 @@ def tflops(
     """Returns the median TFLOP/s of a product of random matrices."""
     m, k, n, is_transposed = product
     options: dict[str, Any] = {"dtype": dtype, "device": device}
-    left = torch.randn(*((k, m) if is_transposed else (m, k)), **options)
-    if is_transposed:
-        left = left.t()
+    left = torch.randn(k, m, **options).t() if is_transposed else torch.randn(m, k, **options)
     right = torch.randn(k, n, **options)
     out = torch.empty(m, n, **options)
     seconds = median_seconds(lambda: torch.mm(left, right, out=out), device, num_warm_up, num_timed)
-    return product.flops / seconds / 1e12
+    return 2 * m * k * n / seconds / 1e12
 
 
 def median_seconds(
@@ -107,41 +100,27 @@ def peak_of(ranks: Sequence[Mapping[str, float]]) -> float:
     return max(sum(of_rank[name] for of_rank in ranks) for name in ranks[0])
 
 
-class Flops(NamedTuple):
-    """FLOPs of forward and backward."""
+def decoder_flops(
+    model: nn.Module, document_lengths: Sequence[int], num_targets: int
+) -> tuple[int, int]:
+    """Counts the FLOPs of products with weights, and of causal attention, in forward and backward.
 
-    matrix: float
-    """Products with weights."""
-    attention: float
-    """Causal products of queries and keys, and of attention weights and values."""
-
-    @property
-    def total(self) -> float:
-        """Sum of both."""
-        return self.matrix + self.attention
-
-
-def decoder_flops(model: nn.Module, document_lengths: Iterable[int], num_targets: int) -> Flops:
-    """Counts 6 FLOPs per weight and token, and 6 * L * d * n^2 for attention of n tokens.
-
-    A product takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361,
+    These are 6 per weight and token, and 6 * L * d * n^2 for attention of n tokens. A product takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361,
     section 2.1). Embeddings, norms and recomputation are excluded; the output layer counts for
     targets only.
     """
     decoder: Any = getattr(model, "decoder", model)
-    lengths = list(document_lengths)
     num_weights = sum(p.numel() for p in decoder.layers.parameters() if p.dim() > 1)
     width = decoder.num_heads * decoder.head_dim
     of_outputs = num_outputs(decoder) * decoder.tok_embeddings.embedding_dim
-    return Flops(
-        matrix=6.0 * (num_weights * sum(lengths) + of_outputs * num_targets),
-        attention=6.0 * len(decoder.layers) * width * sum(n * n for n in lengths),
-    )
+    of_weights = 6 * (num_weights * sum(document_lengths) + of_outputs * num_targets)
+    of_attention = 6 * len(decoder.layers) * width * sum(n * n for n in document_lengths)
+    return of_weights, of_attention
 
 
 def useful_flops(
     recipe: str, config: Mapping[str, Any], contents: Sequence[StepContents]
-) -> list[float | None]:
+) -> list[int | None]:
     """Returns the FLOPs of the samples of each update step; see :func:`decoder_flops`.
 
     None with adapters, pairs or a teacher, and for models that are not torchtune decoders.
@@ -151,6 +130,6 @@ def useful_flops(
     if recipe != TEXT or not is_decoder or find_adapters(model).modules:
         return [None] * len(contents)
     return [
-        decoder_flops(model, each.document_lengths, each.num_target_tokens).total
+        sum(decoder_flops(model, each.document_lengths, each.num_target_tokens))
         for each in contents
     ]

@@ -36,7 +36,7 @@ class TimedStep:
     """Fingerprint of the samples."""
     peak_memory_bytes: int
     """Peak so far, maximum over ranks."""
-    useful_flops: float | None = None
+    useful_flops: int | None = None
     """FLOPs that the samples need; None if not counted."""
 
 
@@ -162,41 +162,24 @@ def throughput_table(
         f"seconds per update step more than {reference} (quartiles)", "real tokens/s", "positions per target",
         "padding", "useful work over the matrix peak", f"peak memory GB (over {reference})", "loss deviation",
     )  # fmt: skip
-    rows: list[list[str]] = []
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for each in summaries:
         rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
+        share = "" if each.share_of_peak is None else f"{each.share_of_peak:.2f}"
         deviation = "other samples" if each.has_same_model else "another model"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.baseline != reference else "0"
-        cells = (
-            f"{each.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
+        lines.append(
+            f"| {each.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
             f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) | "
             f"{' '.join(f'{value:.2f}' for value in each.ratio_per_round)} | "
             f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
             f"{each.real_tokens_per_second:.0f} | {each.positions_per_target:.2f} | "
-            f"{each.padding_fraction:.0%} | "
-            f"{'' if each.share_of_peak is None else f'{each.share_of_peak:.2f}'} | "
-            f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation}"
+            f"{each.padding_fraction:.0%} | {share} | "
+            f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
         )
-        rows.append(cells.split(" | "))
-    rows += [[name, why, *[""] * (len(columns) - 2)] for name, why in missing.items()]
-    return _table(columns, rows)
-
-
-def loss_table(losses: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Returns the losses of the first round in Markdown."""
-    first = {name: rounds[0] for name, rounds in losses.items() if rounds and rounds[0]}
-    num_steps = max((len(each) for each in first.values()), default=0)
-    rows = [
-        [str(i + 1), *(f"{each[i]:.5f}" if i < len(each) else "" for each in first.values())]
-        for i in range(num_steps)
-    ]
-    return _table(["update step", *first], rows)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    empty = "| " * (len(columns) - 2) + "|"
+    return "\n".join([*lines, *(f"| {name} | {why} {empty}" for name, why in missing.items())])
 
 
 def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -> str:

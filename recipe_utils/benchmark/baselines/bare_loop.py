@@ -23,8 +23,6 @@ from recipe_utils.benchmark.interleave import LossLogger
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX, samples_in_order
 from recipe_utils.data.loader.samples import Sample
 
-_SIDES = ("chosen", "rejected")
-
 
 def train_text(config: DictConfig) -> None:
     """Fine-tunes with one row per update step, or rows of at most ``max_tokens_per_row`` tokens."""
@@ -50,7 +48,7 @@ def train_dpo(config: DictConfig) -> None:
         for pairs in _parts(step, config.get("pairs_per_row") or config.batch_size):
             sides = [
                 {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
-                for side in _SIDES
+                for side in ("chosen", "rejected")
                 for pair in pairs
             ]
             row = row_of(sides)
@@ -90,16 +88,11 @@ def _train(
 class Row(NamedTuple):
     """Concatenated samples of t tokens with n targets."""
 
-    lengths: list[int]
-    """Tokens of each sample."""
-    tokens: Tensor
-    """[1, t]"""
-    positions: Tensor
-    """[1, t], from 0 in each sample."""
-    target_positions: Tensor
-    """[n], positions in the row whose next token is a target."""
-    labels: Tensor
-    """[n]"""
+    lengths: list[int]  # of each sample
+    tokens: Tensor  # [1, t]
+    positions: Tensor  # [1, t], from 0 in each sample
+    target_positions: Tensor  # [n], positions in the row whose next token is a target
+    labels: Tensor  # [n]
 
 
 def row_of(samples: Sequence[Sample]) -> Row:

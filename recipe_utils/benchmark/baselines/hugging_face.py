@@ -7,13 +7,14 @@ tokenized before the first step. ``attn_implementation`` is that of transformers
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.data import padded_collate_dpo, padded_collate_sft
@@ -27,8 +28,6 @@ from recipe_utils.data.loader.samples import Sample
 from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.parallel.process_group import world_size_from_env
 
-_SIDES = ("chosen", "rejected")
-
 
 def train_hf_trainer(config: DictConfig) -> None:
     """Trains with transformers' Trainer, without attention mask: only padding follows a sample.
@@ -40,10 +39,13 @@ def train_hf_trainer(config: DictConfig) -> None:
 
     samples, pad_id = _samples(config)
     strategy = config.get("train_sampling_strategy", "sequential")
-    args = TrainingArguments(**{**_arguments(config), "train_sampling_strategy": strategy})
-    model = _load(config, config.checkpointer)
-    collate = _collate_text(pad_id, has_mask=False)
-    run_trainer(config, Trainer, args, model, _inputs_and_labels(samples), data_collator=collate)
+    run_trainer(
+        config,
+        Trainer,
+        TrainingArguments(**{**_arguments(config), "train_sampling_strategy": strategy}),
+        _inputs_and_labels(samples),
+        data_collator=partial(_collate_text, pad_id, has_mask=False),
+    )
 
 
 def train_trl_sft(config: DictConfig) -> None:
@@ -59,8 +61,8 @@ def train_trl_sft(config: DictConfig) -> None:
         config,
         SFTTrainer,
         args,
-        _with_adapters(_load(config, config.checkpointer), config),
         Dataset.from_list(_inputs_and_labels(samples)),
+        _with_adapters(_load(config, config.checkpointer), config),
         processing_class=_padding_tokenizer(pad_id),
     )
 
@@ -85,7 +87,8 @@ def train_trl_dpo(config: DictConfig) -> None:
 
     def collate(batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         tokens, labels = padded_collate_dpo(list(batch), pad_id, IGNORE_INDEX)
-        lengths = [len(pair[f"{side}_input_ids"]) for side in _SIDES for pair in batch]
+        sides = ("chosen_input_ids", "rejected_input_ids")
+        lengths = [len(pair[side]) for side in sides for pair in batch]
         collated = {
             "input_ids": tokens,
             "attention_mask": _is_real(tokens, lengths),
@@ -100,7 +103,6 @@ def train_trl_dpo(config: DictConfig) -> None:
         config,
         DPOTrainer,
         args,
-        _load(config, config.checkpointer),
         Dataset.from_list([dict(pair) for pair in pairs]),
         data_collator=collate,
         processing_class=_padding_tokenizer(pad_id),
@@ -120,10 +122,9 @@ def train_trl_gkd(config: DictConfig) -> None:
         config,
         GKDTrainer,
         GKDConfig(**_arguments(config), lmbda=0.0, beta=0.0, max_length=None),
-        _load(config, config.checkpointer),
         Dataset.from_list(_inputs_and_labels(samples)),
         teacher_model=_load(config, config.teacher_checkpointer),
-        data_collator=_collate_text(pad_id, has_mask=True),
+        data_collator=partial(_collate_text, pad_id, has_mask=True),
         processing_class=_padding_tokenizer(pad_id),
     )
 
@@ -132,11 +133,14 @@ def run_trainer(
     config: DictConfig,
     trainer_class: type,
     args: Any,
-    model: nn.Module,
     dataset: Any,
+    model: Any = None,
     **options: Any,
 ) -> None:
-    """Trains with Trainer or a subclass on tokenized samples in their order; logs each loss."""
+    """Trains with Trainer or a subclass on tokenized samples in their order; logs each loss.
+
+    ``model`` is that of ``checkpointer`` by default.
+    """
     from transformers.trainer_callback import TrainerCallback
 
     class ReportLoss(TrainerCallback):
@@ -153,6 +157,7 @@ def run_trainer(
             sampler.shuffle = False  # batch_rebalance would make update steps of other samples
             return sampler
 
+    model = model or _load(config, config.checkpointer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torchtune_config.instantiate(config.optimizer, trained)
     args._n_gpu = min(args.n_gpu, 1)  # one process would use all GPUs of the machine
@@ -201,17 +206,16 @@ def _inputs_and_labels(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return [{"input_ids": each["tokens"], "labels": each["labels"]} for each in samples]
 
 
-def _collate_text(pad_id: int, has_mask: bool) -> Callable[..., dict[str, Tensor]]:
-    def collate(batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        renamed = [{"tokens": each["input_ids"], "labels": each["labels"]} for each in batch]
-        padded = padded_collate_sft(renamed, pad_id, IGNORE_INDEX)
-        collated = {"input_ids": padded["tokens"], "labels": padded["labels"]}
-        if has_mask:
-            lengths = [len(each["input_ids"]) for each in batch]
-            collated["attention_mask"] = _is_real(padded["tokens"], lengths)
-        return collated
-
-    return collate
+def _collate_text(
+    pad_id: int, batch: Sequence[Mapping[str, Any]], has_mask: bool
+) -> dict[str, Tensor]:
+    renamed = [{"tokens": each["input_ids"], "labels": each["labels"]} for each in batch]
+    padded = padded_collate_sft(renamed, pad_id, IGNORE_INDEX)
+    collated = {"input_ids": padded["tokens"], "labels": padded["labels"]}
+    if has_mask:
+        lengths = [len(each["input_ids"]) for each in batch]
+        collated["attention_mask"] = _is_real(padded["tokens"], lengths)
+    return collated
 
 
 def _is_real(tokens: Tensor, lengths: Sequence[int]) -> Tensor:

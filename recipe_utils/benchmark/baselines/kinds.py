@@ -1,10 +1,6 @@
 """Kinds of baselines of each recipe, their requirements and limitations."""
 
-import importlib
 import importlib.util
-from collections.abc import Callable
-
-from omegaconf import DictConfig
 
 from recipe_utils.model.adapters.adapters import Adapters
 
@@ -32,7 +28,7 @@ KINDS: dict[str, dict[str, str]] = {
         "trl": "hugging_face.train_trl_gkd",
     },
 }
-"""Recipe -> kind -> training function in :mod:`recipe_utils.benchmark.baselines`."""
+"""Recipe -> kind -> function in this package that trains with a resolved update-step config."""
 OWN_KEYS: dict[str, dict[str, set[str]]] = {
     TEXT: {
         "hf_trainer": {"train_sampling_strategy", "attn_implementation"},
@@ -51,14 +47,6 @@ NEEDS = {
     "trl": ("transformers", "accelerate", "peft", "trl"),
 }
 """Kind -> optional packages."""
-
-
-def train_function(recipe: str, kind: str) -> Callable[[DictConfig], None]:
-    """Imports the function that trains a baseline with a resolved update-step config."""
-    module, name = KINDS[recipe][kind].split(".")
-    imported = importlib.import_module(f"recipe_utils.benchmark.baselines.{module}")
-    function: Callable[[DictConfig], None] = getattr(imported, name)
-    return function
 
 
 def why_skipped(

@@ -12,9 +12,15 @@ from recipe_utils.tune.registry import recipe_path
 _CLASSES = {TEXT: "FullFinetuneRecipe", PAIRS: "FullDPORecipe", DISTILLATION: "KDRecipe"}
 
 
-def _train(name: str, config: DictConfig) -> None:
+def make_recipe(name: str, config: DictConfig) -> Any:
+    """Returns an update-step recipe that exports nothing."""
     recipe = runpy.run_path(str(recipe_path(name)))[_CLASSES[name]](config)
     recipe.run.export = _do_nothing
+    return recipe
+
+
+def _train(name: str, config: DictConfig) -> None:
+    recipe = make_recipe(name, config)
     if config.get("save_every_n_steps") is None:
         recipe.run.save = _do_nothing
     with recipe.run:

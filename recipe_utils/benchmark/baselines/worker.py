@@ -7,6 +7,7 @@ benchmark.
 import json
 import os
 import sys
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 import torch
 from omegaconf import OmegaConf
 
-from recipe_utils.benchmark.baselines.kinds import train_function
+from recipe_utils.benchmark.baselines.kinds import KINDS
 from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
 from recipe_utils.benchmark.lineup import Baseline
 from recipe_utils.benchmark.matrix_peak import measure_products
@@ -35,7 +36,9 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     pipe = Connection(int(sys.argv[2]))
     config = OmegaConf.create(spec["config"])
-    train = train_function(spec["recipe"], spec["kind"])  # imports before the first turn
+    module, function = KINDS[spec["recipe"]][spec["kind"]].split(".")
+    # Imports before the first turn.
+    train = getattr(import_module(f"recipe_utils.benchmark.baselines.{module}"), function)
     fed_tokens = FedTokens(spec["pad_id"])
     gate = Gate(pipe, fed_tokens, torch.device(config.device))
     gate.wait_for_turn()

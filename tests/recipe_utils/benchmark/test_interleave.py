@@ -15,21 +15,15 @@ from recipe_utils.benchmark.interleave import BaselineDiedError, Processes
 from recipe_utils.benchmark.lineup import Baseline
 
 
-def spec_of(folder, kind="limit", **changes):
-    config = {
-        **tiny_config(folder, **changes),
-        "metric_logger": {"_component_": "recipe_utils.benchmark.interleave.LossLogger"},
-        "max_steps_per_epoch": 8,
-    }
-    return write_spec(folder / "spec.json", "turns", Baseline("mine", kind, {}, config), pad_id=0)
-
-
 def started(folder, timeout_seconds=60.0):
+    logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
+    config = tiny_config(folder, metric_logger=logger, max_steps_per_epoch=8)
+    write_spec(folder / "spec.json", "turns", Baseline("mine", "limit", {}, config), pad_id=0)
     return Processes("mine", folder / "spec.json", 1, folder / "{rank}.log", timeout_seconds)
 
 
 def state_of(pid):
-    """A letter of Linux's: T is stopped; None for a process that is gone or only waits to be read."""
+    """The letter of Linux, T if stopped; None for a process that has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -45,7 +39,6 @@ def wait_for(condition):
 
 
 def test_a_baseline_that_sends_nothing_times_out_and_is_killed(tmp_path):
-    spec_of(tmp_path)
     baseline = started(tmp_path, timeout_seconds=0.2)  # too short to import PyTorch
     with pytest.raises(BaselineDiedError, match=r"sent nothing for 0.2 s"):
         baseline.take_turn()
@@ -56,11 +49,9 @@ def test_a_baseline_that_sends_nothing_times_out_and_is_killed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_waiting_baseline_is_stopped_and_ends_with_the_benchmark(weights_folder, tmp_path):
-    if sys.platform != "linux":
-        pytest.skip("only Linux ends a stopped process with its parent")
     (tmp_path / "weights").symlink_to(weights_folder / "weights")
-    spec_of(tmp_path)
     script = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; import test_interleave\n"
         "baseline = test_interleave.started(Path(sys.argv[1]))\n"

@@ -1,5 +1,3 @@
-"""What a training needs of a machine's fastest matrix product."""
-
 import pytest
 import tiny
 import torch
@@ -13,13 +11,11 @@ from recipe_utils.benchmark.matrix_peak import (
     measure_products,
     peak_of,
     products_of,
-    tflops,
     useful_flops,
 )
 from recipe_utils.settings.read import read_settings
 
 WIDTH = 32
-CPU = torch.device("cpu")
 
 
 def lineup(tmp_path, config, **changes):
@@ -74,23 +70,17 @@ def test_products_have_the_sizes_of_the_model_and_fit_a_cpu():
         assert product.m == (50 if is_on_cpu else 2048)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_product_is_timed(is_transposed):
-    assert 0 < tflops(Product(64, 32, 16, is_transposed), CPU, torch.float32, 1, 3) < 1000
-
-
-def test_a_process_times_them_in_the_dtype_of_its_config(tmp_path, monkeypatch):
+def test_products_are_timed_in_the_dtype_of_a_config(tmp_path, monkeypatch):
     monkeypatch.setattr("recipe_utils.benchmark.matrix_peak._ROWS", 16)
-    seen = []
+    seen = set()
     mm = torch.mm
     monkeypatch.setattr(
-        torch, "mm", lambda left, right, out: (seen.append(left.dtype), mm(left, right, out=out))
+        torch, "mm", lambda left, right, out: (seen.add(left.dtype), mm(left, right, out=out))
     )
-    config = OmegaConf.create(tiny_config(tmp_path, dtype="bf16"))
-    found = measure_products(config)
+    found = measure_products(OmegaConf.create(tiny_config(tmp_path, dtype="bf16")))
     assert set(found) == {product.name for product in products_of(tiny.tiny_model(), True)}
-    assert min(found.values()) > 0
-    assert set(seen) == {torch.bfloat16}
+    assert all(0 < rate < 1000 for rate in found.values())
+    assert seen == {torch.bfloat16}
 
 
 def test_the_peak_is_that_of_all_ranks_in_one_product():

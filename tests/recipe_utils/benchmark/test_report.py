@@ -37,16 +37,11 @@ def test_ratios_are_paired_by_round_and_update_step():
     assert stock.ratio == (1, 1, 1)
     assert fast.ratio.median == 2.5  # 2 in step 2, 3 in step 3
     assert fast.target_tokens_per_second.median == 200
+    assert stock.extra_seconds == (0, 0, 0)
+    assert fast.extra_seconds == (-1.75, -1.5, -1.25)  # 1 less in step 2, 2 less in step 3
     # The reference lacks this step, so that it is in no ratio.
     alone = replace(STEP, step=4, baseline="fast", seconds=0.001)
     assert summarize([*STEPS, alone], LOSSES, "stock")[1].ratio.median == 2.5
-
-
-def test_seconds_of_an_update_step_are_compared_with_the_reference_s_of_the_same_step():
-    stock, fast = summarize(STEPS, LOSSES, "stock")
-    assert stock.extra_seconds == (0, 0, 0)
-    assert fast.extra_seconds == (-1.75, -1.5, -1.25)  # 1 less in step 2, 2 less in step 3
-    assert "| -1.500 (-1.750 to -1.250) |" in report.throughput_table([stock, fast], "stock", {})
 
 
 def test_useful_work_is_a_share_of_the_matrix_peak_where_both_are_known():
@@ -55,14 +50,11 @@ def test_useful_work_is_a_share_of_the_matrix_peak_where_both_are_known():
     assert stock.share_of_peak == pytest.approx(0.1)  # 0 and 2 of 10 GFLOP/s
     assert fast.share_of_peak == pytest.approx(0.2)
     table = report.throughput_table([stock, fast], "stock", {"limit": "skipped"})
-    assert "| useful work over the matrix peak |" in table
     assert "| 0.20 |" in table
     assert len({line.count("|") for line in table.splitlines()}) == 1
-    assert "10 GFLOP/s" in report.peak_sentence(0.01)
     for steps, peak in ((STEPS, 0.01), (counted, None)):
-        assert {each.share_of_peak for each in summarize(steps, LOSSES, "stock", (), peak)} == {
-            None
-        }
+        found = summarize(steps, LOSSES, "stock", (), peak)
+        assert [each.share_of_peak for each in found] == [None, None]
 
 
 def test_losses_of_another_model_are_not_compared():
@@ -79,7 +71,7 @@ def test_a_ratio_per_round_shows_the_spread_of_processes():
     assert fast.ratio_per_round == [2.5, 0.25]
 
 
-def test_padding_positions_and_memory_are_of_all_steps():
+def test_padding_and_positions_are_of_all_steps_and_memory_of_a_round():
     stock, fast = summarize(STEPS, LOSSES, "stock")
     assert stock.padding_fraction == 0.5
     assert fast.padding_fraction == pytest.approx(0.2)
@@ -113,5 +105,5 @@ def test_tables_name_baselines_without_figures():
     summaries = summarize(STEPS, LOSSES, "stock")
     table = report.throughput_table(summaries, "stock", {"limit": "skipped: one process only"})
     assert "| fast | **200** (150-250) | **2.50** (2.25-2.75) |" in table
+    assert "| -1.500 (-1.750 to -1.250) |" in table
     assert "| limit | skipped: one process only |" in table
-    assert report.loss_table(LOSSES).splitlines()[-1] == "| 3 | 4.00000 | 4.00200 |"

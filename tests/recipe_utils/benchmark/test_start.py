@@ -21,20 +21,12 @@ DORA = tiny.adapted(tiny.MODEL, use_dora=True)
 
 
 @pytest.fixture
-def config_of(tiny_config, tmp_path):
-    """A resolved config of an adapted model, whose adapters lie in a file of its own."""
-
-    def config_of(sizes):
-        base = tiny_config(model=sizes, seed=0, dtype="fp32")
-        checkpointer = {**base["checkpointer"], "adapter_checkpoint": f"{tmp_path}/start/a.pt"}
-        return OmegaConf.create({**base, "checkpointer": checkpointer})
-
-    return config_of
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(torch.arange(1, 9)[None])
+def config(tiny_config, tmp_path):
+    """A resolved config whose model has fresh adapters in a separate file."""
+    config = OmegaConf.create(tiny_config(model=DORA, seed=0, dtype="fp32"))
+    config.checkpointer.adapter_checkpoint = f"{tmp_path}/start/a.pt"
+    write_fresh_adapters(config)
+    return config
 
 
 def test_adapters_are_found_in_the_model_and_not_in_a_name(tmp_path):
@@ -44,12 +36,11 @@ def test_adapters_are_found_in_the_model_and_not_in_a_name(tmp_path):
         adapters_in(tiny_config(tmp_path, model={**DORA, "lora_rnk": 1}))
 
 
-def test_fresh_adapters_leave_the_model_as_it_is(config_of):
-    config = config_of(DORA)
-    write_fresh_adapters(config)
+def test_fresh_adapters_do_not_change_the_outputs(config):
     model = torchtune_config.instantiate(config.model)
     load_start(model, config)
-    torch.testing.assert_close(logits(model), logits(tiny.tiny_model(tiny.MODEL)))
+    tokens = torch.arange(1, 9)[None]
+    torch.testing.assert_close(model(tokens), tiny.tiny_model(tiny.MODEL)(tokens))
 
 
 def load_into_shards(path):
@@ -63,9 +54,7 @@ def load_into_shards(path):
     }
 
 
-def test_sharded_models_get_their_parts_of_the_adapters(config_of):
-    config = config_of(DORA)
-    write_fresh_adapters(config)
+def test_sharded_models_get_their_parts_of_the_adapters(config):
     path = config.checkpointer.adapter_checkpoint
     written = torch.load(path)
     for loaded in run_distributed(load_into_shards, 2, path):
@@ -73,8 +62,6 @@ def test_sharded_models_get_their_parts_of_the_adapters(config_of):
             assert torch.equal(loaded[name], tensor)
 
 
-def test_adapters_of_another_model_are_refused(config_of):
-    config = config_of(DORA)
-    write_fresh_adapters(config)
+def test_adapters_of_another_model_are_refused(config):
     with pytest.raises(ValueError, match=r"the model has no layers\.0"):
         load_adapters(nn.Linear(2, 2), config.checkpointer.adapter_checkpoint)

@@ -25,15 +25,11 @@ def fed_tokens(monkeypatch):
     return fed_tokens
 
 
-def test_the_first_token_of_a_sample_is_no_target():
+def test_the_first_token_of_a_sample_is_no_target_in_a_packed_row_neither():
     contents = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE)
     assert (contents.num_target_tokens, contents.num_real_tokens) == (4, 7)
-
-
-def test_the_first_token_of_each_document_of_a_packed_row_is_no_target():
     (row,) = PackedDataset([{k: list(v) for k, v in s.items()} for s in SAMPLES], max_seq_len=10)
-    packed = contents_of([row], pad_id=1, ignore_index=IGNORE)
-    assert packed == contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE)
+    assert contents_of([row], pad_id=1, ignore_index=IGNORE) == contents
 
 
 def test_fingerprints_see_tokens_but_neither_order_nor_padding():
@@ -52,10 +48,7 @@ def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
     expected = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE).fingerprint
     assert fed_tokens.read_and_restart() == (8, expected)
     assert fed_tokens.read_and_restart() == (0, 0)
-
-
-def test_a_single_token_that_only_keeps_ranks_together_is_a_position_and_no_sample(fed_tokens):
-    nn.Embedding(12, 2)(torch.tensor([[5]]))
+    embedding(torch.tensor([[5]]))  # a dummy microbatch is a position and no sample
     assert fed_tokens.read_and_restart() == (1, 0)
 
 
@@ -67,10 +60,8 @@ def test_tokens_that_are_shared_are_counted_once_and_their_targets_twice():
     whole = contents_of_pairs([pair], 0, -100, shares_prefixes=False)
     shared = contents_of_pairs([pair], 0, -100, shares_prefixes=True)
     assert (whole.num_target_tokens, whole.num_real_tokens) == (7, 9)
-    assert (shared.num_target_tokens, shared.num_real_tokens) == (
-        7,
-        7,
-    )  # all but the last in common
+    # All shared tokens but the last one, which predicts different tokens.
+    assert (shared.num_target_tokens, shared.num_real_tokens) == (7, 7)
     once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [7, 9, 10]}]
     fed = contents_of_pairs(once, 0, -100, shares_prefixes=False).fingerprint
     assert fed + shared.fingerprint_of_shared == whole.fingerprint == shared.fingerprint
