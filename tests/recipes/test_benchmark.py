@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 from multiprocessing.connection import Connection
@@ -225,7 +226,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
     assert list(found) == list(peers)
     assert max(found.values()) < 1e-5
     last_loss = results["losses"]["stock"][0][-1]
-    assert abs(last_loss - math.log(2)) > 0.01, "the policy is still the reference"
+    assert abs(last_loss - math.log(2)) > 0.005, "the policy is still the reference"
     slots = {name: each["positions_per_target"] for name, each in by_name(results).items()}
     assert slots["shared"] == slots["shared_cached"] < slots["packed"] == slots["limit"]
     assert slots["packed"] < slots["stock"]
@@ -279,7 +280,8 @@ def workers_of(folder):
 
 @pytest.mark.slow
 def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path, started):
-    config_path, folder = write_configs(tmp_path, {"in_order": IN_ORDER}, num_update_steps=30)
+    changes = {"num_update_steps": 30, "num_rounds": 9}
+    config_path, folder = write_configs(tmp_path, {"in_order": IN_ORDER}, **changes)
     process = Popen(
         [TUNE, "run", RECIPE, "--config", str(config_path)],
         stdout=subprocess.PIPE,
@@ -287,7 +289,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
     )
     started.append(process)
     printed = b""
-    while b"| 2/31" not in printed:  # the progress bar
+    while not re.search(rb"\| [1-9][0-9]*/31", printed):  # the progress bar
         printed += (more := process.stdout.read1())
         assert more, printed.decode()
     assert len(workers_of(folder)) == 1

@@ -21,8 +21,7 @@ from recipe_utils.model.adapters.adapters import (
     fresh_adapters,
 )
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.settings.components import MadeWith, check_component
-from recipe_utils.settings.problems import ConfigError, naming
+from recipe_utils.settings.problems import naming
 
 
 def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
@@ -30,8 +29,6 @@ def model_on_meta(config: Mapping[str, Any]) -> nn.Module:
     cfg_model = config["model"]
     if isinstance(cfg_model, DictConfig):
         cfg_model = OmegaConf.to_container(cfg_model, resolve=True)
-    if problems := list(check_component("model", cfg_model, MadeWith())):
-        raise ConfigError(*problems)
     make_model = partial(torchtune_config.instantiate, OmegaConf.create(cfg_model))
     with naming("model"):
         return build_on_meta(make_model, ModelSettings())

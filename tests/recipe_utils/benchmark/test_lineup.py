@@ -76,13 +76,6 @@ def test_baselines_share_what_derives_from_output_dir_and_write_to_their_own_fol
     assert "my_folder" not in config, "the recipe refuses a key that nothing refers to"
 
 
-def test_only_a_baseline_that_asks_for_it_saves(read):
-    base = {"save_every_n_steps": 200, "save_every_n_minutes": 200}
-    config = config_of(read, base)
-    assert config["save_every_n_steps"] is config["save_every_n_minutes"] is None
-    assert config_of(read, base, save_every_n_steps=1)["save_every_n_steps"] == 1
-
-
 def test_stock_gets_a_loss_of_torchtune_unless_it_is_overridden(read):
     stock = "torchtune.modules.loss.CEWithChunkedOutputLoss"
     assert config_of(read, kind="stock")["loss"]["_component_"] == stock
@@ -121,32 +114,6 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     assert merged.optimizer == {"_component_": "torch.optim.SGD"}
     assert merged.dataset.num_samples == 32
     assert "seed" not in base.dataset
-
-
-def test_baselines_of_the_same_data_share_the_contents_of_update_steps(read):
-    peers = {
-        "first": {"kind": "stock"},
-        "same": {**OURS, "microbatching": "packed"},
-        "other": {**OURS, "batch_size": 1},
-    }
-    contents = read(peers=peers).contents
-    assert contents["first"] is contents["same"]
-    assert contents["first"] != contents["other"]
-    assert [len(each) for each in contents.values()] == [3, 3, 3]  # with the warm-up step
-
-
-def test_baselines_that_share_prefixes_have_the_same_pairs_in_fewer_tokens(read):
-    peers = {
-        "stock": {"kind": "stock"},
-        "packed": {**OURS, "microbatching": "packed", "prefix_sharing": False},
-        "shared": {**OURS, "microbatching": "packed"},
-    }
-    contents = read({"ref_checkpointer": None}, "pairs", peers=peers).contents
-    assert contents["stock"] is contents["packed"]
-    for whole, shared in zip(contents["stock"], contents["shared"], strict=True):
-        assert shared.num_target_tokens == whole.num_target_tokens
-        assert shared.num_real_tokens < whole.num_real_tokens
-        assert shared.fingerprint == whole.fingerprint
 
 
 def test_a_baseline_that_cannot_run_is_skipped_unless_it_is_the_reference(read):

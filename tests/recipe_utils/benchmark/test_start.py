@@ -3,19 +3,16 @@ import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import tiny_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.baselines.start import (
-    adapters_in,
     load_adapters,
     load_start,
     write_fresh_adapters,
 )
-from recipe_utils.settings.problems import ConfigError
 
 DORA = tiny.adapted(tiny.MODEL, use_dora=True)
 
@@ -27,13 +24,6 @@ def config(tiny_config, tmp_path):
     config.checkpointer.adapter_checkpoint = f"{tmp_path}/start/a.pt"
     write_fresh_adapters(config)
     return config
-
-
-def test_adapters_are_found_in_the_model_and_not_in_a_name(tmp_path):
-    assert adapters_in(tiny_config(tmp_path, model=DORA)).modules
-    assert not adapters_in(tiny_config(tmp_path)).modules
-    with pytest.raises(ConfigError, match=r"model\.lora_rnk"):
-        adapters_in(tiny_config(tmp_path, model={**DORA, "lora_rnk": 1}))
 
 
 def test_fresh_adapters_do_not_change_the_outputs(config):
