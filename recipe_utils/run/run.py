@@ -109,8 +109,9 @@ class Run:
 
     @cached_property
     def _resume(self) -> Resume:
-        settings, ranks, log = self.settings, self._ranks, self._log
-        return Resume(self._recipe, settings, self._config, ranks, self._group, log)
+        return Resume(
+            self._recipe, self.settings, self._config, self._ranks, self._group, self._log
+        )
 
     def resume(
         self,
@@ -407,8 +408,9 @@ class Run:
         self._report(self._checkpoints.wait())  # it uses the same group and disk
         dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype or self._config.get("dtype"))
         adapters_only = self.settings.save_adapter_weights_only
-        common = self._ranks, self._group, self._log
-        folder, error = export_model(checkpointer, model, name, dtype, adapters_only, *common)
+        folder, error = export_model(
+            checkpointer, model, name, dtype, adapters_only, self._ranks, self._group, self._log
+        )
         self._last_export = folder or self._last_export
         return error
 
