@@ -22,7 +22,6 @@ CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
 """Exit code of a rank whose error has been reported, by itself or by another rank."""
-_ENDED_BY_LAUNCHER = {-signal.SIGTERM, -signal.SIGKILL}
 
 
 def wait_for_ranks() -> None:
@@ -39,8 +38,8 @@ def wait_for_ranks() -> None:
 
     def raise_if_received() -> None:
         if received:
-            name = received[0].name
-            raise SignalException(f"The ranks did not all end well after {name}", received[0])
+            text = f"Not all ranks exited with code 0 after {received[0].name}"
+            raise SignalException(text, received[0])
 
     def start(ranks: PContext) -> None:
         raise_if_received()  # this is a restart
@@ -49,7 +48,7 @@ def wait_for_ranks() -> None:
             return
         torch_handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
-        def pass_on(number: int, _: FrameType | None) -> None:
+        def forward(number: int, _: FrameType | None) -> None:
             received.append(signal.Signals(number))
             for each, handler in torch_handlers.items():
                 signal.signal(each, handler)
@@ -59,7 +58,7 @@ def wait_for_ranks() -> None:
                     os.kill(pid, number)
 
         for number in torch_handlers:
-            signal.signal(number, pass_on)
+            signal.signal(number, forward)
 
     def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         result = torch_wait(ranks, timeout, period)
@@ -77,20 +76,18 @@ def wait_for_ranks() -> None:
                 raise SystemExit(1) from None
             raise
 
+    def is_not_reported(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        reported = (f"(exitcode: {n})" for n in (CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE))
+        return not text.startswith("Sending process") and not any(each in text for each in reported)
+
     api.launch_agent = launch
-    logging.getLogger(multiprocessing_api.__name__).addFilter(_says_more_than_ranks_have)
+    logging.getLogger(multiprocessing_api.__name__).addFilter(is_not_reported)
     PContext.start = start  # type: ignore[method-assign, assignment]
     PContext.wait = wait  # type: ignore[method-assign, assignment]
 
 
 def _exit_codes(failures: Mapping[int, ProcessFailure]) -> set[int]:
     """Returns the exit codes of ranks that the launcher did not kill."""
-    return {failure.exitcode for failure in failures.values()} - _ENDED_BY_LAUNCHER
-
-
-def _says_more_than_ranks_have(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    has_told = any(
-        f"(exitcode: {code})" in text for code in (CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE)
-    )
-    return not has_told and not text.startswith("Sending process")
+    killed = {-signal.SIGTERM, -signal.SIGKILL}
+    return {failure.exitcode for failure in failures.values()} - killed

@@ -1,9 +1,9 @@
 """Entry point that PyTorch calls at the end of ``import torch``; registers the recipes with ``tune``.
 
-Installations, editable ones included, copy this file to site-packages as
-``torchtune_update_step_registration``, because ``import torch`` fails if an entry point cannot be
-imported or raises, and a checkout may have been moved. So the module does not import the project at
-its top, and it raises no exception.
+Installations, editable ones included, have this file in site-packages only, as
+``torchtune_update_step_registration``: ``import torch`` fails if an entry point cannot be imported
+or raises, and a checkout may have been moved. So the module does not import the project at its top,
+and it raises no exception.
 """
 
 import logging
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-OURS = "TORCHTUNE_UPDATE_STEP_RUN"
+_IS_OURS = "TORCHTUNE_UPDATE_STEP_RUN"
 """Environment variable of a ``tune run`` of this project's recipes; its ranks inherit it."""
 
 
@@ -21,24 +21,21 @@ def register() -> None:
     ``tune`` reports an error in one line and continues with torchtune's recipes. Other programs,
     which may only import torch, print nothing.
     """
-    if OURS in os.environ:
-        be_quiet_about_kernels()
-    if "torchtune" not in sys.modules:
-        return
-    try:
-        from recipe_utils.tune.registry import register as register_recipes
+    if "torchtune" in sys.modules:
+        try:
+            from recipe_utils.tune.registry import register as register_recipes
 
-        register_recipes()
-    except Exception as error:
-        if Path(sys.argv[0]).name == "tune":
-            sys.stderr.write(
-                f"torchtune-update-step: `tune` cannot know its recipes ({type(error).__name__}: {error}). Where its "
-                "checkout was moved, run `pip install -e .` in it; to be rid of it, `pip uninstall torchtune-update-step`\n"
-            )
-
-
-def be_quiet_about_kernels() -> None:
-    """Filters torchao's warning at import about kernels for another torch; no recipe uses them."""
-    logging.getLogger("torchao").addFilter(
-        lambda record: "Skipping import of cpp extensions" not in record.getMessage()
-    )
+            if register_recipes():
+                os.environ[_IS_OURS] = "1"
+        except Exception as error:
+            if Path(sys.argv[0]).name == "tune":
+                sys.stderr.write(
+                    "torchtune-update-step: `tune` does not list its recipes "
+                    f"({type(error).__name__}: {error}). If the checkout was moved, run "
+                    "`pip install -e .` in it; to remove it, `pip uninstall torchtune-update-step`\n"
+                )
+    if _IS_OURS in os.environ:
+        # torchao warns about kernels for another torch, which no recipe uses.
+        logging.getLogger("torchao").addFilter(
+            lambda record: "Skipping import of cpp extensions" not in record.getMessage()
+        )

@@ -6,11 +6,8 @@ calls the entry points of the group ``torch.backends`` at the end of ``import to
 line. It is imported with torch (:mod:`recipe_utils.tune.registration`), so it must be light.
 """
 
-import os
 import sys
 from pathlib import Path
-
-from recipe_utils.tune.registration import OURS, be_quiet_about_kernels
 
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,41 +77,37 @@ SAME_FILE = {
 """Recipe name -> name of its file; that of all others is ``recipes/NAME.py``."""
 
 
-def register() -> None:
-    """Adds :data:`RECIPES` to torchtune's registry.
+def register() -> bool:
+    """Adds :data:`RECIPES` to torchtune's registry. Returns True for ``tune run`` of one of them.
 
-    For ``tune run`` of one of them or of a copy, it also patches the launcher. ``tune validate``
-    only accepts paths, so the name of a config in ``sys.argv`` is replaced by its path.
+    For such a run, or that of a copy, it also patches the launcher. ``tune validate`` only accepts
+    paths, so the name of a config in ``sys.argv`` is replaced by its path.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
-    registered = {recipe.name for recipe in _ALL_RECIPES}
     for name, configs in RECIPES.items():
-        if name in registered:
-            continue
         _ALL_RECIPES.append(
             Recipe(
                 name=name,
                 file_path=str(recipe_path(name)),
-                configs=[
-                    Config(name=config, file_path=str(config_path(config))) for config in configs
-                ],
+                configs=[Config(name=each, file_path=str(config_path(each))) for each in configs],
                 # The benchmark starts the processes of its baselines itself.
                 supports_distributed=name != "benchmark_tokens_per_second",
             )
         )
 
-    is_tune = Path(sys.argv[0]).name == "tune"
-    if is_tune and sys.argv[1:2] == ["run"] and any(map(_is_ours, sys.argv[2:])):
+    if Path(sys.argv[0]).name != "tune":
+        return False
+    command, *arguments = sys.argv[1:] or [""]
+    known = {config for configs in RECIPES.values() for config in configs}
+    if command == "validate" and len(arguments) == 1 and arguments[0] in known:
+        sys.argv[2] = str(config_path(arguments[0]))
+    is_run_of_ours = command == "run" and any(map(_is_ours, arguments))
+    if is_run_of_ours:
         from recipe_utils.tune.launcher import wait_for_ranks
 
-        os.environ[OURS] = "1"
-        be_quiet_about_kernels()
         wait_for_ranks()
-    if is_tune and len(sys.argv) == 3 and sys.argv[1] == "validate":
-        known = {config for configs in RECIPES.values() for config in configs}
-        if sys.argv[2] in known:
-            sys.argv[2] = str(config_path(sys.argv[2]))
+    return is_run_of_ours
 
 
 def _is_ours(argument: str) -> bool:

@@ -1,4 +1,4 @@
-"""No `import torch` fails for this project, whatever has become of its checkout, and `tune` says what has."""
+"""`import torch` never fails because of this project; `tune` reports what is wrong with its checkout."""
 
 import subprocess
 import sys
@@ -10,20 +10,25 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-AS_ANY_PROGRAM_THEN_AS_TUNE = """
+IN_EACH_CHECKOUT = """
 import types
 sys.modules["torchtune"] = types.ModuleType("torchtune")  # the real one takes seconds to import
-sys.argv = ["/venv/bin/program"]
 import torch
-sys.stderr.write("then as tune: ")
-sys.argv = ["/venv/bin/tune", "ls"]
-torch._import_device_backends()
+for folder in {folders}:
+    sys.path.insert(0, folder)
+    for program in ("program", "tune"):
+        sys.argv = [f"/venv/bin/{{program}}", "ls"]
+        sys.stderr.write(f"{{program}}: ")
+        for name in [name for name in sys.modules if name.startswith("recipe_utils")]:
+            del sys.modules[name]
+        torch._import_device_backends()
+    sys.path.remove(folder)
 """
 
 
 @pytest.fixture
 def installed(tmp_path):
-    """What an editable install has in site-packages, but for the line that leads to the checkout."""
+    """Files of an editable install in site-packages, without the path to the checkout."""
     folder = tmp_path / "installed"
     metadata = folder / "torchtune_update_step-0.0.0.dist-info"
     metadata.mkdir(parents=True)
@@ -38,7 +43,7 @@ def installed(tmp_path):
 
 
 def run(program, *folders):
-    """Runs a program that finds modules in ``folders``, and torch; not what is installed here as editable."""
+    """Runs a program with modules of ``folders`` and torch, without this environment's editable installs."""
     path = [*map(str, folders), sysconfig.get_path("purelib")]
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path += {path}\n{program}"],
@@ -56,26 +61,21 @@ def test_importing_torch_alone_imports_nothing_of_a_checkout(installed):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("checkout", "said"),
-    [
-        ("moved", "ModuleNotFoundError: No module named 'recipe_utils'"),
-        ("half written", "ZeroDivisionError: division by zero"),
-        ("whole", "ModuleNotFoundError: No module named 'torchtune._recipe_registry'"),
-    ],
-)
-def test_whatever_cannot_be_imported_torch_can_and_tune_says_the_rest_in_one_line(
-    checkout, said, installed, tmp_path
+def test_torch_is_imported_with_a_broken_checkout_and_tune_reports_it_in_one_line(
+    installed, tmp_path
 ):
-    half = tmp_path / "half_written"
-    (half / "recipe_utils").mkdir(parents=True)
-    (half / "recipe_utils" / "__init__.py").write_text("1 / 0\n")
-    folder = {"moved": tmp_path / "gone", "half written": half, "whole": ROOT}[checkout]
-    done = run(AS_ANY_PROGRAM_THEN_AS_TUNE, installed, folder)
+    half_written = tmp_path / "half_written"
+    (half_written / "recipe_utils").mkdir(parents=True)
+    (half_written / "recipe_utils" / "__init__.py").write_text("1 / 0\n")
+    reasons = {
+        tmp_path / "moved": "ModuleNotFoundError: No module named 'recipe_utils'",
+        half_written: "ZeroDivisionError: division by zero",
+        ROOT: "ModuleNotFoundError: No module named 'torchtune._recipe_registry'",
+    }
+    done = run(IN_EACH_CHECKOUT.format(folders=[*map(str, reasons)]), installed)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        f"then as tune: torchtune-update-step: `tune` cannot know its recipes ({said}"
-    )
-    assert "`pip install -e .`" in line
-    assert "`pip uninstall torchtune-update-step`" in line
+    for line, reason in zip(done.stderr.splitlines(), reasons.values(), strict=True):
+        start = "program: tune: torchtune-update-step: `tune` does not list its recipes"
+        assert line.startswith(f"{start} ({reason}")
+        assert "`pip install -e .`" in line
+        assert "`pip uninstall torchtune-update-step`" in line
