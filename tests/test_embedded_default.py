@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
-from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from programs import tune_run_here
 from recipe_runs import keep_messages, run_recipe
 from torchtune import config
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from recipe_utils.run.log import read_metrics
 from recipe_utils.tune.registry import config_path
@@ -86,30 +85,6 @@ def test_exports_load_in_transformers_with_equal_logits(exported, trained):
     assert ids == config.instantiate(cfg.tokenizer).encode(text, add_eos=False)
 
 
-def short_run(trained, num_stages):
-    """10 small update steps from the weights that ``trained`` started from."""
-    train(
-        FULL,
-        trained / f"stages_{num_stages}",
-        f"checkpoint_dir={trained}/fresh",
-        f"docstrings_path={trained}/docstrings.json",
-        f"pipeline_parallel_dim={num_stages}",
-        *("batch_size=2", "global_batch_size=8", "~gradient_accumulation_steps"),
-        *("max_tokens_per_microbatch=512", "max_steps_per_epoch=10", "run_val_every_n_steps=null"),
-    )
-
-
-@pytest.mark.slow
-def test_pipeline_stages_log_the_losses_of_one_process(trained):
-    for num_stages in (1, 2, 4):
-        run_distributed(short_run, num_stages, trained, num_stages)
-    expected = logged(trained / "stages_1", "loss")
-    assert len(expected) == 10
-    for num_stages in (2, 4):
-        losses = logged(trained / f"stages_{num_stages}", "loss")
-        assert losses == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.slow
 def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(trained, tmp_path):
     each = ("max_steps_per_epoch=12", "run_val_every_n_steps=4")
@@ -142,9 +117,9 @@ def test_the_student_approaches_its_teacher_and_has_its_tokenizer(trained, tmp_p
     assert divergences[1] < divergences[0] / 2
     tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (tmp_path, trained)]
     assert tokenizers[0].read_text() == tokenizers[1].read_text()
-    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128, "intermediate_dim": 384}  # fmt: skip
-    model = [f"model.{key}={value}" for key, value in sizes.items()]
-    assert "What does `os.path.join` do?" in answer(*model, f"output_dir={tmp_path}")
+    model = OmegaConf.load(tmp_path / "generation.yaml").model  # the student's
+    sizes = [f"model.{key}={value}" for key, value in model.items() if key != "_component_"]
+    assert "What does `os.path.join` do?" in answer(*sizes, f"output_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(("default", "key"), [(LORA, "checkpoint_dir"), (KD, "teacher_dir")])
@@ -171,7 +146,7 @@ def small_default(folder, vocab_size=300, **model):
 
 
 @pytest.mark.slow
-def test_a_default_that_changed_in_its_folder_exports_the_model_that_was_trained(tmp_path):
+def test_a_changed_default_in_the_same_folder_exports_the_trained_model(tmp_path):
     run_recipe(small_default(tmp_path, num_heads=8))
     changed = small_default(tmp_path, vocab_size=290, num_heads=4, rope_base=20_000)
     with keep_messages() as messages:
@@ -185,13 +160,3 @@ def test_a_default_that_changed_in_its_folder_exports_the_model_that_was_trained
     text = " ".join(messages)
     assert "model.num_heads is 4 and was 8" in text
     assert "vocab_size is 290 and was 300" in text
-
-    checkpointer = torchtune.training.FullModelHFCheckpointer(
-        str(export), ["model-00001-of-00001.safetensors"], "LLAMA3_2", str(tmp_path / "unused")
-    )
-    model = config.instantiate(OmegaConf.create(changed).model)
-    model.load_state_dict(checkpointer.load_checkpoint()["model"])
-    theirs = AutoModelForCausalLM.from_pretrained(export)
-    tokens = torch.randint(280, (2, 50))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)

@@ -5,36 +5,47 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from torchtune.utils import get_logger
+
+_log = get_logger("INFO")
 
 
 def build_once(
-    path: Path, build: Callable[[], object], is_current: Callable[[], bool] = lambda: True
+    path: Path,
+    build: Callable[[], object],
+    made_from: Mapping[str, Any] | None = None,
+    recorded: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> None:
-    """Calls ``build`` unless ``path`` exists and is current, under a lock between processes.
+    """Calls ``build`` unless ``path`` exists and was built from the same arguments.
 
-    If nothing is built, nothing is locked or written: the folder may be read-only, or an export.
+    One of several processes builds. If nothing is built, nothing is locked or written: the folder
+    may be read-only, or an export.
 
     Args:
-        path: file that ``build`` writes.
-        build: replaces the file.
-        is_current: returns False if the file must be rebuilt; called only if it exists.
+        path: file that ``build`` writes after all others, so that a kill leaves no current file.
+        build: writes the files and the record of the arguments.
+        made_from: arguments.
+        recorded: returns the arguments of the existing file; None for one of another origin, which
+            is not replaced.
     """
 
-    def is_built() -> bool:
-        return path.exists() and is_current()
+    def changes() -> str:
+        before, now = recorded() or {}, made_from or {}
+        return ", ".join(
+            f"{name} is {now.get(name)} and was {value}"
+            for name, value in before.items()
+            if now.get(name) != value
+        )
 
-    if is_built():
+    # In this order: another process may delete the file in between.
+    if not changes() and path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
-        if not is_built():
-            build()
-
-
-def changes(made_from: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the changed arguments, such as ``model.num_heads is 4 and was 8``, or an empty string."""
-    return ", ".join(
-        f"{argument} is {now.get(argument)} and was {value}"
-        for argument, value in made_from.items()
-        if now.get(argument) != value
-    )
+        changed = changes()
+        if not changed and path.exists():
+            return
+        if changed:
+            _log.info(f"{path} is rebuilt: {changed}")
+        path.unlink(missing_ok=True)
+        build()

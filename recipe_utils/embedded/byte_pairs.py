@@ -50,12 +50,6 @@ def tiktoken_file(ranks: Ranks) -> str:
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
 
 
-def ranks_of_tiktoken_file(content: str) -> Ranks:
-    """Parses the content of :func:`tiktoken_file`."""
-    pairs = (line.split() for line in content.splitlines() if line)
-    return {base64.b64decode(token): int(rank) for token, rank in pairs}
-
-
 def hugging_face_files(ranks: Ranks, special_tokens: Mapping[str, int]) -> dict[str, str]:
     """Returns the files of transformers' ``AutoTokenizer``, content by name.
 

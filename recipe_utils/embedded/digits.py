@@ -6,39 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
 
 NUM_TRAIN = 1400
 SIZE = 16
 """Side of the images, upsampled from 8 x 8 [pixels]."""
 
 
-class DigitsDataset(Dataset[dict[str, Any]]):
-    """Images of digits with their labels.
-
-    Args:
-        images: [n, 1, 16, 16], float32 in [0, 1].
-        labels: [n].
-        numbers: [n], indices in scikit-learn's order.
-    """
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> None:
-        self._images, self._labels, self._numbers = images, labels, numbers
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns ``image`` [1, 16, 16], ``label`` from 0 to 9, and ``name``."""
-        return {
-            "image": self._images[index],
-            "label": int(self._labels[index]),
-            "name": f"digits/{self._numbers[index]}",
-        }
-
-
-def digits_dataset(split: str = "train") -> DigitsDataset:
+def digits_dataset(split: str = "train") -> list[dict[str, Any]]:
     """Returns a fixed split of scikit-learn's 1,797 digits, upsampled to 16 x 16 pixels.
+
+    Samples have ``image`` [1, 16, 16], float32 in [0, 1], ``label`` from 0 to 9, and ``name``.
 
     Args:
         split: ``train`` (1,400 images) or ``test`` (397).
@@ -49,8 +26,10 @@ def digits_dataset(split: str = "train") -> DigitsDataset:
     if split not in ("train", "test"):
         raise ValueError(f"split={split}: set it to train or test")
     images, labels, order = _load()
-    numbers = order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:]
-    return DigitsDataset(images[numbers], labels[numbers], numbers)
+    return [
+        {"image": images[number], "label": int(labels[number]), "name": f"digits/{number}"}
+        for number in (order[:NUM_TRAIN] if split == "train" else order[NUM_TRAIN:])
+    ]
 
 
 @cache

@@ -14,9 +14,8 @@ from torch import nn
 from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
-from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once, changes
+from recipe_utils.embedded.build_once import build_once
 from recipe_utils.files import write_atomically
 
 _HF_NAMES = {
@@ -37,8 +36,6 @@ _DEFAULTS = {"rope_base": 500_000, "norm_eps": 1e-5, "tie_word_embeddings": True
 _MADE_FROM = "made_from"
 """Key in the metadata of the weights file."""
 
-_log = get_logger("INFO")
-
 
 def fresh_llama_checkpointer(
     model: Mapping[str, Any],
@@ -55,14 +52,8 @@ def fresh_llama_checkpointer(
     built once, and rebuilt if ``model`` or ``seed`` change. Weights of another origin are not
     replaced.
 
-    Args:
-        model: ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE).
-        checkpoint_dir: folder of the fresh checkpoint.
-        output_dir: see ``FullModelHFCheckpointer``, as the arguments below.
-        seed: seed of the weights.
-        adapter_checkpoint: for the checkpointer.
-        recipe_checkpoint: for the checkpointer.
-        should_load_recipe_state: for the checkpointer.
+    ``model`` is ``torchtune.models.llama3_2.llama3_2`` with ``scale_factor: 1`` (plain RoPE). The
+    fresh checkpoint is in ``checkpoint_dir``. Other arguments are those of the checkpointer.
 
     Raises:
         ValueError: ``config.json`` cannot describe the model.
@@ -73,21 +64,11 @@ def fresh_llama_checkpointer(
             "torchtune.models.llama3_2.llama3_2 with scale_factor=1 only"
         )
     weights = Path(checkpoint_dir) / "model.safetensors"
-    described = weights.with_name("config.json")
-    hf_config = _hf_config(model)
-    made_from = {f"model.{name}": hf_config[_HF_NAMES[name]] for name in _HF_NAMES} | {"seed": seed}
-
-    def is_current() -> bool:
-        recorded = _recorded(weights)
-        if recorded is None:
-            return True
-        is_described = described.exists() and json.loads(described.read_text()) == hf_config
-        return is_described and not changes(recorded, made_from)
+    given = {**_DEFAULTS, **model}
+    sizes = {hf_name: given[name] for name, hf_name in _HF_NAMES.items()}
+    made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed}
 
     def build() -> None:
-        recorded = _recorded(weights) if weights.exists() else None
-        if changed := changes(recorded or {}, made_from):
-            _log.info(f"{weights}: fresh weights are made anew, because {changed}")
         state_dict = tune_to_hf(
             fresh_state_dict(config.instantiate(OmegaConf.create(dict(model))), seed),
             num_heads=model["num_heads"],
@@ -95,13 +76,12 @@ def fresh_llama_checkpointer(
             dim=model["embed_dim"],
         )
         tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        # In this order: after a kill in between config.json does not match, and both are rebuilt.
-        write_atomically(
-            weights, save(tensors, {"format": "pt", _MADE_FROM: json.dumps(made_from)})
-        )
-        write_atomically(described, json.dumps(hf_config, indent=2))
+        hf_config = {**_FIXED, **sizes, "head_dim": model["embed_dim"] // model["num_heads"]}
+        write_atomically(weights.with_name("config.json"), json.dumps(hf_config, indent=2))
+        metadata = {"format": "pt", _MADE_FROM: json.dumps(made_from)}
+        write_atomically(weights, save(tensors, metadata))
 
-    build_once(weights, build, is_current)
+    build_once(weights, build, made_from, lambda: _recorded(weights))
     return FullModelHFCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=[weights.name],
@@ -132,15 +112,9 @@ def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
 
 def _recorded(weights: Path) -> dict[str, Any] | None:
     """Returns the arguments of fresh weights; None for weights of another origin."""
-    with safe_open(weights, "pt") as file:
-        record = (file.metadata() or {}).get(_MADE_FROM)
+    try:
+        with safe_open(weights, "pt") as file:
+            record = (file.metadata() or {}).get(_MADE_FROM)
+    except FileNotFoundError:
+        return None
     return None if record is None else json.loads(record)
-
-
-def _hf_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    given = {**_DEFAULTS, **model}
-    return {
-        **_FIXED,
-        **{_HF_NAMES[name]: given[name] for name in _HF_NAMES},
-        "head_dim": model["embed_dim"] // model["num_heads"],
-    }

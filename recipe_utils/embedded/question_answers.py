@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,38 @@ Pairs = list[tuple[str, str]]
 """(question, answer)."""
 
 
+class TokenizedPairs(Dataset[dict[str, Any]]):
+    """Pairs, each tokenized when it is loaded."""
+
+    def __init__(self, pairs: Pairs, tokenize: Callable[[str, str], dict[str, Any]]) -> None:
+        self._pairs, self._tokenize = pairs, tokenize
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._tokenize(*self._pairs[index])
+
+
 def pairs_in_file(path: str, collect: Callable[[], Pairs]) -> Pairs:
     """Returns the pairs of a JSON file; if it does not exist, ``collect`` makes them."""
     build_once(Path(path), lambda: write_atomically(Path(path), json.dumps(collect(), indent=1)))
     return [(question, answer) for question, answer in json.loads(Path(path).read_text())]
+
+
+def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
+    """Returns the pairs of a split, shuffled with a fixed seed.
+
+    Raises:
+        ValueError: unknown split.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
+    shuffled = list(pairs)
+    random.Random(0).shuffle(shuffled)
+    if split == "validation":
+        return shuffled[:num_validation_samples]
+    return shuffled[num_validation_samples:]
 
 
 def question_answer_dataset(
@@ -46,43 +75,17 @@ def question_answer_dataset(
         ValueError: unknown split.
     """
     of_split = split_of(pairs, split, num_validation_samples)
-    dataset = QuestionAnswerDataset(of_split, tokenizer, train_on_input)
-    if packed:
-        return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len)
-    return dataset
+    tokenize = partial(_tokens_and_labels, SFTTransform(model_transform=tokenizer), train_on_input)
+    dataset = TokenizedPairs(of_split, tokenize)
+    return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len) if packed else dataset
 
 
-def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
-    """Returns the pairs of a split, shuffled with a fixed seed.
-
-    Raises:
-        ValueError: unknown split.
-    """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split={split}: unknown; set it to 'train' or 'validation'")
-    shuffled = list(pairs)
-    random.Random(0).shuffle(shuffled)
-    if split == "validation":
-        return shuffled[:num_validation_samples]
-    return shuffled[num_validation_samples:]
-
-
-class QuestionAnswerDataset(Dataset[dict[str, Any]]):
-    """Pairs tokenized as a user's and an assistant's message."""
-
-    def __init__(self, pairs: Pairs, tokenizer: Any, train_on_input: bool = False) -> None:
-        self._pairs = pairs
-        self._train_on_input = train_on_input
-        self._prepare = SFTTransform(model_transform=tokenizer)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        question, answer = self._pairs[index]
-        messages = [
-            Message(role="user", content=question, masked=not self._train_on_input),
-            Message(role="assistant", content=answer, masked=False),
-        ]
-        sample = self._prepare({"messages": messages})
-        return {"tokens": sample["tokens"], "labels": sample["labels"]}
+def _tokens_and_labels(
+    transform: SFTTransform, train_on_input: bool, question: str, answer: str
+) -> dict[str, Any]:
+    messages = [
+        Message(role="user", content=question, masked=not train_on_input),
+        Message(role="assistant", content=answer, masked=False),
+    ]
+    sample = transform({"messages": messages})
+    return {"tokens": sample["tokens"], "labels": sample["labels"]}

@@ -2,6 +2,7 @@
 
 import ast
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,21 @@ def code_dataset(
 ) -> Dataset[dict[str, Any]]:
     """Returns names of functions of Python's standard library as questions, with their code as answers.
 
-    The first call writes the pairs to the file ``path``. The other arguments are those of
+    The first call writes the pairs to the file ``path``; over 7,000 with Python 3.11 to 3.13. The
+    other arguments are those of
     :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
 
     Raises:
         ValueError: unknown split.
     """
-    pairs = code_pairs(path)
+    pairs = pairs_in_file(path, code_pairs)
     return question_answer_dataset(
         pairs, tokenizer, split, num_validation_samples, train_on_input, packed
     )
 
 
-def code_pairs(path: str) -> Pairs:
-    """Returns all pairs of a JSON file in a fixed order; over 7,000 with Python 3.11 to 3.13.
-
-    Writes the file if it does not exist.
-    """
-    return pairs_in_file(path, _collect)
-
-
-def _collect() -> Pairs:
+def code_pairs() -> Pairs:
+    """Returns all pairs in a fixed order."""
     return [
         (f"Write `{name}`.", code)
         for source in library_sources()
@@ -54,21 +49,17 @@ def _collect() -> Pairs:
     ]
 
 
-def _functions(source: Path) -> list[tuple[str, str]]:
-    """Returns (dotted name, code without docstring) of functions with a body besides the docstring."""
+def _functions(source: Path) -> Iterator[tuple[str, str]]:
+    """Yields (dotted name, code without docstring) of functions with a body besides the docstring."""
     lines = source.read_text(encoding="utf-8", errors="replace").split("\n")  # as ast counts them
-    found = []
     for name, node in definitions(source):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         start = min(each.lineno for each in [node, *node.decorator_list]) - 1
-        kept = lines[start : node.end_lineno]
+        code = lines[start : node.end_lineno]
         if ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            if len(node.body) == 1:
+            docstring, *body = node.body
+            if not body:
                 continue
-            kept = (
-                lines[start : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
-            )
-        found.append((name, textwrap.dedent("\n".join(kept))))
-    return found
+            del code[docstring.lineno - 1 - start : (docstring.end_lineno or 0) - start]
+        yield name, textwrap.dedent("\n".join(code))

@@ -8,23 +8,19 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 from torchtune.models.llama3 import Llama3Tokenizer
-from torchtune.utils import get_logger
 
-from recipe_utils.embedded.build_once import build_once, changes
+from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.byte_pairs import (
     BEGIN,
     END,
     PAD,
-    Ranks,
     hugging_face_files,
-    ranks_of_tiktoken_file,
     tiktoken_file,
     train_byte_pairs,
 )
@@ -32,21 +28,10 @@ from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, questio
 from recipe_utils.embedded.stdlib_sources import definitions, library_dir, library_sources
 from recipe_utils.files import write_atomically
 
-VOCAB_SIZE = 4096
 SPECIAL_TOKENS = (
-    BEGIN,
-    END,
-    PAD,
-    "<|step_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    "<|image|>",
-)
-
-_log = get_logger("INFO")
+    BEGIN, END, PAD, "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
+    "<|eot_id|>", "<|python_tag|>", "<|image|>",
+)  # fmt: skip
 
 
 def docstring_dataset(
@@ -105,7 +90,7 @@ def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
 def docstring_tokenizer(
     path: str,
     docstrings_path: str | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int = 4096,
     max_seq_len: int | None = None,
     copied_from: str | None = None,
 ) -> Llama3Tokenizer:
@@ -121,7 +106,7 @@ def docstring_tokenizer(
             them, but not the record of the arguments, and are only read.
         docstrings_path: file of the text to train on, see :func:`docstring_pairs`; None to only
             read or copy.
-        vocab_size: number of tokens, including special ones; None for that of the file, or 4096.
+        vocab_size: number of tokens, including special ones, if it is trained.
         max_seq_len: maximum length of samples [tokens].
         copied_from: file of another model's tokenizer, which is copied instead of trained.
 
@@ -129,33 +114,47 @@ def docstring_tokenizer(
         ValueError: there is no tokenizer to read or copy, and no text to train one on.
     """
     file = Path(path)
+    record = file.with_name(f".{file.name}.made_from.json")
+    special_tokens_file = file.with_name("special_tokens.json")
+    made_from: dict[str, Any] = {}
     if copied_from is not None:
-        _check_there_is("copied_from", copied_from)
-        source = Path(copied_from)
-        _follow(file, lambda _: {"copied_from": _digest(source)}, lambda _: _read(source))
+        _check_exists("copied_from", copied_from)
+        made_from = {"copied_from": _digest(copied_from)}
     elif docstrings_path is not None:
-        texts = Path(docstrings_path)
-
-        def made_from(before: Mapping[str, Any]) -> dict[str, Any]:
-            docstring_pairs(docstrings_path)
-            num_tokens = vocab_size or before.get("vocab_size", VOCAB_SIZE)
-            return {"vocab_size": num_tokens, "docstrings_path": _digest(texts)}
-
-        def train(now: Mapping[str, Any]) -> tuple[Ranks, dict[str, int]]:
-            text = [
-                f"{question}\n\n{answer}" for question, answer in docstring_pairs(docstrings_path)
-            ]
-            ranks = train_byte_pairs(text, now["vocab_size"] - len(SPECIAL_TOKENS))
-            return ranks, {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-
-        _follow(file, made_from, train)
+        pairs = docstring_pairs(docstrings_path)
+        made_from = {"vocab_size": vocab_size, "docstrings_path": _digest(docstrings_path)}
     else:
-        _check_there_is("path", path)
-    with _no_cache_of_tiktoken():
-        return Llama3Tokenizer(str(file), _special_tokens_of(file), max_seq_len)
+        _check_exists("path", path)
+
+    def recorded() -> dict[str, Any] | None:
+        return json.loads(record.read_text()) if made_from and record.exists() else None
+
+    def build() -> None:
+        if copied_from is not None:
+            source = Path(copied_from)
+            names = ("special_tokens.json", "tokenizer.json", "tokenizer_config.json")
+            contents = {name: source.with_name(name).read_text() for name in names}
+            tiktoken = source.read_text()
+        else:
+            texts = (f"{question}\n\n{answer}" for question, answer in pairs)
+            ranks = train_byte_pairs(texts, vocab_size - len(SPECIAL_TOKENS))
+            special_tokens = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
+            contents = hugging_face_files(ranks, special_tokens)
+            contents[special_tokens_file.name] = json.dumps(special_tokens, indent=2)
+            tiktoken = tiktoken_file(ranks)
+        write_atomically(record, json.dumps(made_from))
+        for name, content in contents.items():
+            write_atomically(file.with_name(name), content)
+        write_atomically(file, tiktoken)
+
+    build_once(file, build, made_from, recorded)
+    # tiktoken's cache would return the previous file of this path.
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    special_tokens = json.loads(special_tokens_file.read_text())
+    return Llama3Tokenizer(str(file), special_tokens, max_seq_len)
 
 
-def _check_there_is(argument: str, path: str) -> None:
+def _check_exists(argument: str, path: str) -> None:
     if not Path(path).exists():
         raise ValueError(
             f"{argument}={path}: there is no tokenizer; train the model that it belongs to first: "
@@ -163,78 +162,6 @@ def _check_there_is(argument: str, path: str) -> None:
         )
 
 
-def _follow(
-    file: Path,
-    made_from: Callable[[Mapping[str, Any]], dict[str, Any]],
-    make: Callable[[Mapping[str, Any]], tuple[Ranks, dict[str, int]]],
-) -> None:
-    """Builds the files of a tokenizer if its arguments have changed.
-
-    Args:
-        file: ``tokenizer.model``; the others are beside it.
-        made_from: returns the arguments now, given the recorded ones.
-        make: returns the tokens and the special tokens, given the arguments.
-    """
-    record = file.with_name(f".{file.name}.made_from.json")
-    for_transformers = file.with_name("tokenizer.json")
-
-    def recorded() -> dict[str, Any]:
-        return json.loads(record.read_text()) if record.exists() else {}
-
-    def is_current() -> bool:
-        if not record.exists():  # an export
-            return True
-        before = recorded()
-        return for_transformers.exists() and not changes(before, made_from(before))
-
-    def build() -> None:
-        before = recorded()
-        now = made_from(before)
-        changed = changes(before, now)
-        if changed:
-            _log.info(f"{file}: the tokenizer is made anew, because {changed}")
-        if changed or not file.exists():
-            ranks, special_tokens = make(now)
-            # Written again after all others: a kill in between leaves no current file.
-            file.unlink(missing_ok=True)
-        else:
-            ranks, special_tokens = _read(file)
-        write_atomically(record, json.dumps(now))
-        write_atomically(_special_tokens_path(file), json.dumps(special_tokens, indent=2))
-        for name, content in hugging_face_files(ranks, special_tokens).items():
-            write_atomically(file.with_name(name), content)
-        write_atomically(file, tiktoken_file(ranks))
-
-    build_once(file, build, is_current)
-
-
-def _read(file: Path) -> tuple[Ranks, dict[str, int]]:
-    return ranks_of_tiktoken_file(file.read_text()), _special_tokens_of(file)
-
-
-def _special_tokens_path(file: Path) -> Path:
-    return file.with_name("special_tokens.json")
-
-
-def _special_tokens_of(file: Path) -> dict[str, int]:
-    special_tokens: dict[str, int] = json.loads(_special_tokens_path(file).read_text())
-    return special_tokens
-
-
-def _digest(path: Path) -> str:
-    """Returns a hash of the content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-
-
-@contextmanager
-def _no_cache_of_tiktoken() -> Iterator[None]:
-    """Disables tiktoken's cache, whose key is the path without the content."""
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-        else:
-            os.environ["TIKTOKEN_CACHE_DIR"] = before
+def _digest(path: str) -> str:
+    """Returns a hash of a file's content."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 
-from recipe_utils.embedded.question_answers import Pairs, split_of
+from recipe_utils.embedded.question_answers import Pairs, TokenizedPairs, split_of
 from recipe_utils.embedded.stdlib_docs import docstring_pairs
 
 MIN_WORDS = 4
@@ -37,7 +38,8 @@ def word_order_dataset(
         ValueError: unknown split.
     """
     answers = first_paragraphs(docstring_pairs(path))
-    return WordOrderDataset(split_of(answers, split, num_validation_samples), tokenizer)
+    of_split = split_of(answers, split, num_validation_samples)
+    return TokenizedPairs(of_split, partial(_tokenized_sides, tokenizer))
 
 
 def first_paragraphs(pairs: Pairs) -> Pairs:
@@ -72,30 +74,20 @@ def exchange_neighbours(text: str, seed: str) -> str:
     return " ".join(words)
 
 
-class WordOrderDataset(Dataset[dict[str, Any]]):
-    """Tokenized pairs of an answer and the answer with two words exchanged.
+def _tokenized_sides(tokenizer: Any, question: str, answer: str) -> dict[str, Any]:
+    """Returns a sample as torchtune's ``PreferenceDataset``.
 
-    Samples are those of torchtune's ``PreferenceDataset``: tokens of both sides, including the
-    question, and labels of the same length, -100 for the question.
+    It has the tokens of both sides, including the question, and their labels, -100 for the
+    question.
     """
-
-    def __init__(self, pairs: Pairs, tokenizer: Any) -> None:
-        self._pairs = pairs
-        self._tokenizer = tokenizer
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        question, answer = self._pairs[index]
-        sides = {"chosen": answer, "rejected": exchange_neighbours(answer, question)}
-        sample: dict[str, Any] = {}
-        for side, content in sides.items():
-            messages = [
-                Message(role="user", content=question, masked=True),
-                Message(role="assistant", content=content, masked=False),
-            ]
-            tokens, masked = self._tokenizer.tokenize_messages(messages)
-            sample[f"{side}_input_ids"] = tokens
-            sample[f"{side}_labels"] = list(np.where(masked, CROSS_ENTROPY_IGNORE_IDX, tokens))
-        return sample
+    sample: dict[str, Any] = {}
+    sides = {"chosen": answer, "rejected": exchange_neighbours(answer, question)}
+    for side, content in sides.items():
+        messages = [
+            Message(role="user", content=question, masked=True),
+            Message(role="assistant", content=content, masked=False),
+        ]
+        tokens, masked = tokenizer.tokenize_messages(messages)
+        sample[f"{side}_input_ids"] = tokens
+        sample[f"{side}_labels"] = list(np.where(masked, CROSS_ENTROPY_IGNORE_IDX, tokens))
+    return sample

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SKIPPED_DIRS = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "turtledemo",
-}
+    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo",
+}  # fmt: skip
 
 
 def library_dir() -> Path:

@@ -12,10 +12,9 @@ from recipe_utils.embedded.digits import digits_dataset
 
 
 def test_the_splits_hold_every_digit_once_and_never_change():
-    names = [[s["name"] for s in digits_dataset(split)] for split in ("train", "test")]
+    names = [[sample["name"] for sample in digits_dataset(split)] for split in ("train", "test")]
     assert [len(of_split) for of_split in names] == [1400, 397]
-    numbers = [int(name.removeprefix("digits/")) for name in names[0] + names[1]]
-    assert sorted(numbers) == list(range(1797))
+    assert {*names[0], *names[1]} == {f"digits/{number}" for number in range(1797)}
     digest = hashlib.sha256(" ".join(names[1]).encode()).hexdigest()[:16]
     assert digest == "42ac2db71b4f708e"
 
@@ -29,8 +28,6 @@ def test_an_image_is_the_digit_in_twice_its_size():
         small = torch.from_numpy(digits.images[number])[None, None] / 16
         image = F.interpolate(small, scale_factor=2, mode="bilinear")[0].float()
         np.testing.assert_array_equal(sample["image"], image.numpy())
-        assert sample["image"].shape == (1, 16, 16)
-        assert 0 <= sample["image"].min() < sample["image"].max() <= 1
     assert {sample["label"] for sample in dataset} == set(range(10))
 
 
