@@ -52,27 +52,18 @@ def write_atomically(path: Path, content: bytes | str) -> FileFacts:
         OSError: contains the path. An existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
-    return _replace(path, lambda file: file.write(data))
-
-
-def replace_with_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Writes a safetensors file as :func:`write_tensors` does, atomically."""
-    return _replace(path, _writer_of(tensors))
+    return _write(path, lambda file: file.write(data))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Writes a safetensors file tensor by tensor, without a second copy of all in memory.
+    """Writes a safetensors file as :func:`write_atomically`, tensor by tensor.
 
-    Equal tensors give equal bytes.
+    There is no second copy of all tensors in memory. Equal tensors give equal bytes.
 
     Raises:
-        OSError: contains the path; the file is deleted.
+        OSError: contains the path. An existing file is unchanged.
         CheckpointError: safetensors does not support a tensor's dtype.
     """
-    return _write_synced(path, _writer_of(tensors))
-
-
-def _writer_of(tensors: Mapping[str, Tensor]) -> "Callable[[_Checksummed], None]":
     # By descending item size, so that every offset is a multiple of the item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -88,7 +79,7 @@ def _writer_of(tensors: Mapping[str, Tensor]) -> "Callable[[_Checksummed], None]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def write(file: "_Checksummed") -> None:
+    def write(file: _Checksummed) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
@@ -96,7 +87,7 @@ def _writer_of(tensors: Mapping[str, Tensor]) -> "Callable[[_Checksummed], None]
             data: Any = flat.view(torch.uint8).numpy()
             file.write(memoryview(data))
 
-    return write
+    return _write(path, write)
 
 
 class _Checksummed:
@@ -112,28 +103,21 @@ class _Checksummed:
         self.num_bytes += len(content)
 
 
-def _replace(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
+def _write(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
     """Writes a hidden file and renames it. A killed writer leaves the hidden file."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    facts = _write_synced(unfinished, write, path)
-    os.replace(unfinished, path)
-    fsync_folder(path.parent)
-    return facts
-
-
-def _write_synced(
-    path: Path, write: Callable[[_Checksummed], None], named: Path | None = None
-) -> FileFacts:
     try:
-        with path.open("wb") as file:
+        with unfinished.open("wb") as file:
             checksummed = _Checksummed(file)
             write(checksummed)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        path.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         # The error of a failed write does not contain the path.
-        raise OSError(error.errno, error.strerror, str(named or path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    os.replace(unfinished, path)
+    fsync_folder(path.parent)
     return FileFacts(checksummed.num_bytes, checksummed.crc32)
 
 

@@ -1,10 +1,10 @@
-"""Tensor files are what the safetensors library reads, and no write leaves a torn file."""
+"""The safetensors library reads tensor files, and no failed write leaves a part of a file."""
 
-import multiprocessing
 import resource
 
 import pytest
 import torch
+from distributed_runs import fork_context
 from safetensors.torch import load_file
 
 from recipe_utils.files import (
@@ -26,20 +26,27 @@ TENSORS = {
 }
 
 
-def test_the_safetensors_library_reads_back_what_was_written(tmp_path):
-    facts = write_tensors(tmp_path / "t.safetensors", TENSORS)
-    read = load_file(tmp_path / "t.safetensors")
-    assert facts.num_bytes == (tmp_path / "t.safetensors").stat().st_size
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "t.safetensors"
+
+
+def test_the_safetensors_library_reads_written_tensors(path):
+    facts = write_tensors(path, TENSORS)
+    read = load_file(path)
+    assert facts.num_bytes == path.stat().st_size
     assert read.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor), name
 
 
-def test_parts_of_tensors_are_read(tmp_path):
-    write_tensors(tmp_path / "t.safetensors", TENSORS)
-    file = TensorFile(tmp_path / "t.safetensors")
+def test_parts_and_layouts_of_tensors_are_read(path):
+    write_tensors(path, TENSORS)
+    file = TensorFile(path)
     assert set(file.names()) == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert file.layout(name) == (tensor.dtype, tuple(tensor.shape))
     slices = (slice(1, 4), slice(2, 3))
     assert torch.equal(file.read("transposed", slices), TENSORS["transposed"][slices])
     assert file.read("scalar").item() == 3.5
@@ -48,36 +55,24 @@ def test_parts_of_tensors_are_read(tmp_path):
             read("nowhere")
 
 
-def test_dtypes_and_shapes_are_told_without_reading(tmp_path):
-    write_tensors(tmp_path / "t.safetensors", TENSORS)
-    file = TensorFile(tmp_path / "t.safetensors")
-    for name, tensor in TENSORS.items():
-        assert file.layout(name) == (tensor.dtype, tuple(tensor.shape))
-
-
-def test_a_dtype_that_safetensors_lacks_is_named():
+def test_a_dtype_without_a_name_in_safetensors_is_reported():
     with pytest.raises(CheckpointError, match="complex64"):
         dtype_name(torch.complex64)
 
 
 def write_beyond_the_limit(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
-    for write in (
-        lambda: write_atomically(path, b"x" * 2000),
-        lambda: write_tensors(path.with_name("t.safetensors"), TENSORS | {"a": torch.zeros(2000)}),
-    ):
-        with pytest.raises(OSError, match=f"File too large: '{path.parent}"):
-            write()
+    with pytest.raises(OSError, match=f"File too large: '{path}"):
+        write_atomically(path, b"x" * 2000)
+    with pytest.raises(OSError, match=f"File too large: '{path}"):
+        write_tensors(path, {"a": torch.zeros(2000)})
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "x.json"
+def test_a_failed_write_leaves_the_old_file_and_no_other(path):
     write_atomically(path, b"old")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=write_beyond_the_limit, args=(path,)
-    )
+    process = fork_context.Process(target=write_beyond_the_limit, args=(path,))
     process.start()
     process.join()
     assert process.exitcode == 0
     assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]

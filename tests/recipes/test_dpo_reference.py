@@ -164,7 +164,7 @@ def test_training_continues_if_the_cache_cannot_be_written(cached_config, monkey
     def on_a_full_disk(path, _):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(cache, "replace_with_tensors", on_a_full_disk)
+    monkeypatch.setattr(cache, "write_tensors", on_a_full_disk)
     config = cached_config(save_every_n_steps=2)
     logged, warnings = run_recipe_keeping_warnings(config, DPO)
     assert [m["loss"] for m in logged] == pytest.approx(expected, rel=1e-5)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtune.utils import get_logger
 
-from recipe_utils.files import CheckpointError, TensorFile, replace_with_tensors
+from recipe_utils.files import CheckpointError, TensorFile, write_tensors
 from recipe_utils.parallel.process_group import gather_objects
 
 _log = get_logger("INFO")
@@ -262,7 +262,7 @@ def _write(path: Path, samples: Mapping[bytes, Values]) -> None:
     tensors = dict(zip(_INDEX, index, strict=True))
     tensors["index_crc32"] = torch.tensor(_checksum_of_index(index, layout))
     tensors |= {_VALUES + name: rows for name, rows in values.items()}
-    replace_with_tensors(path, tensors)
+    write_tensors(path, tensors)
 
 
 def _split(
