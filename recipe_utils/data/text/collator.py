@@ -25,8 +25,8 @@ _TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
 _log = get_logger("INFO")
 
 
-class KnownOfSamples(Protocol):
-    """Cached outputs of a frozen model."""
+class TeacherCache(Protocol):
+    """Cached outputs of a teacher."""
 
     def find(self, samples: Sequence[Sample], num_targets: Sequence[int], /) -> Any:
         """Returns the outputs at all targets, one sample after the other; tensors in any nesting."""
@@ -40,7 +40,7 @@ class TextCollator:
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
-        known: cached outputs of a teacher, added to microbatches.
+        cache: cached outputs of a teacher, added to microbatches.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``.
@@ -56,19 +56,21 @@ class TextCollator:
         tokenizer: Any,
         ignore_index: int,
         limits: ModelLimits,
-        known: KnownOfSamples | None = None,
+        cache: TeacherCache | None = None,
     ) -> None:
-        self._arguments: tuple[Any, ...] | None = (settings, tokenizer, ignore_index, limits, known)
-        self._known = known
-        self.ignore_index = ignore_index
-        self.limits = limits
-        self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self._of_validation = partial(
+            TextCollator, settings.of_validation(), tokenizer, ignore_index, limits
+        )
+        self._cache = cache
+        self._ignore_index = ignore_index
+        self._limits = limits
+        self._max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, most_samples)
         """Upper bound of a row, padding included, also in validation [positions]."""
-        if max_tokens is None and self.max_seq_len is not None:
-            max_tokens = settings.batch_size * self.max_seq_len
+        if max_tokens is None and self._max_seq_len is not None:
+            max_tokens = settings.batch_size * self._max_seq_len
         self.plan = settings.make_plan(max_tokens, settings.cost(limits.cost))
         self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
 
@@ -92,28 +94,26 @@ class TextCollator:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # DataLoader workers only prepare samples.
-        return {**self.__dict__, "_known": None, "_arguments": None}
+        """Omits what DataLoader workers, which only prepare samples, do not use."""
+        return {**self.__dict__, "_cache": None, "_of_validation": None}
 
     def for_validation(self) -> "TextCollator":
         """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
-        assert self._arguments is not None
-        settings, *others = self._arguments
-        return TextCollator(settings.of_validation(), *others)
+        return self._of_validation(self._cache)
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings about estimated costs and about samples longer than a microbatch."""
         yield from self._cost_warnings
-        bound = self._max_tokens
-        if bound is not None and (self.max_seq_len is None or bound < self.max_seq_len):
+        bound, longest = self._max_tokens, self._max_seq_len
+        if bound is not None and (longest is None or bound < longest):
             yield (
                 f"max_tokens_per_microbatch={bound}: a sample with more tokens "
-                f"(tokenizer.max_seq_len={self.max_seq_len}) gets a microbatch of its own"
+                f"(tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample unchanged, after :func:`check_sample`."""
-        check_sample(sample, name, self.ignore_index, self.limits)
+        check_sample(sample, name, self._ignore_index, self._limits)
         return sample
 
     def length(self, sample: Sample) -> int:
@@ -126,21 +126,19 @@ class TextCollator:
             self._has_warned = True
             ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
             if ignored:
-                text = (
-                    f"microbatching=packed: rows contain only text; {ignored} of samples is ignored"
-                )
-                log_rank_zero(_log, text, logging.WARNING)
+                text = f"rows contain only text; {ignored} of samples is ignored"
+                log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
         microbatch = self._collate(samples)
-        if self._known is None:
+        if self._cache is None:
             return microbatch
-        num_targets = [num_targets_of(sample, self.ignore_index) for sample in samples]
-        return microbatch.with_teacher(self._known.find(samples, num_targets))
+        num_targets = [num_targets_of(sample, self._ignore_index) for sample in samples]
+        return microbatch.with_teacher(self._cache.find(samples, num_targets))
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
         if self._is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self._collate, self.ignore_index)
+        return collate_dummy(sample, self._collate, self._ignore_index)
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> None:
