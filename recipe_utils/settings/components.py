@@ -17,28 +17,12 @@ from torchtune.config._utils import _get_component_from_path
 
 from recipe_utils.settings.problems import Problem
 
-PATHS = frozenset(
-    [
-        "adapter_checkpoint",
-        "cache_dir",
-        "checkpoint_dir",
-        "checkpoint_files",
-        "data_dir",
-        "data_files",
-        "generation_config_path",
-        "image_dir",
-        "log_dir",
-        "merges_file",
-        "merges_path",
-        "output_dir",
-        "path",
-        "recipe_checkpoint",
-        "special_tokens_path",
-        "tokenizer_config_json_path",
-        "tokenizer_json_path",
-        "vocab_path",
-    ]
-)
+PATHS = {
+    "adapter_checkpoint", "cache_dir", "checkpoint_dir", "checkpoint_files", "data_dir",
+    "data_files", "generation_config_path", "image_dir", "log_dir", "merges_file", "merges_path",
+    "output_dir", "path", "recipe_checkpoint", "special_tokens_path", "tokenizer_config_json_path",
+    "tokenizer_json_path", "vocab_path",
+}  # fmt: skip
 """Path arguments that torchtune or datasets annotate as ``str``."""
 
 
@@ -99,12 +83,10 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
         return
     try:
         made = component_at(path)
+        if not callable(made):
+            raise ValueError(f"it is a {type(made).__name__}, which cannot be called")
     except ValueError as error:
         yield Problem(f"{key}._component_", str(error), path)
-        return
-    if not callable(made):
-        text = f"it is a {type(made).__name__}, which cannot be called"
-        yield Problem(f"{key}._component_", text, path)
         return
     arguments = {name: argument for name, argument in value.items() if name != "_component_"}
     yield from _check_arguments(key, made, arguments, made_with)
@@ -114,27 +96,25 @@ def _check_arguments(
     key: str, made: Any, arguments: Mapping[str, Any], made_with: MadeWith
 ) -> Iterator[Problem]:
     try:
-        parameters = dict(inspect.signature(made).parameters)
+        parameters = inspect.signature(made).parameters
     except (TypeError, ValueError):  # some C callables have no signature
         return
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    kinds = {p.kind for p in parameters.values()}
     by_name = {
         name: p
         for name, p in parameters.items()
-        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     from_recipe = [*list(parameters)[: made_with.num_positional], *made_with.keywords]
     hints = _hints(made)
     name_of_made = getattr(made, "__name__", str(made))
     for name, argument in arguments.items():
-        if name not in by_name:
-            if not takes_any:
-                similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
-                hint = f"did you mean {similar[0]}?" if similar else "take it out"
-                yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {hint}")
-            continue
         hint = hints.get(name, Any)
-        if argument != by_name[name].default and not fits(argument, hint):
+        if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
+            similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
+            solution = f"did you mean {similar[0]}?" if similar else "take it out"
+            yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
+        elif name in by_name and argument != by_name[name].default and not fits(argument, hint):
             wanted = str(hint).replace("typing.", "")
             if get_origin(hint) is None:
                 wanted = getattr(hint, "__name__", wanted)

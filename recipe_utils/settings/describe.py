@@ -5,15 +5,11 @@ import runpy
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import (
-    alternatives_of,
-    is_settings_class,
-    keys_of,
-    settings_classes_of,
-)
+from recipe_utils.settings.keys import alternatives_of, keys_of, settings_classes_of
 
 
 def settings_of(recipe: str) -> type:
@@ -28,10 +24,9 @@ def settings_of(recipe: str) -> type:
     if not os.path.isfile(path):
         names = ", ".join(RECIPES)
         raise ValueError(f"{recipe}: no recipe of this name or path; there are {names}")
-    found = runpy.run_path(path).get("Settings")
-    if not is_settings_class(found):
+    found: Any = runpy.run_path(path).get("Settings")
+    if not is_pydantic_dataclass(found):
         raise ValueError(f"{recipe}: it has no Settings")
-    assert isinstance(found, type)
     return found
 
 

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, Strict
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -43,24 +44,22 @@ class OnlyWith:
 
 def settings_classes_of(recipe_settings: type) -> list[type]:
     """Returns the settings classes in the fields of a recipe's ``Settings``, then ``Settings``."""
-    return [*filter(is_settings_class, get_type_hints(recipe_settings).values()), recipe_settings]
+    return [
+        *filter(is_pydantic_dataclass, get_type_hints(recipe_settings).values()),
+        recipe_settings,
+    ]
 
 
 def keys_of(settings_class: type) -> dict[str, FieldInfo]:
     """Returns the config keys of one settings class."""
-    specs: dict[str, FieldInfo] = settings_class.__pydantic_fields__  # type: ignore[attr-defined]
-    return {key: spec for key, spec in specs.items() if not is_settings_class(spec.annotation)}
+    specs: dict[str, Any] = settings_class.__pydantic_fields__  # type: ignore[attr-defined]
+    return {key: spec for key, spec in specs.items() if not is_pydantic_dataclass(spec.annotation)}
 
 
 def all_keys_of(recipe_settings: type) -> dict[str, FieldInfo]:
     """Returns the config keys of a recipe."""
     classes = settings_classes_of(recipe_settings)
     return {key: spec for part in classes for key, spec in keys_of(part).items()}
-
-
-def is_settings_class(annotation: Any) -> bool:
-    """Returns True for pydantic dataclasses."""
-    return isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__")
 
 
 def alternatives_of(spec: FieldInfo) -> list[Any]:

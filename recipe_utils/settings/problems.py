@@ -1,6 +1,7 @@
 """Problems of a config, collected by key and raised together."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,24 +82,16 @@ def naming(key: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        raise ConfigError(_problem(key, error)) from error
+        text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        named, separator, rest = text.partition(": ")
+        # The message may start with ``key`` or an argument of it.
+        is_named = not key or re.match(rf"{re.escape(key)}([=.[]|$)", named)
+        problem = Problem(named, rest) if separator and is_named else Problem(key, text)
+        raise ConfigError(problem) from error
     except Exception as error:
         if key:
             error.add_note(f"raised while {key} of the config was made")
         raise
-
-
-def _problem(key: str, error: Exception) -> Problem:
-    """Converts an error to a problem. A message may start with ``key`` or an argument of it."""
-    text = str(error)
-    if error.__cause__:
-        text += f" ({error.__cause__})"
-    named, separator, rest = text.partition(": ")
-    if separator and (
-        not key or named == key or named.startswith((f"{key}=", f"{key}.", f"{key}["))
-    ):
-        return Problem(named, rest)
-    return Problem(key, text)
 
 
 class Build:
@@ -115,15 +108,15 @@ class Build:
         ValueError and OSError are recorded as problems of ``key``. Calls with a placeholder as
         argument are skipped. Other exceptions are bugs of a component and are raised with a note.
         """
-        placeholder: Any = _Failed()
-        if any(isinstance(argument, _Failed) for argument in (*args, *kwargs.values())):
+        placeholder: Any = _FailedError()
+        if any(isinstance(argument, _FailedError) for argument in (*args, *kwargs.values())):
             return placeholder
         try:
             with naming(key):
                 return function(*args, **kwargs)
         except ConfigError as error:
             self.problems += error.problems
-        except _UsesFailedError:
+        except _FailedError:
             pass
         return placeholder
 
@@ -146,21 +139,17 @@ def collected_problems() -> Iterator[Build]:
         yield build
     except ConfigError as error:
         build.problems += error.problems
-    except _UsesFailedError:
+    except _FailedError:
         pass
     if build.problems:
         raise ConfigError(*build.problems)
 
 
-class _UsesFailedError(Exception):
-    """Error if the result of a failed call is used."""
-
-
-class _Failed:
-    """Placeholder for the result of a failed call."""
+class _FailedError(Exception):
+    """Placeholder for the result of a failed call, which is raised if it is used."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _UsesFailedError
+        raise self
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _UsesFailedError
+        raise self

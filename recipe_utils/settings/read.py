@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -42,30 +43,27 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     """
     _drop_null_components(cfg)
     values, problems = _check_keys(cfg, settings_class)
-    wrong = {problem.root for problem in problems}
     known = all_keys_of(settings_class)
-    for key in [key for key in known if key in values and key not in wrong]:
-        problem = _check_value(key, values[key], known[key])
-        if problem is not None:
-            problems.append(problem)
-            wrong.add(key)
+    wrong = {problem.root for problem in problems}
+    of_values = {key: _check_value(key, values[key], known[key]) for key in known if key in values}
+    invalid = {key: problem for key, problem in of_values.items() if problem is not None}
+    problems += [problem for key, problem in invalid.items() if key not in wrong]
+    wrong |= invalid.keys()
 
     # Defaults replace wrong values, so that other keys can be checked. Required components have
     # none: those with wrong arguments are kept, since their problem is reported already.
+    required = {key for key, spec in known.items() if spec.is_required()}
     good = {
         key: value
         for key, value in values.items()
-        if key not in wrong
-        or (key in known and known[key].is_required() and not _check_value(key, value, known[key]))
+        if key not in wrong or key in required - invalid.keys()
     }
     parts: dict[type, Any] = {}
     for part in settings_classes_of(settings_class):
-        hints, specs = get_type_hints(part), keys_of(part)
+        hints = get_type_hints(part)
         arguments = {name: parts[hint] for name, hint in hints.items() if hint in parts}
-        arguments |= {key: good[key] for key in specs if key in good}
-        if all(key in good for key, spec in specs.items() if spec.is_required()) and all(
-            name in arguments for name in hints.keys() - specs.keys()
-        ):
+        arguments |= {key: good[key] for key in keys_of(part) if key in good}
+        with suppress(ValidationError):  # of a missing key, which is reported already
             parts[part] = part(**arguments)
 
     found = [*_without_effect(good, known)]
@@ -107,41 +105,26 @@ def _drop_null_components(cfg: DictConfig) -> None:
 def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
     """Expands ``~`` in keys of type Path and in path arguments of components."""
     for key, spec in known.items():
-        if key not in cfg:
-            continue
-        if any(
-            (get_origin(part) is Annotated and get_args(part)[0] is Path) or part is Path
-            for part in alternatives_of(spec)
-        ):
-            _expand(cfg, key)
-        elif any(metadata_of(spec, MadeWith)):
-            _expand_arguments(cfg, key)
+        is_path = any(Path in (part, *get_args(part)) for part in alternatives_of(spec))
+        if key in cfg and (is_path or any(metadata_of(spec, MadeWith))):
+            _expand(cfg, key, is_path)
 
 
-def _expand_arguments(parent: Any, key: Any) -> None:
+def _expand(parent: Any, key: Any, is_path: bool) -> None:
+    """Expands a path and all values in it, or else only path arguments of components."""
     try:
         value = parent[key]
     except OmegaConfBaseException:  # reported by _resolve
         return
-    if isinstance(value, ListConfig):
+    if isinstance(value, str) and is_path and value.startswith("~"):
+        parent[key] = os.path.expanduser(value)
+    elif isinstance(value, ListConfig):
         for index in range(len(value)):
-            _expand_arguments(value, index)
+            _expand(value, index, is_path)
     elif isinstance(value, DictConfig):
         paths = names_of_paths(value)
         for name in list(value):
-            (_expand if name in paths else _expand_arguments)(value, name)
-
-
-def _expand(parent: Any, key: Any) -> None:
-    try:
-        value = parent[key]
-    except OmegaConfBaseException:
-        return
-    if isinstance(value, str) and value.startswith("~"):
-        parent[key] = os.path.expanduser(value)
-    elif isinstance(value, DictConfig | ListConfig):
-        for inner in value if isinstance(value, DictConfig) else range(len(value)):
-            _expand(value, inner)
+            _expand(value, name, is_path or name in paths)
 
 
 def _resolve(
@@ -177,32 +160,27 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
 
 def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
     """Returns a problem if a value does not match the type or bounds of its key."""
+    annotation: Any = spec.annotation
+    if spec.metadata:
+        annotation = Annotated[annotation, *spec.metadata]
     try:
-        _adapter_of(spec.annotation, tuple(spec.metadata)).validate_python(value)
+        TypeAdapter(annotation, config=STRICT).validate_python(value)
         return None
     except ValidationError as error:
         bounds: Mapping[str, Any] = error.errors()[0].get("ctx", {})
     shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
-    options = [
-        option
-        for part in alternatives_of(spec)
-        for option in get_args(part)
-        if get_origin(part) is Literal
-    ]
+    literals = [part for part in alternatives_of(spec) if get_origin(part) is Literal]
+    if literals and isinstance(value, str):
+        options = ", ".join(str(option) for part in literals for option in get_args(part))
+        return Problem(key, f"unknown; set it to one of {options}", shown)
     wanted = type_in_words(spec).replace("bool", "True or False")
     for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
         if name in bounds:
             wanted = f"{words} {bounds[name]}".removesuffix(".0")
-    if options and isinstance(value, str):
-        return Problem(key, f"unknown; set it to one of {', '.join(map(str, options))}", shown)
     if value is None:
         return Problem(key, f"it must be {wanted}; leave it out for {spec.default}", "null")
     # repr distinguishes the strings 'False' and '3' from values
     return Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
-
-
-def _adapter_of(annotation: Any, metadata: tuple[Any, ...]) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[annotation, *metadata] if metadata else annotation, config=STRICT)
 
 
 def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
