@@ -11,44 +11,34 @@ from recipe_runs import run_recipe, run_recipe_recording_gradients
 
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 OWN_LOSS = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
-
-
-def assert_equal_gradients(gradients, reference, tolerance):
-    scale = max(grad.abs().max() for grad in reference.values())
-    for name, expected in reference.items():
-        assert (gradients[name] - expected).abs().max() < tolerance * scale, name
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
+PACKED = {**DATA, "packed": True}
+LIST = [{**DATA, "num_samples": 10, "seed": seed} for seed in (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("loss", "world_size"), [(OWN_LOSS, 1), pytest.param(STOCK_LOSS, 2, marks=pytest.mark.slow)]
+    ("dataset", "loss", "world_size"),
+    [
+        (PACKED, OWN_LOSS, 1),
+        pytest.param(PACKED, STOCK_LOSS, 2, marks=pytest.mark.slow),
+        pytest.param(LIST, OWN_LOSS, 1, marks=pytest.mark.slow),
+    ],
+    ids=["packed", "packed-stock", "list"],
 )
-def test_packed_documents_do_not_see_or_predict_each_other(world_size, loss, tiny_config):
-    """Every token a target: stock trains the first token of a document from the one before."""
-    data = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
-    config = tiny_config(
-        dataset={**data, "packed": True}, loss=loss, batch_size=2, gradient_accumulation_steps=8
-    )
+def test_the_gradient_is_that_of_separate_samples(dataset, loss, world_size, tiny_config):
+    """Every token is a target: stock predicts the first token of a document from the one before."""
+    config = tiny_config(dataset=dataset, loss=loss, batch_size=2, gradient_accumulation_steps=10)
+    samples = tiny.make_samples(24, mask_prompts=False)
+    if dataset is LIST:
+        samples = [s for seed in (0, 1) for s in tiny.make_samples(10, 0, False, seed)]
     with tiny.float64_throughout():
-        model = tiny.tiny_model().double()
-        _, reference = tiny.big_batch_gradients(model, tiny.make_samples(24, mask_prompts=False))
-    for gradients in run_distributed(run_recipe_recording_gradients, world_size, config):
-        assert len(gradients) == 1
-        # torchtune's own unembed rounds the logits to fp32 for the stock losses
-        assert_equal_gradients(gradients[0], reference, 1e-10 if loss == OWN_LOSS else 1e-6)
-
-
-@pytest.mark.slow
-def test_a_list_of_datasets_is_one_dataset(tiny_config):
-    parts = [
-        {"_component_": "tiny.tiny_dataset", "num_samples": 10, "seed": seed} for seed in (0, 1)
-    ]
-    config = tiny_config(dataset=parts, batch_size=4, gradient_accumulation_steps=5)
-    with tiny.float64_throughout():
-        _, reference = tiny.big_batch_gradients(
-            tiny.tiny_model().double(), tiny.make_samples(10) + tiny.make_samples(10, seed=1)
-        )
-    ((gradients,),) = run_distributed(run_recipe_recording_gradients, 1, config)
-    assert_equal_gradients(gradients, reference, 1e-10)
+        _, reference = tiny.big_batch_gradients(tiny.tiny_model().double(), samples)
+    scale = max(grad.abs().max() for grad in reference.values())
+    # torchtune's own unembed rounds the logits to fp32 for the stock losses
+    tolerance = 1e-10 if loss == OWN_LOSS else 1e-6
+    for (gradients,) in run_distributed(run_recipe_recording_gradients, world_size, config):
+        for name, expected in reference.items():
+            assert (gradients[name] - expected).abs().max() < tolerance * scale, name
 
 
 @pytest.fixture
@@ -72,7 +62,7 @@ def test_a_fusion_model_trains_on_images_with_its_own_collate_fn(loss, tiny_conf
         gradient_accumulation_steps=2,
         clip_grad_norm="inf",
     )
-    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["fusion.pt"]}
+    config["checkpointer"]["checkpoint_files"] = ["fusion.pt"]
     ((metrics,), _) = run_distributed(run_recipe, 2, config)
 
     dataset = tiny.tiny_image_dataset(None, 3)
@@ -98,8 +88,8 @@ def test_adapters_of_a_fusion_model_are_found_under_its_own_names(tiny_config, f
         batch_size=1,
         gradient_accumulation_steps=2,
     )
-    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["fusion.pt"]}
-    for _ in range(2):  # the second time it goes on, with nothing left to do but to export
+    config["checkpointer"]["checkpoint_files"] = ["fusion.pt"]
+    for _ in range(2):  # the second run resumes and only exports
         run_distributed(run_recipe, 2, config)
         exported = Path(config["output_dir"], "epoch_0")
         adapters = torch.load(exported / "adapter" / "adapter_model.pt", weights_only=True)
