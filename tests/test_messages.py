@@ -1,4 +1,4 @@
-"""A run shows little; what the user can fix is reported once, last and without a traceback."""
+"""The output of a run is short; user errors are reported once, last and without a traceback."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import tiny
 import yaml
 from big_batch_of_views import step_of_16
 from programs import lines_on, tune_run_here
-from recipe_runs import DINO, KD, SFT, tiny_kd_config
+from recipe_runs import DINO, SFT
 from recipe_runs import tiny_config as make_tiny_config
 
 DISK_LOGGER = {
@@ -21,20 +21,24 @@ DISK_LOGGER = {
 def run(weights_folder, tmp_path):
     """Runs a tiny config, changed in its file and then on the command line."""
 
-    def run_with(changes, *overrides, recipe=SFT, make=make_tiny_config):
-        given = make(weights_folder, metric_logger=DISK_LOGGER, **changes)
-        given["output_dir"] = given["checkpointer"]["output_dir"] = str(tmp_path / "out")
-        (tmp_path / "my.yaml").write_text(yaml.safe_dump(given))
-        return tune_run_here(recipe, "my.yaml", *overrides, cwd=tmp_path)
+    def run_with(changes, *overrides):
+        config = make_tiny_config(weights_folder, metric_logger=DISK_LOGGER, **changes)
+        return run_in(tmp_path, config, *overrides)
 
     return run_with
 
 
+def run_in(folder, config, *overrides):
+    config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder / "out")
+    (folder / "my.yaml").write_text(yaml.safe_dump(config))
+    return tune_run_here(SFT, "my.yaml", *overrides, cwd=folder)
+
+
 @pytest.fixture(scope="module")
 def whole(weights_folder, tmp_path_factory):
-    """A folder, and what is shown of three epochs."""
+    """Folder, output and metrics of three epochs."""
     folder = tmp_path_factory.mktemp("whole")
-    given = make_tiny_config(
+    config = make_tiny_config(
         weights_folder,
         metric_logger=DISK_LOGGER,
         dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 8},
@@ -47,25 +51,19 @@ def whole(weights_folder, tmp_path_factory):
         microbatching="packed",
         max_tokens_per_microbatch=32,
     )
-    given["output_dir"] = given["checkpointer"]["output_dir"] = str(folder / "out")
-    (folder / "my.yaml").write_text(yaml.safe_dump(given))
-    code, screen = tune_run_here(SFT, "my.yaml", cwd=folder)
+    code, screen = run_in(folder, config)
     assert code == 0, screen
     metrics = (folder / "out/logs/metrics.jsonl").read_text().splitlines()
     return folder, screen, {line["step"]: line for line in map(json.loads, metrics)}
 
 
-def test_the_config_is_shown_once_and_nothing_superfluous(whole):
+def test_the_output_has_one_config_lines_of_messages_and_nothing_else(whole):
     _, screen, _ = whole
     assert screen.count("with resolved config") == 1
     for noise in ("export.tmp", "Profiling disabled", "successfully", "Saving final"):
         assert noise not in screen
-
-
-def test_messages_have_lines_of_their_own_and_warnings_their_level(whole):
-    _, screen, _ = whole
-    assert any(line.startswith("warning: max_tokens_per_micro") for line in lines_on(screen))
-    for start in ("Exported to ", "update step 5 | Why? -> ", "Update step: "):
+    starts = ("warning: max_tokens_per_micro", "Exported to ", "update step 5 | Why? -> ")
+    for start in (*starts, "Update step: "):
         assert any(line.startswith(start) for line in lines_on(screen)), start
 
 
@@ -88,9 +86,8 @@ def test_the_end_has_a_summary_and_a_command_that_loads_the_model(whole):
     folder, screen, metrics = whole
     done, val, model, ask = lines_on(screen)[-4:]
     num_tokens = sum(line["num_tokens"] for line in metrics.values())
-    assert re.fullmatch(
-        rf"12 update steps, {num_tokens:,} target tokens in [\d:]+ \([\d,]+ tokens/s\)", done
-    )
+    totals = rf"12 update steps, {num_tokens:,} target tokens in [\d:]+ \([\d,]+ tokens/s\)"
+    assert re.fullmatch(totals, done)
     losses = {step: m["val_loss"] for step, m in metrics.items() if "val_loss" in m}
     first, *_, last = losses.values()
     best = min(losses, key=losses.get)
@@ -118,7 +115,7 @@ ERRORS = {  # changes in the file and on the command line, exit code, start of t
     "sample of a worker": ({"dataset": BAD}, ["num_workers=1"], 1, "error: sample 9 of dataset: token 900 is"),
     "worker": ({"dataset": DEADLY}, ["num_workers=1"], 1, "error: num_workers=1: a DataLoader worker"),
     "gradient": ({}, ["optimizer.lr=1e30", "log_every_n_steps=100"], 1, "error: "),
-    "key": ({}, ["batchsize=3"], 2, "  - batchsize: this recipe has no such key; did you mean batch_size?"),
+    "keys": ({}, ["batchsize=3", "optimizer.lr=fast"], 2, "  - optimizer.lr='fast': AdamW takes float | torch.Tensor"),
     "data": ({"dataset": {**DATA, "num_without_targets": 32}}, [], 2, "  - dataset: none of its 32 samples can be trained on"),
     "checkpoint": ({}, ["resume_from_checkpoint=True"], 2, "  - resume_from_checkpoint=True: there is no"),
     "key to remove": ({}, ["~lr_schedule"], 2, "  - ~lr_schedule: the config has no such key to"),
@@ -128,7 +125,7 @@ ERRORS = {  # changes in the file and on the command line, exit code, start of t
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_the_user_can_fix_is_reported_once_and_last(case, run, tmp_path):
+def test_a_user_error_is_reported_once_and_last(case, run, tmp_path):
     changes, overrides, expected_code, text = ERRORS[case]
     code, screen = run({**GIVEN, **changes}, *overrides)
     assert code == expected_code, screen
@@ -141,27 +138,13 @@ def test_what_the_user_can_fix_is_reported_once_and_last(case, run, tmp_path):
     assert not (tmp_path / "out/epoch_0").exists()
 
 
-def test_all_problems_are_reported_together(run):
-    code, screen = run({}, "batchsize=3", "optimizer.lr=fast", "clip_grad_norm=0")
-    assert code == 2
-    assert screen.count("3 problems in the config:") == 1
-    for problem in (
-        "batchsize: this recipe has no such key; did you mean batch_size?",
-        "optimizer.lr='fast': AdamW takes float | torch.Tensor",
-        "clip_grad_norm=0: it must be above 0",
-    ):
-        assert screen.count(f"  - {problem}\n") == 1
-
-
-OWN_DATASET = """
+OWN_COMPONENTS = """
 import tiny
 class Mine(tiny.Samples):
     def __getitem__(self, index):
         return self.samples[{5: 'five'}.get(index, index)]
 def mine(tokenizer):
     return Mine(tiny.make_samples(8))
-"""
-OWN_COMPONENTS = """
 def collate(samples, padding_idx, ignore_idx):
     raise ArithmeticError('planted')
 def tokenizer(max_seq_len=8):
@@ -171,7 +154,7 @@ def tokenizer(max_seq_len=8):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_traceback_of_a_user_s_dataset_comes_before_the_error(num_workers, run, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_DATASET)
+    (tmp_path / "mine.py").write_text(OWN_COMPONENTS)
     data = {"_component_": "mine.mine"}
     code, screen = run({"shuffle": False, "dataset": data}, f"num_workers={num_workers}")
     assert code == 1
@@ -183,21 +166,18 @@ def test_the_traceback_of_a_user_s_dataset_comes_before_the_error(num_workers, r
 
 
 @pytest.mark.parametrize(
-    ("override", "texts"),
+    ("override", "text"),
     [
-        ("collate_fn=mine.collate", ["ArithmeticError: planted"]),
-        (
-            "tokenizer=mine.tokenizer",
-            ["TypeError", "raised while tokenizer of the config was made"],
-        ),
+        ("collate_fn=mine.collate", "ArithmeticError: planted"),
+        ("tokenizer=mine.tokenizer", "raised while tokenizer of the config was made"),
     ],
 )
-def test_a_bug_in_a_user_s_component_keeps_its_traceback(override, texts, run, tmp_path):
+def test_a_bug_in_a_user_s_component_has_a_traceback(override, text, run, tmp_path):
     (tmp_path / "mine.py").write_text(OWN_COMPONENTS)
     code, screen = run({}, override)
     assert code == 1
     assert "Traceback" in screen
-    assert all(text in screen for text in texts)
+    assert text in screen
 
 
 @pytest.mark.parametrize(
@@ -210,13 +190,6 @@ def test_components_can_be_removed_on_the_command_line(override, run, tmp_path):
     if override != "~metric_logger":
         saved = yaml.safe_load((tmp_path / "out/torchtune_config.yaml").read_text())
         assert saved.get(re.split(r"[.=]", override.strip("~"))[0]) in (None, tiny.MODEL)
-
-
-@pytest.mark.slow
-def test_a_student_s_generation_config_has_the_student_s_model(run, tmp_path):
-    code, screen = run({"max_steps_per_epoch": 2}, recipe=KD, make=tiny_kd_config)
-    assert code == 0, screen
-    assert yaml.safe_load((tmp_path / "out/generation.yaml").read_text())["model"] == tiny.MODEL
 
 
 @pytest.mark.slow
