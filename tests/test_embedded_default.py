@@ -1,6 +1,5 @@
 """The README's commands: the embedded defaults train on real text, export and answer."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 from programs import tune_run_here
-from recipe_runs import keep_messages, run_recipe
 from torchtune import config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -20,6 +18,7 @@ FULL = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
 LORA = ("lora_finetune_update_step", "llama3_2/5M_lora_update_step")
 DPO = ("full_dpo_update_step", "llama3_2/5M_full_dpo_update_step")
 KD = ("knowledge_distillation_update_step", "llama3_2/5M_to_1M_KD_update_step")
+GENERATION = config_path("llama3_2/5M_generation")
 GENERATE = str(Path(torchtune.__file__).parents[1] / "recipes" / "generate.py")
 
 
@@ -29,8 +28,7 @@ def train(default, folder, *overrides):
     assert code == 0, screen
 
 
-def answer(*overrides):
-    path = config_path("llama3_2/5M_generation")
+def answer(path, *overrides):
     code, screen = tune_run_here(GENERATE, path, "max_new_tokens=5", *overrides)
     assert code == 0, screen
     assert "Time for inference" in screen
@@ -62,7 +60,7 @@ def test_train_and_validation_loss_fall(trained):
 
 
 def test_generate_loads_the_model(trained):
-    screen = answer(f"output_dir={trained}", "prompt.user=What does `os.path.join` do?")
+    screen = answer(GENERATION, f"output_dir={trained}", "prompt.user=What does `os.path.join` do?")
     assert "What does `os.path.join` do?\n\n" in screen
     assert not list((trained / "epoch_0").glob(".*"))
 
@@ -71,7 +69,7 @@ def test_generate_loads_the_model(trained):
     "exported", ["epoch_0", pytest.param("export_step_9", marks=pytest.mark.slow)]
 )
 def test_exports_load_in_transformers_with_equal_logits(exported, trained):
-    cfg = OmegaConf.load(config_path("llama3_2/5M_generation"))
+    cfg = OmegaConf.load(GENERATION)
     cfg.output_dir = str(trained)
     model = config.instantiate(cfg.model)
     cfg.checkpoint_dir = str(trained / exported)
@@ -93,7 +91,9 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
     assert len(val_losses) == 3
     assert val_losses[-1] < val_losses[0] - 0.2
     folders = (f"checkpoint_dir={tmp_path}/epoch_0", f"output_dir={tmp_path}")
-    assert "Write `shlex.join`.\n\n" in answer(*folders, "prompt.user=Write `shlex.join`.")
+    assert "Write `shlex.join`.\n\n" in answer(
+        GENERATION, *folders, "prompt.user=Write `shlex.join`."
+    )
 
 
 @pytest.mark.slow
@@ -117,9 +117,8 @@ def test_the_student_approaches_its_teacher_and_has_its_tokenizer(trained, tmp_p
     assert divergences[1] < divergences[0] / 2
     tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (tmp_path, trained)]
     assert tokenizers[0].read_text() == tokenizers[1].read_text()
-    model = OmegaConf.load(tmp_path / "generation.yaml").model  # the student's
-    sizes = [f"model.{key}={value}" for key, value in model.items() if key != "_component_"]
-    assert "What does `os.path.join` do?" in answer(*sizes, f"output_dir={tmp_path}")
+    question = "What does `os.path.join` do?"
+    assert question in answer(tmp_path / "generation.yaml", f"prompt.user={question}")
 
 
 @pytest.mark.parametrize(("default", "key"), [(LORA, "checkpoint_dir"), (KD, "teacher_dir")])
@@ -132,31 +131,3 @@ def test_without_the_first_default_the_error_has_its_command(default, key, tmp_p
     assert f"first: {command}" in screen
     assert "Traceback" not in screen
     assert not (tmp_path / "not_there").exists()
-
-
-def small_default(folder, vocab_size=300, **model):
-    """Two update steps of the default, with a small model and few of its texts."""
-    changed = OmegaConf.load(config_path(FULL[1]))
-    pairs = [(f"What does `f{i}` do?", f"It returns the item number {i}.") for i in range(80)]
-    (folder / "docstrings.json").write_text(json.dumps(pairs))
-    sizes = {"embed_dim": 64, "intermediate_dim": 96, "num_layers": 2, "max_seq_len": 64}
-    changed.model.update({"vocab_size": vocab_size, **sizes, **model})
-    changed.update({"output_dir": str(folder), "max_steps_per_epoch": 2})
-    return OmegaConf.to_container(changed)
-
-
-@pytest.mark.slow
-def test_a_changed_default_in_the_same_folder_exports_the_trained_model(tmp_path):
-    run_recipe(small_default(tmp_path, num_heads=8))
-    changed = small_default(tmp_path, vocab_size=290, num_heads=4, rope_base=20_000)
-    with keep_messages() as messages:
-        run_recipe(changed)
-    export = tmp_path / "epoch_0"
-    described = json.loads((export / "config.json").read_text())
-    names = ("num_attention_heads", "rope_theta", "vocab_size")
-    assert [described[name] for name in names] == [4, 20_000, 290]
-    assert len(json.loads((export / "tokenizer.json").read_text())["model"]["vocab"]) == 280
-    assert not [path.name for path in export.iterdir() if path.name.startswith(".")]
-    text = " ".join(messages)
-    assert "model.num_heads is 4 and was 8" in text
-    assert "vocab_size is 290 and was 300" in text
