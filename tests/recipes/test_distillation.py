@@ -162,7 +162,7 @@ def test_the_curve_and_validation_are_those_of_one_process(layout, tiny_kd_confi
 @pytest.mark.slow
 def test_compiled_layers_and_loss_give_the_same_curve(tiny_kd_config, curve):
     config = curve_config(tiny_kd_config)
-    (logged,) = run_distributed(run_compiled_recipe, 1, config, KD)
+    (logged,) = run_distributed(run_compiled_recipe, 1, config, KD, timeout_seconds=300)
     assert_same(figures(logged), curve, rel=2e-4)
 
 
