@@ -135,7 +135,8 @@ def resuming_in(folder: Path | str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def files_of(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def assert_whole(path: Path) -> None:

@@ -6,7 +6,7 @@ import resource
 import pytest
 import tiny
 import torch
-from checkpoint_runs import die_at, killed_before_each_operation
+from checkpoint_runs import die_at, files_of, killed_before_each_operation
 from distributed_runs import fork_context
 from safetensors.torch import load_file
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -27,23 +27,13 @@ def make_checkpointer(folder, **changes):
     return checkpointer, checkpointer.load_checkpoint()["model"]
 
 
-def files_below(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def test_an_export_has_the_files_that_torchtune_writes_at_an_epoch_s_end(tmp_path):
     checkpointer, weights = make_checkpointer(tmp_path)
     assert (
         export(checkpointer, {"model": weights}, "export_step_3") == tmp_path / "out/export_step_3"
     )
     checkpointer.save_checkpoint({"model": weights}, epoch=7)
-    exported, stock = (
-        files_below(tmp_path / "out" / name) for name in ("export_step_3", "epoch_7")
-    )
+    exported, stock = (files_of(tmp_path / "out" / name) for name in ("export_step_3", "epoch_7"))
     assert "config.json" in exported
     assert exported == stock
     assert sorted(os.listdir(tmp_path / "out")) == ["epoch_7", "export_step_3"]
@@ -87,11 +77,11 @@ def export_with_disk_full(folder, kind):
             str(folder / "fresh"), ["model.safetensors"], "LLAMA3_2", str(folder / "out")
         )
     export(checkpointer, {"model": weights}, "epoch_0")
-    before = files_below(folder / "out")
+    before = files_of(folder / "out")
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
     with pytest.raises(ExportError) as error:
         export(checkpointer, {"model": {k: 2 * w for k, w in weights.items()}}, "epoch_0")
-    assert files_below(folder / "out") == before
+    assert files_of(folder / "out") == before
     assert os.listdir(folder / "out") == ["epoch_0"]
     return str(error.value)
 
@@ -116,7 +106,7 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole
     for folder in killed_before_each_operation(export_and_die_at, tmp_path):
         remove_leftovers(folder / "out")
         assert os.listdir(folder / "out") == ["epoch_0"]
-        found.append(files_below(folder / "out/epoch_0"))
+        found.append(files_of(folder / "out/epoch_0"))
     assert len(found) > 8
     assert found[0] != found[-1]
     assert all(exported in (found[0], found[-1]) for exported in found)
