@@ -26,10 +26,6 @@ def gradients_of_all(configs):
     return [run_recipe_recording_gradients(config) for config in configs]
 
 
-def test_every_pair_of_factors_occurs():
-    assert not arrays.missing_pairs()
-
-
 @pytest.mark.parametrize(
     ("rows", "world_size"),
     [(arrays.FAST, 1), (arrays.FAST, 2)]
@@ -89,6 +85,17 @@ def gradients_of_tied_copies_not_summed(patches):
     patches.setattr(pipeline.Pipeline, "forward_backward", forward_backward)
 
 
+class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
+    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
+
+    def __init__(self, *args, scale_grads, **kwargs):
+        super().__init__(*args, scale_grads=True, **kwargs)
+
+
+def gradients_scaled_by_the_schedule(patches):
+    patches.setitem(pipeline.SCHEDULES, "1F1B", ScalingSchedule)
+
+
 PP_2, TP_2 = arrays.LAYOUTS["pp-2"][1], arrays.LAYOUTS["tp-2"][1]
 PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
 MUTANTS = {  # ranks, the patch, keys of the config, model
@@ -120,6 +127,7 @@ MUTANTS = {  # ranks, the patch, keys of the config, model
     ),
     "stages: a microbatch left out": (2, a_microbatch_left_out, PP_2, "tied"),
     "stages: gradients of tied weights not summed": (2, gradients_of_tied_copies_not_summed, PP_2, "tied"),
+    "stages: gradients scaled by the schedule": (2, gradients_scaled_by_the_schedule, PP_2, "tied"),
 }  # fmt: skip
 IN_FAST_TIER = ("mean of means", "scale of one rank", "documents of a row seen by each other")
 
@@ -146,27 +154,3 @@ def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, references):
         assert all("grad" in each for each in found)
     else:
         assert max(error(each[0], references[model][0]) for each in found) > 1e-2
-
-
-class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
-    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
-
-    def __init__(self, *args, scale_grads, **kwargs):
-        super().__init__(*args, scale_grads=True, **kwargs)
-
-
-def gradients_scaled_by_the_schedule(config):
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setitem(pipeline.SCHEDULES, "1F1B", ScalingSchedule)
-        return run_recipe_recording_gradients(config)
-
-
-@pytest.mark.slow
-def test_a_schedule_that_scales_gradients_misses_by_the_number_of_microbatches(
-    tiny_config, references
-):
-    config = tiny_config(model=tiny.DEEP_MODEL, batch_size=4, **STEP_OF_16, **PP_2)
-    for gradients in run_distributed(gradients_scaled_by_the_schedule, 2, config):
-        assert "tok_embeddings.weight" in gradients[0]  # a sum of two copies, scaled alike
-        expected = {name: grad / 4 for name, grad in references["tied"][0].items()}
-        assert error(gradients[0], expected) < TOLERANCE

@@ -6,7 +6,8 @@ import pytest
 import recipe_runs
 import tiny
 import torch
-from big_batch import STEP_OF_16, TP_PLAN
+from arrays import TP_PLAN
+from big_batch import STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (

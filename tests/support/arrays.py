@@ -1,7 +1,6 @@
 """A covering array: every pair of what may change how a gradient is computed occurs in one row or more."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +44,17 @@ class Row(NamedTuple):
     """When gradients are reduced; the schedule where there are pipeline stages."""
 
     @property
-    def world_size(self) -> int:
+    def world_size(self):
         """Ranks that it runs on."""
         return LAYOUTS[self.layout][0]
 
     @property
-    def is_possible(self) -> bool:
+    def is_possible(self):
         """Pipeline stages need torch 2.13."""
         return not self.layout.startswith("pp") or TorchVersion(torch.__version__) >= "2.13"
 
     @property
-    def changes(self) -> dict[str, Any]:
+    def changes(self):
         """Keys of the config, but the model's."""
         by_schedule = "pipeline_parallel_dim" in LAYOUTS[self.layout][1]
         return {
@@ -72,42 +71,9 @@ FAST = [
     Row("pp-2", "tied", "in_order", 4, "1F1B"),
 ]
 """One per way to train; these run without ``--all``."""
-ROWS = [
-    *FAST,
-    Row("one", "untied", "least_padding", 4, "last_microbatch"),
-    Row("one", "untied", "packed", 2, "last_microbatch"),
-    Row("fsdp-2", "untied", "in_order", 2, "last_microbatch"),
-    Row("fsdp-2", "tied", "least_padding", 1, "last_microbatch"),
-    Row("fsdp-4", "untied", "packed", 2, "each_microbatch"),
-    Row("fsdp-4", "tied", "least_padding", 4, "last_microbatch"),
-    Row("fsdp-4", "tied", "in_order", 1, "last_microbatch"),
-    Row("hsdp-2x2", "untied", "in_order", 1, "each_microbatch"),
-    Row("hsdp-2x2", "tied", "packed", 4, "last_microbatch"),
-    Row("hsdp-2x2", "untied", "least_padding", 2, "last_microbatch"),
-    Row("tp-2", "untied", "least_padding", 4, "each_microbatch"),
-    Row("tp-2", "untied", "packed", 1, "last_microbatch"),
-    Row("tp-2", "untied", "in_order", 2, "last_microbatch"),
-    Row("fsdp-2-tp-2", "untied", "in_order", 2, "each_microbatch"),
-    Row("fsdp-2-tp-2", "untied", "packed", 4, "each_microbatch"),
-    Row("fsdp-2-tp-2", "untied", "least_padding", 1, "last_microbatch"),
-    Row("pp-2", "untied", "packed", 1, "GPipe"),
-    Row("pp-2", "untied", "in_order", 2, "Interleaved1F1B"),
-    Row("pp-2", "tied", "least_padding", 4, "InterleavedZeroBubble"),
-    Row("pp-4", "untied", "packed", 1, "1F1B"),
-    Row("pp-4", "untied", "in_order", 4, "1F1B"),
-    Row("pp-4", "tied", "least_padding", 2, "GPipe"),
-    Row("pp-2-fsdp-2", "tied", "in_order", 1, "1F1B"),
-    Row("pp-2-fsdp-2", "untied", "least_padding", 2, "GPipe"),
-    Row("pp-2-fsdp-2", "untied", "least_padding", 4, "Interleaved1F1B"),
-    Row("pp-2-fsdp-2", "untied", "packed", 2, "InterleavedZeroBubble"),
-    Row("pp-2-hsdp-2", "tied", "least_padding", 2, "1F1B"),
-    Row("pp-2-hsdp-2", "untied", "in_order", 4, "GPipe"),
-    Row("pp-2-hsdp-2", "tied", "packed", 1, "Interleaved1F1B"),
-    Row("pp-2-hsdp-2", "untied", "in_order", 1, "InterleavedZeroBubble"),
-]
 
 
-def possible_rows() -> Iterator[Row]:
+def possible_rows():
     """All combinations but those that the recipes refuse."""
     for layout, *factors in itertools.product(
         LAYOUTS, MODELS, PLANS, BATCH_SIZES, [*SYNCS, *SCHEDULES]
@@ -123,10 +89,19 @@ def possible_rows() -> Iterator[Row]:
             yield row
 
 
-def missing_pairs() -> set[tuple[tuple[str, Any], ...]]:
-    """Pairs of two factors' values that :data:`ROWS` lacks."""
+def pairs_of(row):
+    """Pairs of two factors' values in a row."""
+    return set(itertools.combinations(row._asdict().items(), 2))
 
-    def pairs(rows: Any) -> set[tuple[tuple[str, Any], ...]]:
-        return {pair for row in rows for pair in itertools.combinations(row._asdict().items(), 2)}
 
-    return pairs(possible_rows()) - pairs(ROWS)
+def covering_array(first, possible):
+    """``first``, and greedily few more rows until every pair of values that is possible occurs."""
+    rows = list(first)
+    missing = set().union(*map(pairs_of, possible)).difference(*map(pairs_of, rows))
+    while missing:
+        rows.append(max(possible, key=lambda row: len(missing & pairs_of(row))))
+        missing -= pairs_of(rows[-1])
+    return rows
+
+
+ROWS = covering_array(FAST, list(possible_rows()))

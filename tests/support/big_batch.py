@@ -1,9 +1,6 @@
 """Two hard update steps, and the gradients of each as one big batch in plain PyTorch and float64."""
 
-from typing import Any
-
 import tiny
-from torch import Tensor
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 
@@ -19,18 +16,7 @@ STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_s
 """Of a config: shuffled update steps of 16 samples, with uneven numbers of targets or none."""
 
 
-LAYOUTS = {
-    "one-process": (1, {}),
-    "fsdp-2": (2, {}),
-    "fsdp-4": (4, {}),
-    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
-    "tp-2": (2, {"tensor_parallel_dim": 2}),
-    "fsdp-2-tp-2": (4, {"tensor_parallel_dim": 2}),
-}
-TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
-
-
-def reference_gradients(sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
+def reference_gradients(sizes):
     """The gradients of each update step of ``STEP_OF_16`` by parameter name."""
     has_adapters = "lora_rank" in sizes
     model = (tiny.adapted_model if has_adapters else tiny.tiny_model)(sizes).double()
@@ -43,7 +29,7 @@ def reference_gradients(sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
         ]
 
 
-def error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+def error(gradients, reference):
     """Largest deviation relative to the reference's largest entry, over the parameters in ``gradients``."""
     scale = max(grad.abs().max().item() for grad in reference.values())
     return max((grad - reference[n]).abs().max().item() for n, grad in gradients.items()) / scale
