@@ -55,7 +55,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_make_collect_report(collector):
-    """Its imports take as long as those of the tests, so both go on at once.
+    """Starts the fork server beside the imports of the tests, which take as long.
 
     From here on output is captured: what ranks print is shown with a test that fails.
     """

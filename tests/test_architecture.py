@@ -2,15 +2,12 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
 from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "recipe_utils"
@@ -109,15 +106,3 @@ def test_a_folder_has_at_most_ten_files():
     sizes = Counter(path.parent for path in MODULES.values() if not path.name.startswith("__"))
     too_many = {str(folder): size for folder, size in sizes.items() if size > MAX_FILES}
     assert not too_many
-
-
-def test_the_top_level_has_no_other_names():
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if listed.returncode:
-        pytest.skip("no git checkout")
-    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
-    assert {name for name in top if not name.startswith(".")} == {
-        "CHANGELOG.md", "LICENSE", "README.md", "configs", "pyproject.toml", "recipe_utils", "recipes", "tests",
-    }  # fmt: skip

@@ -1,6 +1,7 @@
 """A training that was ended anywhere resumes as if it had not been, on any number of ranks."""
 
 import itertools
+import logging
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import (
     ListLogger,
-    keep_warnings,
+    keep_messages,
     recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
@@ -263,8 +264,7 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
 
     setattr(recipe.run, method, limited)
     ListLogger.logged.clear()
-    warnings = keep_warnings()
-    with recipe.run:
+    with keep_messages(logging.WARNING) as warnings, recipe.run:
         recipe.train()
     return list(ListLogger.logged), warnings
 

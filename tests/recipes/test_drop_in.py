@@ -16,7 +16,7 @@ import torch
 import torchtune
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DPO, KD, SFT, keep_warnings, run_recipe
+from recipe_runs import DPO, KD, SFT, losses, run_recipes
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
@@ -97,12 +97,12 @@ def on_this_machine(stock, tiny_config):
 
 def run_all(configs, recipe=SFT):
     os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # a config compiles; inductor takes a minute
-    return [run_recipe(cfg, recipe) for cfg in configs]
+    return run_recipes(configs, recipe)
 
 
 def test_all_configs_are_here():
-    assert (len(FULL), len(LORA), len(QAT_LORA), len(PREFERENCES)) == (44, 77, 4, 5)
-    assert len(DISTILLATION) == 4
+    kinds = (FULL, LORA, QAT_LORA, PREFERENCES, DISTILLATION)
+    assert list(map(len, kinds)) == [44, 77, 4, 5, 4]
 
 
 # What two ranks do not do otherwise than one does.
@@ -111,21 +111,23 @@ ALIKE_ON_RANKS = (
 )  # fmt: skip
 
 
-def train(stock_configs, world_size, tiny_config, most_microbatches=8, alike=()):
-    """Trains each kind of config once: many are the same but for the model that is replaced."""
+def train(stock_configs, world_size, tiny_config):
+    """Trains each kind of config once: many are the same but for the model that is replaced.
+
+    Those that accumulate do so over 2 microbatches; all of them take four times as long.
+    """
     kinds = {}
     for stock in stock_configs:
         cfg = on_this_machine(stock, tiny_config)
-        fewer = min(cfg["gradient_accumulation_steps"], most_microbatches)
-        cfg["gradient_accumulation_steps"] = fewer
+        cfg["gradient_accumulation_steps"] = min(cfg["gradient_accumulation_steps"], 2)
+        alike = ALIKE_ON_RANKS if world_size > 1 else ()
         kind = {key: value for key, value in cfg.items() if key not in alike}
         kinds.setdefault(json.dumps(kind, sort_keys=True), (stock, cfg))
     names, configs = zip(*kinds.values(), strict=True)
     found = run_distributed(run_all, world_size, configs, timeout_seconds=400)[0]
     for stock, logged in zip(names, found, strict=True):
-        losses = [metrics["loss"] for metrics in logged]
-        assert len(losses) == (2 if stock in FULL else 1), stock
-        assert losses == pytest.approx([4.7] * len(losses), abs=1.2), stock
+        assert len(logged) == (2 if stock in FULL else 1), stock
+        assert losses(logged) == pytest.approx([4.7] * len(logged), abs=1.2), stock
     return names
 
 
@@ -140,51 +142,32 @@ REPRESENTATIVE = [
 
 def test_representative_configs_train(tiny_config):
     names = [next(each for each in STOCK if each.endswith(name)) for name in REPRESENTATIVE]
-    assert len(train(names, 1, tiny_config, most_microbatches=2)) == 5
+    assert len(train(names, 1, tiny_config)) == 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "alike", "most_microbatches"), [(1, (), 8), (2, ALIKE_ON_RANKS, 2)]
-)
-def test_every_config_trains(world_size, alike, most_microbatches, tiny_config):
-    """Those that accumulate do so over 2 microbatches on two ranks; 8 took half of the time."""
-    names = train(STOCK, world_size, tiny_config, most_microbatches, alike)
-    assert len(names) > (70 if world_size == 1 else 20)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_config_trains(world_size, tiny_config):
+    names = train(STOCK, world_size, tiny_config)
+    assert len(names) > (60 if world_size == 1 else 20)
 
 
+@pytest.mark.parametrize("recipe", [DPO, KD])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_configs_of_preferences_train(world_size, tiny_config):
-    stock_configs = PREFERENCES[:1] if world_size == 1 else PREFERENCES
-    configs = [on_this_machine(stock, tiny_config) for stock in stock_configs]
-    found = run_distributed(run_all, world_size, configs, DPO)[0]
-    for stock, logged in zip(stock_configs, found, strict=True):
-        assert len(logged) == 1, stock
-        assert logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), stock
-        assert logged[0]["num_pairs"] > 16, stock
-
-
-def run_all_keeping_warnings(configs, recipe):
-    warnings = keep_warnings()
-    return run_all(configs, recipe), warnings
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_configs_of_distillation_train(world_size, tiny_kd_config):
-    """Their students have adapters, their teachers none."""
-    stock_configs = DISTILLATION[:1] if world_size == 1 else DISTILLATION
+def test_configs_of_preferences_and_distillation_train(world_size, recipe, tiny_kd_config):
+    stock_configs = PREFERENCES if recipe == DPO else DISTILLATION
+    stock_configs = stock_configs[:1] if world_size == 1 else stock_configs
     configs = [on_this_machine(stock, tiny_kd_config) for stock in stock_configs]
-    assert all("lora_rank" in cfg["model"] for cfg in configs)
-    found, warnings = run_distributed(run_all_keeping_warnings, world_size, configs, KD)[0]
-    for stock, logged in zip(stock_configs, found, strict=True):
-        (metrics,) = logged
-        both = 0.5 * metrics["ce_loss"] + 0.5 * metrics["kd_loss"]  # their kd_ratio
-        assert metrics["loss"] == pytest.approx(both), stock
-        assert metrics["ce_loss"] == pytest.approx(4.7, abs=1.2), stock
-        assert metrics["kd_loss"] > 0.5, stock  # two models that have nothing to do with each other
-    # The tiny teacher has no tokenizer.json; the profiler's is torchtune's own.
-    expected = ("teacher_tokenizer=null", " Profiling disabled")
-    assert [text for text in warnings if not text.startswith(expected)] == []
+    found = run_distributed(run_all, world_size, configs, recipe)[0]
+    for stock, (metrics,) in zip(stock_configs, found, strict=True):
+        if recipe == DPO:
+            assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-6), stock
+            assert metrics["num_pairs"] > 16, stock
+        else:
+            both = 0.5 * metrics["ce_loss"] + 0.5 * metrics["kd_loss"]  # their kd_ratio
+            assert metrics["loss"] == pytest.approx(both), stock
+            assert metrics["ce_loss"] == pytest.approx(4.7, abs=1.2), stock
+            assert metrics["kd_loss"] > 0.5, stock  # two models that share no weights
 
 
 def test_settings_of_every_config_are_accepted(tmp_path):
@@ -201,10 +184,14 @@ def test_settings_of_every_config_are_accepted(tmp_path):
 
 
 @cache
-def model_on_meta(component):
-    """Built once for all configs that have it; heads are attached to a copy."""
+def _built(component):
     cfg = OmegaConf.create(json.loads(component))
     return build_on_meta(lambda: config.instantiate(cfg), settings=ModelSettings(dtype="bf16"))
+
+
+def model_on_meta(cfg):
+    """Built once for all configs that have it; heads are attached to a copy."""
+    return deepcopy(_built(json.dumps(OmegaConf.to_container(cfg))))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +212,7 @@ def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatc
     of_model = sorted(kinds.items())
     for kind, stock in of_model[part * len(of_model) // 8 : (part + 1) * len(of_model) // 8]:
         cfg = OmegaConf.create(json.loads(kind))
-        model = deepcopy(model_on_meta(json.dumps(OmegaConf.to_container(cfg.model))))
+        model = model_on_meta(cfg.model)
         vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
         assert vocab_size > 30_000
         assert max_seq_len >= 4096
@@ -235,7 +222,7 @@ def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatc
             loss = LinearLogProbs()
         elif stock in DISTILLATION:
             loss = make_distillation_loss(loss, config.instantiate(cfg.kd_loss), cfg.kd_ratio)
-            teacher = deepcopy(model_on_meta(json.dumps(OmegaConf.to_container(cfg.teacher_model))))
+            teacher = model_on_meta(cfg.teacher_model)
             attach_loss(teacher, HiddenAtTargets())
             assert num_outputs(teacher) == num_outputs(model)
         attach_loss(model, loss)
@@ -245,22 +232,19 @@ def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatc
 
 @pytest.mark.slow
 def test_a_meta_checkpoint_trains_as_a_torchtune_one(weights_folder, tiny_config, tmp_path):
-    config_of_ours = tiny_config(model=tiny.UNTIED_MODEL)
+    ours = tiny_config(model=tiny.UNTIED_MODEL)
     weights = torch.load(weights_folder / "weights" / "untied.pt", weights_only=True)
-    (tmp_path / "meta").mkdir()
-    torch.save(tune_to_meta(weights), tmp_path / "meta" / "consolidated.00.pth")
-    config_of_meta = {
-        **config_of_ours,
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelMetaCheckpointer",
-            "checkpoint_dir": f"{tmp_path}/meta",
-            "checkpoint_files": ["consolidated.00.pth"],
-            "model_type": "LLAMA3",
-            "output_dir": f"{tmp_path}/out_meta",
-        },
+    torch.save(tune_to_meta(weights), tmp_path / "consolidated.00.pth")
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelMetaCheckpointer",
+        "checkpoint_dir": f"{tmp_path}",
+        "checkpoint_files": ["consolidated.00.pth"],
+        "model_type": "LLAMA3",
+        "output_dir": f"{tmp_path}/out_meta",
     }
-    ((ours, meta),) = run_distributed(run_all, 1, [config_of_ours, config_of_meta])
-    assert [m["loss"] for m in meta] == [m["loss"] for m in ours]
+    meta = {**ours, "output_dir": f"{tmp_path}/out_meta", "checkpointer": checkpointer}
+    ((of_ours, of_meta),) = run_distributed(run_all, 1, [ours, meta])
+    assert losses(of_meta) == losses(of_ours)
     (saved,) = tmp_path.glob("out_meta/epoch_0/*.bin")
     (saved_ours,) = tmp_path.glob("out/epoch_0/*.bin")
     trained = torch.load(saved, weights_only=True)

@@ -1,34 +1,51 @@
-"""A rank that fails or leaves does not let the others hang."""
+"""Bad data and ranks that fail or leave are named, and no other rank hangs."""
 
+import itertools
+import os
 import time
+from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import recipe_class, run_recipe, run_recipe_keeping_warnings
+from recipe_runs import losses, recipe_class, run_recipe, run_recipe_keeping_warnings
 
-TIMEOUT_SECONDS = 15
+from recipe_utils.settings.problems import ConfigError
 
-
+TIMEOUT_SECONDS = 30
 SLOW = pytest.mark.slow
 PLANS = pytest.mark.parametrize("microbatching", [pytest.param("in_order", marks=SLOW), "packed"])
+BAD_SAMPLES = [
+    {"tokens": [], "labels": []},
+    None,
+    {"tokens": ["a", "b"], "labels": ["a", "b"]},
+    {"tokens": [1, 2**70], "labels": [1, 2**70]},
+    {"tokens": torch.ones(2, 2).long(), "labels": torch.ones(2, 2).long()},
+    {"tokens": [True, False], "labels": [True, False]},
+    {"tokens": [1.0, 2.0], "labels": [1.0, 2.0]},
+]
+
+
+# ---- Samples that cannot be trained on ------------------------------------------------------------
+
+
+def run_on_samples(config, samples):
+    with tiny.samples_of_the_test(samples):
+        return run_recipe_keeping_warnings(config)
 
 
 @PLANS
 def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching, tiny_config):
     """Unshuffled, sample 9 belongs to rank 1 in update step 2."""
     config = tiny_config(
-        dataset={
-            "_component_": "tiny.tiny_dataset",
-            "num_samples": 32,
-            "replace": {"9": {"tokens": [], "labels": []}},
-        },
-        shuffle=False,
-        microbatching=microbatching,
+        dataset={"_component_": "tiny.samples_dataset"}, shuffle=False, microbatching=microbatching
     )
+    samples = tiny.make_samples(32)
+    samples[9] = BAD_SAMPLES[0]
     good, bad = run_distributed(
-        run_recipe, 2, config, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
+        run_on_samples, 2, config, samples, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
     )
     assert "sample 9 of dataset: it has no tokens" in bad
     assert "check_sample" in bad  # the background thread's traceback
@@ -48,9 +65,11 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
 ):
     """Unshuffled; update step 2 of 8 samples has nothing but bad ones, step 1 and 3 have some."""
     bad = [0, 3, *range(8, 16), 20]
-    replace = {str(index): {"tokens": [], "labels": []} for index in bad}
+    samples = tiny.make_samples(24)
+    for index, sample in zip(bad, itertools.cycle(BAD_SAMPLES)):
+        samples[index] = sample
     config = tiny_config(
-        dataset={"_component_": "tiny.tiny_dataset", "num_samples": 24, "replace": replace},
+        dataset={"_component_": "tiny.samples_dataset"},
         shuffle=False,
         batch_size=2,
         global_batch_size=8,
@@ -59,19 +78,67 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
         num_workers=num_workers,
         on_bad_sample="skip",
     )
-    results = run_distributed(run_recipe_keeping_warnings, world_size, config)
-    samples = tiny.make_samples(24)
-    good = [i for i in range(24) if i not in bad]
-    expected = [
-        sum(label != tiny.IGNORE for i in step for label in samples[i]["labels"][1:])
-        for step in ([i for i in good if i < 8], [i for i in good if i >= 16])
-    ]
+    results = run_distributed(run_on_samples, world_size, config, samples)
+    good = [[samples[i] for i in range(first, first + 8) if i not in bad] for first in (0, 16)]
     logged = results[0][0]
-    assert [metrics["num_tokens"] for metrics in logged] == expected
-    loss, _ = tiny.big_batch_gradients(tiny.tiny_model(), [samples[i] for i in good if i < 8])
+    assert [metrics["num_tokens"] for metrics in logged] == [
+        sum(label != tiny.IGNORE for sample in step for label in sample["labels"][1:])
+        for step in good
+    ]
+    loss, _ = tiny.big_batch_gradients(tiny.tiny_model(), good[0])
     assert logged[0]["loss"] == pytest.approx(loss, rel=1e-5)
     warnings = [text for _, texts in results for text in texts if "on_bad_sample=skip" in text]
     assert sorted(int(text.split()[1]) for text in warnings) == bad
+
+
+NO_TARGETS = "none of its 8 samples can be trained on"
+USELESS = {  # key of the data, what they are, and the error
+    "masked": ("dataset", {"num_without_targets": 8}, NO_TARGETS),
+    "one token": ("dataset_val", {"replace": {"tokens": [3], "labels": [3]}}, NO_TARGETS),
+    "bad": ("dataset", {"replace": {"tokens": [3, 900], "labels": [3, 3]}}, "none of its .* token 900"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USELESS)
+def test_data_that_nothing_can_be_trained_on_are_refused_before_training(case, tiny_config):
+    key, changes, expected = USELESS[case]
+    data = {"_component_": "tiny.tiny_dataset", "num_samples": 8}
+    given = {"dataset": data, "dataset_val": data, "run_val_every_n_steps": 1}
+    given[key] = {**data, **changes}
+    if "replace" in changes:
+        given[key]["replace"] = {str(i): changes["replace"] for i in range(8)}
+    config = tiny_config(**given, on_bad_sample="skip")
+    with pytest.raises(ConfigError, match=f"{key}: {expected}"):
+        run_recipe(config)
+    assert not list(Path(config["output_dir"]).glob("epoch_*"))
+
+
+def run_with_data_of_the_rank(config):
+    config["dataset"] = {**config["dataset"], "seed": int(os.environ["RANK"])}
+    with pytest.raises(ConfigError) as error:
+        run_recipe(config)
+    return str(error.value)
+
+
+def test_ranks_that_have_other_samples_are_named(tiny_config):
+    for text in run_distributed(run_with_data_of_the_rank, 2, tiny_config()):
+        assert "dataset: ranks 1 have other samples than rank 0" in text
+
+
+def test_other_keys_of_packed_samples_are_ignored_with_one_warning(tiny_config):
+    """As ``datasets.map`` leaves them."""
+    config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, microbatching="packed")
+    samples = tiny.make_samples(24)
+    expected, _ = run_on_samples(config, samples)
+    more = [{**sample, "id": i, "prompt": "Why?"} for i, sample in enumerate(samples)]
+    logged, warnings = run_on_samples(config, more)
+    assert losses(logged) == losses(expected)
+    (warning,) = [text for text in warnings if "ignored" in text]
+    assert warning.startswith("microbatching=packed: ")
+    assert "id, prompt of samples" in warning
+
+
+# ---- Ranks and workers that fail or leave ---------------------------------------------------------
 
 
 @SLOW
@@ -89,10 +156,8 @@ def test_a_worker_that_is_killed_on_one_rank_changes_no_loss(microbatching, tiny
     disturbed = run_distributed(run_recipe_keeping_warnings, 2, config)
     assert (tmp_path / "asked_for_9").exists()
     assert sum("ended by SIGKILL" in text for _, texts in disturbed for text in texts) == 1
-    for (losses, _), expected in zip(
-        disturbed, run_distributed(run_recipe, 2, undisturbed), strict=True
-    ):
-        assert [metrics["loss"] for metrics in losses] == [metrics["loss"] for metrics in expected]
+    expected = run_distributed(run_recipe, 2, undisturbed)
+    assert [losses(logged) for logged, _ in disturbed] == list(map(losses, expected))
 
 
 def fail_inside_a_step(config, failing_rank, at_microbatch):
@@ -136,27 +201,3 @@ def test_raising_inside_a_step_ends_all_ranks_within_the_timeout(tiny_config):
     assert "lightning struck" in failing
     assert isinstance(healthy, str)
     assert time.monotonic() - started < 2 * TIMEOUT_SECONDS + 10
-
-
-def leave_early(config):
-    """Takes two update steps of an epoch of many, then leaves the ``with`` block."""
-    import threading
-
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    with recipe.loader.epoch(0) as steps:
-        for step in steps:
-            if step.index == 1:
-                break
-    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
-
-
-@SLOW
-@PLANS
-def test_leaving_the_update_steps_early_leaves_no_thread_and_hangs_no_rank(
-    microbatching, tiny_config
-):
-    data = {"_component_": "tiny.tiny_dataset", "num_samples": 400}
-    config = tiny_config(dataset=data, microbatching=microbatching)
-    assert run_distributed(leave_early, 2, config, timeout_seconds=30) == [[], []]

@@ -3,22 +3,21 @@
 import pytest
 import recipe_runs
 from distributed_runs import run_distributed
-from recipe_runs import ListLogger, run_compiled_recipe, run_recipe, run_stock_recipe
+from recipe_runs import (
+    ListLogger,
+    losses,
+    run_compiled_recipe,
+    run_recipe,
+    run_recipes,
+    run_stock_recipe,
+)
 from torch._dynamo.utils import counters
 
 from recipe_utils.model.build import sizes
 
-DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 320}
-NUM_STEPS = 20
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
+NUM_STEPS = 10
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-
-
-def losses(logged):
-    return [metrics["loss"] for metrics in logged if "loss" in metrics]
-
-
-def run_recipes(configs):
-    return [run_recipe(config) for config in configs]
 
 
 @pytest.fixture(scope="module")

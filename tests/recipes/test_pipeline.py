@@ -13,9 +13,8 @@ from recipe_runs import (
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
+    run_recipes,
 )
-
-from recipe_utils.model.pipeline import pipeline
 
 PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
 
@@ -47,10 +46,6 @@ def assert_same_curve(logged, expected, rel=1e-5):
     assert [value for *_, value in logged] == pytest.approx(
         [value for *_, value in expected], rel=rel
     )
-
-
-def run_recipes(configs):
-    return [run_recipe(config) for config in configs]
 
 
 MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
@@ -101,37 +96,6 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
         assert_same_curve(figures(logged), one_process[model])
 
 
-def norm_of_one_stage(patches):
-    names = recipe_class().update.__globals__
-    norm = names["clip_grad_norm_"]
-    patches.setitem(names, "clip_grad_norm_", lambda model, most, _: norm(model, most, None))
-
-
-def norm_with_the_shared_weight_twice(patches):
-    run = pipeline.Pipeline.forward_backward
-
-    def forward_backward(self, *arguments):
-        self.tied_copies = frozenset()
-        return run(self, *arguments)
-
-    patches.setattr(pipeline.Pipeline, "forward_backward", forward_backward)
-
-
-def run_mutant(patch, config):
-    with pytest.MonkeyPatch.context() as patches:
-        patch(patches)
-        return run_recipe(config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("patch", [norm_of_one_stage, norm_with_the_shared_weight_twice])
-def test_a_norm_that_is_not_of_all_stages_would_be_seen(patch, tiny_config, one_process):
-    config = curve_config(tiny_config, tiny.DEEP_MODEL, max_steps_per_epoch=1, **PP_2)
-    wrong, _ = run_distributed(run_mutant, 2, patch, config)
-    norm = next(value for _, key, value in one_process["tied"] if key == "grad_norm")
-    assert wrong[0]["grad_norm"] != pytest.approx(norm, rel=1e-3)
-
-
 @pytest.mark.slow
 def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
     config = curve_config(
@@ -173,9 +137,10 @@ def test_any_layout_resumes_from_the_checkpoint_of_two_stages(
 ):
     config, expected, kept = saved_by_two_stages
     world_size, changes = RESUMED[layout]
-    shutil.copytree(kept, tmp_path / "out" / "step_4")
-    checkpointer = {**config["checkpointer"], "output_dir": f"{tmp_path}/out"}
-    resumed = {**config, **changes, "output_dir": f"{tmp_path}/out", "checkpointer": checkpointer}
+    out = f"{tmp_path}/out"
+    shutil.copytree(kept, f"{out}/step_4")
+    checkpointer = {**config["checkpointer"], "output_dir": out}
+    resumed = {**config, **changes, "output_dir": out, "checkpointer": checkpointer}
     resumed["resume_from_checkpoint"] = True
     logged = figures(run_distributed(run_recipe, world_size, resumed)[0])
     if layout == "two stages":
@@ -187,11 +152,7 @@ def test_any_layout_resumes_from_the_checkpoint_of_two_stages(
 def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
     """With a learning rate of 0, or the last digits would differ."""
     exported = []
-    for name, world_size, dims in (
-        ("one", 1, {}),
-        ("stages", 2, PP_2),
-        ("interleaved", 4, {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
-    ):
+    for name, world_size, dims in (("one", 1, {}), ("stages", 2, PP_2)):
         sgd = {"_component_": "torch.optim.SGD", "lr": 0.0}
         config = curve_config(tiny_config, tiny.DEEP_MODEL, optimizer=sgd, **dims)
         config["output_dir"] = f"{tmp_path}/{name}"
@@ -200,55 +161,17 @@ def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
         (file,) = Path(tmp_path, name, "epoch_0").glob("*.bin")
         with zipfile.ZipFile(file) as parts:  # whose padding between parts is random
             exported.append([(part, parts.read(part)) for part in parts.namelist()])
-    assert exported[0] == exported[1] == exported[2]
+    assert exported[0] == exported[1]
 
 
 @pytest.mark.slow
 def test_too_few_microbatches_are_warned_of_once(tiny_config):
-    """One row for two stages: a microbatch without targets fills up, which the curves above have too."""
-    config = curve_config(
-        tiny_config, tiny.DEEP_MODEL, microbatching="packed", batch_size=16, **PP_2
-    )
-    config["max_tokens_per_microbatch"] = 1000
+    """One row for two stages; a microbatch without targets is added."""
+    changes = {"microbatching": "packed", "batch_size": 16, "max_tokens_per_microbatch": 1000}
+    config = curve_config(tiny_config, tiny.DEEP_MODEL, **changes, **PP_2)
     (_, warnings), _ = run_distributed(run_recipe_keeping_warnings, 2, config)
-    few = [text for text in warnings if "idle" in text]
-    assert len(few) == 1
-    assert "pipeline_parallel_dim=2: a step of 1 microbatches" in few[0]
-
-
-def fail_on_rank_1(config):
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    num_calls = 0
-
-    def fail_in_the_third(*_):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3:
-            raise ArithmeticError("planted")
-
-    if not recipe.ranks.is_zero:
-        recipe.model["stage_1"].layers[2].register_forward_hook(fail_in_the_third)
-    recipe.train()
-
-
-@pytest.mark.slow
-def test_a_failing_stage_ends_the_job_on_all_ranks_and_is_named(tiny_config):
-    config = curve_config(tiny_config, tiny.DEEP_MODEL, **PP_2)
-    waiting, failing = run_distributed(
-        fail_on_rank_1, 2, config, expect_failures=True, timeout_seconds=15
-    )
-    assert "pipeline stage 1 of 2, microbatch 2 of 8: its forward failed" in failing
-    assert "ArithmeticError: planted" in failing
-    assert "RuntimeError" in waiting
-
-
-def refused(config):
-    cfg = OmegaConf.create(config)
-    with pytest.raises(ValueError, match="problem") as error:
-        recipe_class()(cfg).setup(cfg)
-    return str(error.value)
+    (few,) = [text for text in warnings if "idle" in text]
+    assert "pipeline_parallel_dim=2: a step of 1 microbatches" in few
 
 
 BAD = {
@@ -258,34 +181,23 @@ BAD = {
         "pipeline_parallel_schedule=1F1B needs 2 microbatches or more per update step, which has 1 of 16 "
         "samples (16 on each of 1 data-parallel ranks, 16 in all); set gradient_accumulation_steps=2",
     ),
-    "uneven rounds": (
-        {
-            "batch_size": 1,
-            "global_batch_size": 5,
-            "pipeline_parallel_schedule": "Interleaved1F1B",
-        },
-        "gradient_accumulation_steps=5: pipeline_parallel_dim=2 with 4 stages and "
-        "pipeline_parallel_schedule=Interleaved1F1B needs 6 microbatches",
-    ),
-    "a local batch that does not divide": (
-        {"batch_size": 3},
-        "global_batch_size=16: it is not a multiple of batch_size=3 * 1 data-parallel ranks",
-    ),
-    "no microbatch": ({"batch_size": 0}, "batch_size=0: it must be at least 1"),
     "more stages than layers": ({"model": tiny.MODEL, "pipeline_parallel_schedule": "Interleaved1F1B"}, "4 stages need as many layers, the model has 2"),
     "schedule": ({"pipeline_parallel_schedule": "2F2B"}, "pipeline_parallel_schedule=2F2B: unknown"),
     "too many points": ({"pipeline_parallel_split_points": [1, 2]}, "they make 3 stages"),
     "points outside": ({"pipeline_parallel_split_points": [4]}, "between 1 and 3"),
-    "tensor parallel": ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}, "tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2"),
     "in backward": ({"optimizer_in_bwd": True}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
     "ranks": ({"pipeline_parallel_dim": 3}, "pipeline_parallel_dim=3: they make 3 ranks, but 2 run"),
-    "no ranks": ({"pipeline_parallel_dim": 0}, "pipeline_parallel_dim=0: it must be at least 1"),
-    "context parallel": ({"context_parallel_dim": 2}, "context_parallel_dim=2"),
 }  # fmt: skip
 
 
 def refusals(configs):
-    return [refused(config) for config in configs]
+    texts = []
+    for config in configs:
+        cfg = OmegaConf.create(config)
+        with pytest.raises(ValueError, match="problem") as error:
+            recipe_class()(cfg).setup(cfg)
+        texts.append(str(error.value))
+    return texts
 
 
 def test_impossible_pipelines_are_refused_with_what_to_set_instead(tiny_config):

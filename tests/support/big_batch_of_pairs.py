@@ -1,13 +1,11 @@
 """Update steps of pairs, and the gradients of each computed pair by pair in plain PyTorch and float64."""
 
 import copy
-from typing import Any
 
 import tiny
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from torch import Tensor, nn
 from torchtune import config
 from torchtune.modules.peft import disable_adapter
 
@@ -17,7 +15,7 @@ NUM_PAIRS, PAIRS_PER_STEP = 17, 8  # the last update step holds a single pair
 SIDES = ("chosen", "rejected")
 
 
-def answers(model: nn.Module, pair: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
+def answers(model, pair):
     """Summed log-probability and number of targets of each side, a forward for each."""
     sums, numbers = [], []
     for side in SIDES:
@@ -31,13 +29,7 @@ def answers(model: nn.Module, pair: dict[str, Any]) -> tuple[list[Tensor], list[
     return sums, numbers
 
 
-def metrics_and_gradients(
-    policy: nn.Module,
-    reference: nn.Module,
-    pairs: list[dict[str, Any]],
-    loss: dict[str, Any],
-    sft_loss_weight: float = 0.0,
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def metrics_and_gradients(policy, reference, pairs, loss, sft_loss_weight=0.0):
     """Means over the pairs, and the gradient by parameter name."""
     loss_fn = config.instantiate(OmegaConf.create(loss))
     normalizes = getattr(loss_fn, "normalizes_length", False)
@@ -70,7 +62,7 @@ def metrics_and_gradients(
     return metrics, {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
 
 
-def models_of(sizes: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+def models_of(sizes):
     """Policy and reference; with adapters the same."""
     if "lora_rank" in sizes:
         model = tiny.adapted_model(sizes).double()
@@ -80,12 +72,7 @@ def models_of(sizes: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     return policy, reference
 
 
-def reference_of_steps(
-    sizes: dict[str, Any],
-    kind: str,
-    loss: dict[str, Any],
-    sft_loss_weight: float = 0.0,
-) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+def reference_of_steps(sizes, kind, loss, sft_loss_weight=0.0):
     """Metrics and gradients of each update step of an epoch."""
     policy, reference = models_of(sizes)
     pairs = tiny.make_pairs(NUM_PAIRS, kind)

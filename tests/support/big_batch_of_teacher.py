@@ -1,12 +1,9 @@
 """Update steps of a distillation, and the gradients of each as one big batch in plain PyTorch and float64."""
 
-from typing import Any
-
 import tiny
 import torch
 import torch.nn.functional as F
 from big_batch import NUM_SAMPLES, STEP_OF_16
-from torch import Tensor, nn
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 
@@ -15,7 +12,7 @@ TEACHERS = {"tied": tiny.TEACHER_MODEL, "untied": tiny.UNTIED_TEACHER_MODEL}
 STUDENTS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
 
 
-def divergence_of(kind: str, log_q: Tensor, log_p: Tensor) -> Tensor:
+def divergence_of(kind, log_q, log_p):
     """Of each row, in the definitions' own words."""
     p, q = log_p.exp(), log_q.exp()
     forward, reverse = (p * (log_p - log_q)).sum(1), (q * (log_q - log_p)).sum(1)
@@ -24,14 +21,7 @@ def divergence_of(kind: str, log_q: Tensor, log_p: Tensor) -> Tensor:
     return forward if kind == "forward" else reverse
 
 
-def metrics_and_gradients(
-    student: nn.Module,
-    teacher: nn.Module,
-    samples: list[dict[str, Any]],
-    kd_ratio: float,
-    temperature: float,
-    divergence: str = "forward",
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def metrics_and_gradients(student, teacher, samples, kd_ratio, temperature, divergence="forward"):
     """Means over all target tokens, and the gradient by parameter name; a forward for each sample."""
     student.zero_grad()
     rows = []
@@ -55,9 +45,7 @@ def metrics_and_gradients(
     return dict(zip(NAMES, means.tolist(), strict=True)), gradients
 
 
-def reference_of_steps(
-    student: dict[str, Any], teacher: dict[str, Any], *args: Any
-) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+def reference_of_steps(student, teacher, *args):
     """Metrics and gradients of each update step of ``STEP_OF_16``."""
     make = tiny.adapted_model if "lora_rank" in student else tiny.tiny_model
     models = make(student).double(), tiny.tiny_model(teacher, seed=1).double()
@@ -70,7 +58,7 @@ def reference_of_steps(
         ]
 
 
-def step_of_16(tiny_kd_config: Any, kind: str, **changes: Any) -> dict[str, Any]:
+def step_of_16(tiny_kd_config, kind, **changes):
     """A config of the update steps above; ``kind`` of both models."""
     kd_loss = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "tokens_per_chunk": 20}
     kd_loss |= {"temperature": 2.0, **changes.pop("kd_loss", {})}

@@ -22,12 +22,10 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["warm"])
@@ -36,7 +34,7 @@ PATCHED = re.compile(
 )
 
 
-def start_fork_server() -> None:
+def start_fork_server():
     """Starts it without waiting for its imports; otherwise the first rank starts it."""
     forkserver.ensure_running()
 
@@ -48,13 +46,7 @@ class CrashedError(AssertionError):
 _ranks: list[tuple[BaseProcess, Connection]] = []
 
 
-def run_distributed(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_seconds: float = 120,
-    expect_failures: bool = False,
-) -> list[Any]:
+def run_distributed(function, world_size, *args, timeout_seconds=120, expect_failures=False):
     """Calls ``function(*args)`` on ``world_size`` ranks and returns what each returned.
 
     The launcher's variables (RANK, WORLD_SIZE, ...) are set as torchrun sets them. A rank that raises
@@ -70,13 +62,7 @@ def run_distributed(
         return _call_once(*call)
 
 
-def _call_once(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    timeout_seconds: float,
-    expect_failures: bool,
-) -> list[Any]:
+def _call_once(function, args, world_size, timeout_seconds, expect_failures):
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -86,22 +72,18 @@ def _call_once(
     while len(_ranks) < world_size:
         _start_rank()
     processes, pipes = zip(*_ranks[:world_size], strict=True)
-    is_reusable = False
-    results: dict[int, tuple[bool, Any]] = {}
+    for_all = {
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    results = {}
     try:
         for rank, pipe in enumerate(pipes):
-            environment = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_WORLD_SIZE": world_size,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            pipe.send_bytes(
-                pickle.dumps((function, args, environment, store.port, timeout_seconds))
-            )
-        is_reusable = True
+            environment = {"RANK": rank, "LOCAL_RANK": rank, **for_all}
+            call = (function, args, environment, store.port, timeout_seconds)
+            pipe.send_bytes(pickle.dumps(call))
         while len(results) < world_size:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, timeout=timeout_seconds)
@@ -115,19 +97,15 @@ def _call_once(
                     if how in ("SIGSEGV", "SIGBUS", "SIGABRT") and not expect_failures:
                         raise CrashedError(f"rank {rank} died of {how}") from None
                     ok, value, was_restored = False, f"rank {rank} died of {how}", False
-                results[rank] = (ok, value)
-                is_reusable &= ok and was_restored
+                results[rank] = (value, ok and was_restored)
                 assert ok or expect_failures, f"rank {rank}:\n{value}"
-    except BaseException:
-        is_reusable = False
-        raise
     finally:
-        if not is_reusable:
+        if len(results) < world_size or not all(reusable for _, reusable in results.values()):
             end_ranks()
-    return [results[rank][1] for rank in range(world_size)]
+    return [results[rank][0] for rank in range(world_size)]
 
 
-def _start_rank() -> None:
+def _start_rank():
     ours, theirs = fork_context.Pipe()
     process = fork_context.Process(target=_serve, args=(theirs,))
     process.start()
@@ -136,7 +114,7 @@ def _start_rank() -> None:
 
 
 @atexit.register
-def end_ranks() -> None:
+def end_ranks():
     """Ends all of them; the next call starts new ones."""
     for process, pipe in _ranks:
         process.kill()
@@ -145,7 +123,7 @@ def end_ranks() -> None:
     _ranks.clear()
 
 
-def _how_it_died(rank: BaseProcess) -> str:
+def _how_it_died(rank):
     rank.join(timeout=10)
     code = rank.exitcode
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
@@ -154,7 +132,7 @@ def _how_it_died(rank: BaseProcess) -> str:
 # ---- In a rank -------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe):
     """Answers calls until the pipe is closed or a call fails."""
     # Back to how a user's rank starts its data-loading processes; the fork server has set itself.
     multiprocessing.set_start_method(None, force=True)
@@ -173,13 +151,7 @@ def _serve(pipe: Connection) -> None:
                 break
 
 
-def _answer(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    environment: dict[str, Any],
-    store_port: int,
-    timeout_seconds: float,
-) -> Any:
+def _answer(function, args, environment, store_port, timeout_seconds):
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -207,8 +179,8 @@ def _answer(
 
 
 @contextlib.contextmanager
-def _restored_state() -> Iterator[Callable[[], bool]]:
-    """Puts back what a call changes of its process; yields a function that says if all of it could be.
+def _restored_state():
+    """Restores what a call changes of its process; yields a function that returns if all of it could be.
 
     That is: environment, folder, signal handlers, soft limits, log handlers, PyTorch's global settings, and
     functions that were patched in the modules of :data:`PATCHED` and their classes.
@@ -253,7 +225,7 @@ def _restored_state() -> Iterator[Callable[[], bool]]:
         gc.collect()
 
 
-def _forget_meshes() -> None:
+def _forget_meshes():
     """Clears DTensor's caches, whose entries keep the mesh of the call that they were made in.
 
     Threads of its gloo groups poll: with 36 old meshes, ranks spent 40 % of their time there.
@@ -273,7 +245,7 @@ def _forget_meshes() -> None:
                         function.cache_clear()
 
 
-def _functions() -> Iterator[tuple[Any, str, Any]]:
+def _functions():
     """Functions of the modules that tests patch, and of their classes, with where they stand."""
     kinds = (type(_functions), classmethod, staticmethod, property, functools._lru_cache_wrapper)
     for module_name, module in list(sys.modules.items()):

@@ -1,8 +1,5 @@
 """The same training through Hugging Face's Trainer, which counts tokens its own way."""
 
-from pathlib import Path
-from typing import Any
-
 import tiny
 from recipe_runs import tiny_config
 
@@ -11,7 +8,7 @@ from recipe_utils.data.loader.sampler import epoch_permutation
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 
 
-def config(folder: Path) -> dict[str, Any]:
+def config(folder):
     """Ours: the tiny model from a Hugging Face checkpoint with fresh weights."""
     return tiny_config(
         folder,
@@ -28,7 +25,7 @@ def config(folder: Path) -> dict[str, Any]:
     )
 
 
-def trainer_losses(config: dict[str, Any]) -> list[float]:
+def trainer_losses(config):
     """Logged losses of each update step, on the checkpoint and the data order that ours uses."""
     import torch
     from torch.utils.data import SequentialSampler
@@ -36,10 +33,10 @@ def trainer_losses(config: dict[str, Any]) -> list[float]:
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     class InOrder(Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
+        def _get_train_sampler(self, *_):
             return SequentialSampler(self.train_dataset)
 
-    def collate(batch: Any) -> dict[str, Any]:
+    def collate(batch):
         collated = padded_collate_sft(batch)
         return {"input_ids": collated["tokens"], "labels": collated["labels"]}
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchtune.utils import get_logger
@@ -21,7 +20,7 @@ TUNE = str(Path(sys.executable).with_name("tune"))
 Popen = subprocess.Popen
 
 
-def tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[str]:
+def tune(*arguments, cwd=None):
     """Output and exit code of ``tune`` with these arguments."""
     return subprocess.run(
         [TUNE, *map(str, arguments)],
@@ -33,12 +32,12 @@ def tune(*arguments: Any, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     )
 
 
-def recipe_file(recipe: str) -> str:
+def recipe_file(recipe):
     """Path of a recipe of this project by its name, or of another's."""
     return recipe if recipe.endswith(".py") else str(recipe_path(recipe))
 
 
-def tune_run_here(recipe: str, *arguments: Any, cwd: Any = ".") -> tuple[int, str]:
+def tune_run_here(recipe, *arguments, cwd="."):
     """Exit code and output of ``tune run RECIPE --config ...`` in this process, without a launcher."""
     path = recipe_file(recipe)
     known = set(sys.modules)
@@ -64,7 +63,7 @@ def tune_run_here(recipe: str, *arguments: Any, cwd: Any = ".") -> tuple[int, st
     return code, screen.getvalue()
 
 
-def become_program(argv: list[str], output: str) -> None:
+def become_program(argv, output):
     """Makes a child of the fork server the leader of a process group with this command line and output."""
     os.setsid()
     with open(output, "ab") as log:
@@ -74,12 +73,12 @@ def become_program(argv: list[str], output: str) -> None:
     sys.argv = argv
 
 
-def lines_on(screen: str) -> list[str]:
+def lines_on(screen):
     """What stands on the screen, without empty lines; each state of a progress bar is a line."""
     return [line for line in screen.replace("\r", "\n").splitlines() if line.strip()]
 
 
-def children_of(pid: int) -> list[int]:
+def children_of(pid):
     """Processes that another has started."""
     command = ["ps", "--ppid", str(pid), "-o", "pid="]
     return [

@@ -2,9 +2,7 @@
 
 import logging
 import runpy
-import tempfile
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,7 +13,6 @@ import tiny
 import torch
 import torchtune
 from omegaconf import OmegaConf
-from torch import Tensor
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune.utils import get_logger
@@ -52,53 +49,31 @@ class ListLogger(MetricLoggerInterface):
 
     logged: list[dict[str, Any]] = []  # noqa: RUF012
 
-    def log(self, name: str, data: Any, step: int) -> None:
+    def log(self, name, data, step):
         self.log_dict({name: data}, step)
 
-    def log_config(self, config: Any) -> None:
+    def log_config(self, config):
         pass
 
-    def log_dict(self, payload: Any, step: int) -> None:
+    def log_dict(self, payload, step):
         ListLogger.logged.append({"step": step, **payload})
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-class FailingLogger(ListLogger):
-    """As on a full disk, from its third line on."""
-
-    num_lines = 0
-
-    def log_dict(self, payload: Any, step: int) -> None:
-        FailingLogger.num_lines += 1
-        if FailingLogger.num_lines > 2:
-            raise OSError(28, "No space left on device")
-        super().log_dict(payload, step)
-
-    def close(self) -> None:
-        raise OSError(28, "No space left on device")
-
-
-def recipe_class(*mutation: str, recipe: str = SFT) -> Any:
-    """The recipe as it is, or with one piece of its text replaced by another."""
-    return _load(recipe, *mutation)
+def losses(logged):
+    """Of the update steps, without the validations between them."""
+    return [metrics["loss"] for metrics in logged if "loss" in metrics]
 
 
 @cache
-def _load(recipe: str, *mutation: str) -> Any:
-    path = ROOT / "recipes" / f"{recipe}.py"
-    if not mutation:
-        return runpy.run_path(str(path))[CLASSES[recipe]]
-    text, (old, new) = path.read_text(), mutation
-    assert text.count(old) == 1, f"the recipe has {text.count(old)} times: {old}"
-    with tempfile.TemporaryDirectory() as folder:
-        mutant = Path(folder, "mutant.py")
-        mutant.write_text(text.replace(old, new))
-        return runpy.run_path(str(mutant))[CLASSES[recipe]]
+def recipe_class(recipe=SFT):
+    """The recipe's class; recipes run by path."""
+    return runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))[CLASSES[recipe]]
 
 
-def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+def tiny_config(folder, **changes):
     """A config whose model, data and weights are tiny; ``folder`` holds the weights."""
     config = {
         "output_dir": f"{folder}/out",
@@ -130,7 +105,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
-def tiny_dpo_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+def tiny_dpo_config(folder, **changes):
     """:func:`tiny_config` for pairs; the reference has weights of its own, so that rewards are not zero."""
     own = {
         "dataset": {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19},
@@ -143,7 +118,7 @@ def tiny_dpo_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def tiny_kd_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
+def tiny_kd_config(folder, **changes):
     """:func:`tiny_config` with a teacher, whose weights are not the student's even where its model is.
 
     ``teacher_sizes`` of the changes is its model.
@@ -159,16 +134,14 @@ def tiny_kd_config(folder: str | Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def run_recipe(
-    config: dict[str, Any], recipe: str = SFT, reads_late: bool = False
-) -> list[dict[str, Any]]:
+def run_recipe(config, recipe=SFT, reads_late=False):
     """Trains with ``config``; the metrics that rank 0 logged, empty on the others.
 
     With ``reads_late`` as on an accelerator, where the device may be behind the host.
     """
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
-    made = recipe_class(recipe=recipe)(cfg)
+    made = recipe_class(recipe)(cfg)
     made.run.metrics.reads_late |= reads_late
     with made.run:
         made.setup(cfg)
@@ -176,18 +149,19 @@ def run_recipe(
     return list(ListLogger.logged)
 
 
-def run_compiled_recipe(config: dict[str, Any], recipe: str = SFT) -> list[dict[str, Any]]:
+def run_recipes(configs, recipe=SFT):
+    """What :func:`run_recipe` returns, for each of the configs."""
+    return [run_recipe(config, recipe) for config in configs]
+
+
+def run_compiled_recipe(config, recipe=SFT):
     """What :func:`run_recipe` returns with compiled layers."""
     with pytest.MonkeyPatch.context() as patch:  # or later tests of this process would have it, too
         patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes a minute
         return run_recipe({**config, "compile": True}, recipe)
 
 
-def run_stock_recipe(
-    config: dict[str, Any],
-    kind: str = "full_finetune",
-    adapters: dict[str, Tensor] | None = None,
-) -> list[dict[str, Any]]:
+def run_stock_recipe(config, kind="full_finetune", adapters=None):
     """The metrics that torchtune's own recipe logs; ``adapters`` are what it starts from."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
@@ -206,20 +180,18 @@ def run_stock_recipe(
     return list(ListLogger.logged)
 
 
-def run_recipe_keeping_warnings(
-    config: dict[str, Any], recipe: str = SFT
-) -> tuple[list[dict[str, Any]], list[str]]:
+def run_recipe_keeping_warnings(config, recipe=SFT):
     """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
-    warnings = keep_warnings()
-    return run_recipe(config, recipe), warnings
+    with keep_messages(logging.WARNING) as warnings:
+        return run_recipe(config, recipe), warnings
 
 
 @contextmanager
-def keep_messages() -> Iterator[list[str]]:
-    """A list that gets the text of every message that this process logs in the block."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+def keep_messages(level=logging.INFO):
+    """A list that gets the text of every message from this level on that this process logs."""
+    messages = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())
     get_logger().addHandler(handler)
     try:
         yield messages
@@ -227,24 +199,13 @@ def keep_messages() -> Iterator[list[str]]:
         get_logger().removeHandler(handler)
 
 
-def keep_warnings() -> list[str]:
-    """A list that gets the text of every warning that this process logs from now on."""
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    get_logger().addHandler(handler)
-    return warnings
-
-
-def run_recipe_recording_gradients(
-    config: dict[str, Any], mutation: tuple[str, ...] = (), recipe: str = SFT
-) -> list[dict[str, Tensor]]:
+def run_recipe_recording_gradients(config, recipe=SFT):
     """The full float64 gradients of each update step, by parameter name."""
     tiny.RecordingSGD.recorded.clear()
     recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
     cfg = OmegaConf.create({**config, "dtype": "fp64", **recording})
     with tiny.float64_throughout():
-        made = recipe_class(*mutation, recipe=recipe)(cfg)
+        made = recipe_class(recipe)(cfg)
         with made.run:
             made.setup(cfg)
             names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
@@ -254,7 +215,7 @@ def run_recipe_recording_gradients(
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 
 
-def with_adapters(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def with_adapters(config, folder):
     """The config of an adapted model, which starts from adapters that change it."""
     adapters = get_adapter_params(tiny.adapted_model(config["model"]))
     path = folder / f"given_{zlib.crc32(str(config['model']).encode())}.pt"
@@ -263,7 +224,7 @@ def with_adapters(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**config, "checkpointer": given}
 
 
-def save_weights(folder: Path) -> None:
+def save_weights(folder):
     """Weights of the tiny models, which :func:`tiny_config` finds there."""
     (folder / "weights").mkdir(parents=True)
     for file_name, sizes in WEIGHTS.items():

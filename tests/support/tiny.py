@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ GEMMA2_MODEL = {
 """Attention of its own kind, with a sliding window and tied embeddings."""
 
 
-def adapted(sizes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def adapted(sizes, **changes):
     """The same model with LoRA on all its linear layers, but for the output."""
     package, builder = sizes["_component_"].rsplit(".", 1)
     return {
@@ -77,7 +76,7 @@ def adapted(sizes: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-def adapted_in_one_layer(**sizes: Any) -> nn.Module:
+def adapted_in_one_layer(**sizes):
     """A builder of a model of which only the first layer has LoRA."""
     model, adapted = (
         llama3_2(**sizes),
@@ -87,84 +86,66 @@ def adapted_in_one_layer(**sizes: Any) -> nn.Module:
     return model
 
 
-def base_of(sizes: dict[str, Any]) -> dict[str, Any]:
+def base_of(sizes):
     """The model without the adapters of :func:`adapted`."""
     plain = {key: value for key, value in sizes.items() if key not in ADAPTER_KEYS}
     return {**plain, "_component_": sizes["_component_"].replace(".lora_", ".")}
 
 
 ADAPTER_KEYS = {
-    "lora_attn_modules",
-    "apply_lora_to_mlp",
-    "apply_lora_to_output",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "use_dora",
-    "quantize_base",
-}
+    "lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_alpha", "lora_dropout",
+    "use_dora", "quantize_base",
+}  # fmt: skip
 
 
 class TinyTokenizer:
     """The tiny datasets hold tokens already; of a question each letter is one."""
 
     pad_id, eos_id = 0, 1
+    stop_tokens = (eos_id,)
 
-    def __init__(self, max_seq_len: int | None) -> None:
+    def __init__(self, max_seq_len):
         self.max_seq_len = max_seq_len
 
-    def __call__(self, sample: Any, inference: bool) -> dict[str, list[int]]:
+    def __call__(self, sample, inference):
         assert inference
         text = "".join(message.text_content for message in sample["messages"])
         return {"tokens": [2 + ord(letter) % (VOCAB_SIZE - 2) for letter in text]}
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens):
         return " ".join(map(str, tokens))
 
 
-def tiny_tokenizer(max_seq_len: int | None = 64) -> TinyTokenizer:
+def tiny_tokenizer(max_seq_len=64):
     return TinyTokenizer(max_seq_len)
 
 
-def answering_tokenizer(max_seq_len: int | None = 64) -> TinyTokenizer:
-    """As torchtune's recipe for generation asks of a tokenizer."""
-    tokenizer = TinyTokenizer(max_seq_len)
-    tokenizer.stop_tokens = [tokenizer.eos_id]  # type: ignore[attr-defined]
-    return tokenizer
-
-
 class Samples(Dataset[dict[str, Any]]):
-    def __init__(self, samples: list[dict[str, Any]]) -> None:
+    def __init__(self, samples):
         self.samples = samples
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return self.samples[index]
 
 
 class KillsItsWorker(Samples):
     """Ends the DataLoader worker that asks for one of some samples; with a folder, for each only once."""
 
-    def __init__(
-        self,
-        samples: list[dict[str, Any]],
-        indices: list[int],
-        folder: Path | None,
-        how: str | int = "SIGKILL",
-    ) -> None:
+    def __init__(self, samples, indices, folder, how="SIGKILL"):
         super().__init__(samples)
         self.indices, self.folder, self.how = indices, folder, how
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if index in self.indices and get_worker_info() is not None and self._is_due(index):
             if isinstance(self.how, int):
                 os._exit(self.how)
             os.kill(os.getpid(), signal.Signals[self.how])
         return super().__getitem__(index)
 
-    def _is_due(self, index: int) -> bool:
+    def _is_due(self, index):
         if self.folder is None:
             return True
         mark = self.folder / f"asked_for_{index}"
@@ -173,13 +154,11 @@ class KillsItsWorker(Samples):
         return is_due
 
 
-def killing_dataset(tokenizer: Any, num_samples: int, index: int, folder: str | None) -> Samples:
+def killing_dataset(tokenizer, num_samples, index, folder):
     return KillsItsWorker(make_samples(num_samples), [index], Path(folder) if folder else None)
 
 
-def make_samples(
-    num_samples: int, num_without_targets: int = 0, mask_prompts: bool = True, seed: int = 0
-) -> list[dict[str, Any]]:
+def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0):
     """Samples of 2 to 40 tokens with very uneven numbers of targets.
 
     The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the labels of the
@@ -198,14 +177,14 @@ def make_samples(
 
 
 def tiny_dataset(
-    tokenizer: Any,
-    num_samples: int,
-    num_without_targets: int = 0,
-    mask_prompts: bool = True,
-    packed: bool = False,
-    seed: int = 0,
-    replace: dict[int, dict[str, Any]] | None = None,
-) -> Dataset[Any]:
+    tokenizer,
+    num_samples,
+    num_without_targets=0,
+    mask_prompts=True,
+    packed=False,
+    seed=0,
+    replace=None,
+):
     """``replace`` puts a sample of the test's own at an index; None as its tokens raises."""
     samples = make_samples(num_samples, num_without_targets, mask_prompts, seed)
     for index, sample in (replace or {}).items():
@@ -218,7 +197,7 @@ _of_the_test: list[Any] = []
 
 
 @contextmanager
-def samples_of_the_test(samples: list[Any]) -> Iterator[None]:
+def samples_of_the_test(samples):
     """Makes ``tiny.samples_dataset`` one of these, whatever they are, in this process."""
     _of_the_test[:] = samples
     try:
@@ -227,14 +206,14 @@ def samples_of_the_test(samples: list[Any]) -> Iterator[None]:
         _of_the_test.clear()
 
 
-def samples_dataset(tokenizer: Any) -> Dataset[Any]:
+def samples_dataset(tokenizer):
     return Samples(list(_of_the_test))
 
 
 PAIR_KINDS = ("masked", "multi_turn", "train_on_input", "nothing_common", "alike_beginnings")
 
 
-def make_pairs(num_pairs: int, kind: str = "masked", seed: int = 0) -> list[dict[str, Any]]:
+def make_pairs(num_pairs, kind="masked", seed=0):
     """Pairs of very uneven length, by torchtune's keys.
 
     What both sides share: a prompt without targets (``masked``); with targets in it (``multi_turn``); all of
@@ -242,7 +221,7 @@ def make_pairs(num_pairs: int, kind: str = "masked", seed: int = 0) -> list[dict
     """
     rng = random.Random(seed)
 
-    def draw(length: int) -> list[int]:
+    def draw(length):
         return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
 
     pairs = []
@@ -265,17 +244,15 @@ def make_pairs(num_pairs: int, kind: str = "masked", seed: int = 0) -> list[dict
     return pairs
 
 
-def tiny_pair_dataset(
-    tokenizer: Any, num_pairs: int, kind: str = "masked", seed: int = 0, swaps_sides: bool = False
-) -> Dataset[Any]:
+def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0, swaps_sides=False):
     pairs = make_pairs(num_pairs, kind, seed)
     if swaps_sides:
-        other = {"chosen": "rejected", "rejected": "chosen"}
+        sides = (("chosen", "rejected"), ("rejected", "chosen"))
         pairs = [
             {
-                f"{other[side]}_{what}": ids
-                for key, ids in pair.items()
-                for side, what in [key.split("_", 1)]
+                f"{to}_{what}": pair[f"{side}_{what}"]
+                for side, to in sides
+                for what in ("input_ids", "labels")
             }
             for pair in pairs
         ]
@@ -283,12 +260,8 @@ def tiny_pair_dataset(
 
 
 def pairs_some_of_which_teach_nothing(
-    tokenizer: Any,
-    num_pairs: int,
-    only_live: bool = False,
-    dead_first: bool = False,
-    num_bad: int = 0,
-) -> Dataset[Any]:
+    tokenizer, num_pairs, only_live=False, dead_first=False, num_bad=0
+):
     """Every third pair has equal sides or no target on one; the last ``num_bad`` a token of no vocabulary."""
     pairs = make_pairs(num_pairs, "alike_beginnings")
     dead = []
@@ -308,14 +281,14 @@ def pairs_some_of_which_teach_nothing(
     return Samples([*(pairs[i] for i in dead), *live] if dead_first else pairs)
 
 
-def tiny_image_dataset(tokenizer: Any, num_samples: int) -> Dataset[Any]:
+def tiny_image_dataset(tokenizer, num_samples):
     """Samples with one made-up image of 3 features in 4 patches each."""
     generator = torch.Generator().manual_seed(0)
     samples = make_samples(num_samples)
     return Samples([{**s, "image": torch.randn(4, 3, generator=generator)} for s in samples])
 
 
-def collate_images(batch: Any, padding_idx: int, ignore_idx: int) -> dict[str, Any]:
+def collate_images(batch, padding_idx, ignore_idx):
     """A custom ``collate_fn`` whose batch has more than tokens and labels."""
     collated = padded_collate_sft(batch, padding_idx, ignore_idx)
     images = torch.stack([torch.as_tensor(sample["image"]) for sample in batch])
@@ -323,11 +296,11 @@ def collate_images(batch: Any, padding_idx: int, ignore_idx: int) -> dict[str, A
 
 
 class ImageEncoder(nn.Linear):
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return super().forward(images.to(self.weight.dtype))
 
 
-def tiny_fusion_model() -> DeepFusionModel:
+def tiny_fusion_model():
     """A decoder that looks at images, built from the parts that torchtune's vision models use."""
     decoder = tiny_model(UNTIED_MODEL)
     dim, heads = UNTIED_MODEL["embed_dim"], UNTIED_MODEL["num_heads"]
@@ -353,7 +326,7 @@ def tiny_fusion_model() -> DeepFusionModel:
     )
 
 
-def adapted_fusion_model() -> DeepFusionModel:
+def adapted_fusion_model():
     """:func:`tiny_fusion_model` with LoRA in a layer whose names in a state dict are not its modules'."""
     model = tiny_fusion_model()
     dim = UNTIED_MODEL["embed_dim"]
@@ -366,7 +339,7 @@ class RecordingSGD(torch.optim.SGD):
 
     recorded: list[list[Tensor]] = []  # noqa: RUF012
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         gradients = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -386,7 +359,7 @@ class SquaredLoss(nn.MSELoss):
 class UnsavableSGD(torch.optim.SGD):
     """Its state holds something that is neither a tensor nor a plain value."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -394,19 +367,17 @@ class UnsavableSGD(torch.optim.SGD):
 
 
 @contextmanager
-def float64_throughout() -> Iterator[None]:
+def float64_throughout():
     """torchtune's norms and RoPE compute in fp32 whatever the model's precision; here in float64."""
     to_float32 = Tensor.float
-    Tensor.float = lambda self: self if self.dtype == torch.float64 else to_float32(self)  # type: ignore[method-assign]
+    Tensor.float = lambda self: self if self.dtype == torch.float64 else to_float32(self)
     try:
         yield
     finally:
-        Tensor.float = to_float32  # type: ignore[method-assign]
+        Tensor.float = to_float32
 
 
-def big_batch_gradients(
-    model: nn.Module, samples: list[dict[str, Any]]
-) -> tuple[float, dict[str, Tensor]]:
+def big_batch_gradients(model, samples):
     """Loss and gradients of all samples as one padded batch, in plain PyTorch."""
     longest = max(len(sample["tokens"]) for sample in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -422,7 +393,7 @@ def big_batch_gradients(
     return loss.item(), gradients
 
 
-def tiny_model(sizes: dict[str, Any] = MODEL, seed: int = 0) -> nn.Module:
+def tiny_model(sizes=MODEL, seed=0):
     """A model of ``MODEL`` or ``UNTIED_MODEL`` with weights of its own."""
     torch.manual_seed(seed)
     model = config.instantiate(OmegaConf.create(sizes))
@@ -432,7 +403,7 @@ def tiny_model(sizes: dict[str, Any] = MODEL, seed: int = 0) -> nn.Module:
     return model
 
 
-def adapted_model(sizes: dict[str, Any], seed: int = 1) -> nn.Module:
+def adapted_model(sizes, seed=1):
     """A model of :func:`adapted` on the base of :func:`tiny_model`, frozen, with adapters that change it."""
     model = config.instantiate(OmegaConf.create(sizes))
     model.load_state_dict(tiny_model(base_of(sizes)).state_dict(), strict=False)
@@ -448,7 +419,7 @@ def adapted_model(sizes: dict[str, Any], seed: int = 1) -> nn.Module:
 class TinyImages(Dataset[dict[str, Any]]):
     """Smooth images of ``num_classes`` kinds, each with noise of its own."""
 
-    def __init__(self, num_images: int, num_classes: int) -> None:
+    def __init__(self, num_images, num_classes):
         generator = torch.Generator().manual_seed(7)
         kinds = torch.randn(num_classes, 1, 4, 4, generator=generator)
         self.labels = torch.randint(num_classes, (num_images,), generator=generator)
@@ -456,24 +427,24 @@ class TinyImages(Dataset[dict[str, Any]]):
         smooth = F.interpolate(kinds[self.labels], size=16, mode="bilinear")
         self.images = (smooth + noise).sigmoid()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return {"image": self.images[index].numpy(), "label": int(self.labels[index])}
 
 
-def tiny_images(num_images: int = 40, num_classes: int = 4) -> TinyImages:
+def tiny_images(num_images=40, num_classes=4):
     """Images of 16 x 16 pixels in one channel, with labels."""
     return TinyImages(num_images, num_classes)
 
 
-def unlabelled_images(num_images: int = 8) -> Samples:
+def unlabelled_images(num_images=8):
     """Images without labels."""
     return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
 
 
-def broken_images(num_images: int = 20, index: int = 5, kind: str = "nan") -> Samples:
+def broken_images(num_images=20, index=5, kind="nan"):
     """Images one of which, called ``broken.png``, cannot be used."""
     images = [image.numpy().copy() for image in TinyImages(num_images, 4).images]
     spoilt = {
@@ -490,7 +461,7 @@ def broken_images(num_images: int = 20, index: int = 5, kind: str = "nan") -> Sa
     return Samples(samples)
 
 
-def normalised_by_batch(**sizes: Any) -> nn.Module:
+def normalised_by_batch(**sizes):
     """A vision transformer whose last norm couples all tokens of a microbatch."""
     from recipe_utils.model.vision.vision_transformer import dinov3_vit
 
