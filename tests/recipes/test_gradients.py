@@ -11,6 +11,7 @@ from distributed_runs import run_distributed
 from recipe_runs import recipe_class, run_recipe_recording_gradients
 
 from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.model.attention import document_mask
 from recipe_utils.model.pipeline import pipeline
 
 MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
@@ -66,6 +67,10 @@ def scale_of_one_rank(patches):
     patches.setattr(UpdateStep, "scale", lambda step, count: 1 / step.totals[count])
 
 
+def documents_seen_by_each_other(patches):
+    patches.setattr(document_mask, "_make_mask", lambda *_: None)
+
+
 def a_microbatch_left_out(patches):
     run = pipeline.Pipeline.forward_backward
     patches.setattr(
@@ -113,18 +118,7 @@ MUTANTS = {  # ranks, the patch, keys of the config, model
         TP_2,
         "untied",
     ),
-    "documents of a row seen by each other": (
-        1,
-        replace(
-            "attend_within_documents",
-            lambda _: lambda model, *_, **__: model.register_forward_pre_hook(
-                lambda _, args, kwargs: (args, {k: kwargs[k] for k in kwargs if k != "document_lengths"}),
-                with_kwargs=True,
-            ),
-        ),
-        PACKED,
-        "untied",
-    ),
+    "documents of a row seen by each other": (1, documents_seen_by_each_other, PACKED, "untied"),
     "stages: a microbatch left out": (2, a_microbatch_left_out, PP_2, "tied"),
     "stages: gradients of tied weights not summed": (2, gradients_of_tied_copies_not_summed, PP_2, "tied"),
     "stages: gradients scaled by the schedule": (2, gradients_scaled_by_the_schedule, PP_2, "tied"),
