@@ -24,6 +24,7 @@ from recipe_runs import tiny_kd_config as tiny_kd_config_of
 from safetensors.torch import load_file
 from torchtune.modules.peft import get_adapter_params
 
+from recipe_utils.parallel import process_group
 from recipe_utils.settings.problems import ConfigError
 
 METRICS = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
@@ -465,3 +466,20 @@ def test_images_are_not_cached(tiny_kd_config):
     config["dataset"] = {"_component_": "tiny.tiny_image_dataset", "num_samples": 8}
     with pytest.raises(ValueError, match="teacher_cache"):
         run(config)
+
+
+def count_gloo_groups(config):
+    groups = []
+    make = process_group.new_cpu_group
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(
+            process_group, "new_cpu_group", lambda *args: groups.append(make(*args)) or groups[-1]
+        )
+        run(config)
+    return len(groups)
+
+
+def test_the_main_thread_has_one_gloo_group_and_each_loader_one(tiny_kd_config):
+    """A gloo group connects each rank with all others."""
+    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
+    assert run_distributed(count_gloo_groups, 2, config) == [3, 3]
