@@ -79,13 +79,13 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(case, weights_folder
 
 
 @pytest.fixture
-def start(started, tmp_path):
+def start(started):
     """Starts `tune run` on two ranks with these arguments."""
 
-    def start(*arguments):
+    def start(*arguments, cwd=None):
         process = Popen(
             [TUNE, "run", "--nproc_per_node=2", *map(str, arguments)],
-            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         started.append(process)
         return process
@@ -164,7 +164,7 @@ while True:
 @pytest.mark.parametrize("recipe", [DIES_OF_SIGNALS, CATCHES_SIGNALS])
 def test_ranks_that_a_signal_ends_are_not_restarted_and_the_launcher_fails(recipe, tmp_path, start):
     (tmp_path / "any.py").write_text(recipe)
-    process = start("--max-restarts=3", "any.py", "--config", "any")
+    process = start("--max-restarts=3", "any.py", "--config", "any", cwd=tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("runs_0_*"))) == 2, process)
     workers = children_of(process.pid)
     if recipe == CATCHES_SIGNALS:  # a second signal ends them
