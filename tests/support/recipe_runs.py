@@ -67,9 +67,13 @@ def losses(logged):
     return [metrics["loss"] for metrics in logged if "loss" in metrics]
 
 
-@cache
 def recipe_class(recipe=SFT):
-    """The recipe's class; recipes run by path."""
+    """The recipe's class, the same at each call, so that mutants patch the module that is run."""
+    return _load(recipe)
+
+
+@cache  # by itself it tells recipe_class(SFT) from recipe_class(recipe=SFT)
+def _load(recipe):
     return runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))[CLASSES[recipe]]
 
 
