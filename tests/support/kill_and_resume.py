@@ -46,6 +46,8 @@ def kill_and_resume(
     duration = time.monotonic() - started
     expected = {step: losses[-1] for step, losses in losses_in(reference.output_dir).items()}
     expected_files = exported_files(reference.output_dir)
+    assert expected
+    assert expected_files
 
     counts = Comparison()
     run_folder = folder / "run"
@@ -100,7 +102,8 @@ def losses_in(output_dir: Path) -> dict[int, list[str]]:
     """All losses that DiskLogger has logged there, by update step, as printed; a repeated step has several."""
     found: dict[int, list[str]] = {}
     for path in sorted(output_dir.glob("logs/*.txt")):
-        for step, loss in re.findall(r"Step (\d+) \| loss:(\S+) .*\n", path.read_text()):
+        logged = re.findall(r"Step (\d+) \| (?:.* )?loss:(\S+) .*\n", path.read_text())
+        for step, loss in logged:
             found.setdefault(int(step), []).append(loss)
     return found
 
