@@ -84,7 +84,7 @@ def gradients_of_tied_copies_not_summed(patches):
     run = pipeline.Pipeline.forward_backward
 
     def forward_backward(self, *arguments):
-        self._copies_of_tied = []
+        self._tied_weights = []
         return run(self, *arguments)
 
     patches.setattr(pipeline.Pipeline, "forward_backward", forward_backward)
