@@ -268,7 +268,7 @@ def describe_mismatch(
     ]
     differences = {
         "it lacks {}": expected.keys() - saved.keys(),
-        "it has {}, which the model has not": saved.keys()
+        "it has {}, which the model does not have": saved.keys()
         - expected.keys()
         - set(names_of_other_stages),
         "its shapes differ: {}": shapes,

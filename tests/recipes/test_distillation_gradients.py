@@ -135,7 +135,7 @@ def gradients_and_metrics(configs):
     ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
 )
 def test_gradient_and_metrics_are_those_of_one_big_batch(rows, world_size, config_of):
-    rows = [row for row in rows if arrays.LAYOUTS[row.layout][0] == world_size]
+    rows = arrays.rows_on(rows, world_size)
     configs = [config_of(row) for row in rows]
     ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
     for row, *of_ranks in zip(rows, *ranks, strict=True):

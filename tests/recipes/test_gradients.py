@@ -35,7 +35,7 @@ def gradients_of_all(configs):
 )
 def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, references):
     """With samples of uneven numbers of targets, and microbatches that have none at all."""
-    rows = [row for row in rows if row.world_size == world_size and row.is_possible]
+    rows = arrays.rows_on(rows, world_size)
     configs = [tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes) for row in rows]
     ranks = run_distributed(gradients_of_all, world_size, configs, timeout_seconds=300)
     for row, *of_ranks in zip(rows, *ranks, strict=True):

@@ -31,6 +31,13 @@ SYNCS = ("each_microbatch", "last_microbatch")
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble")
 
 
+def rows_on(rows, world_size):
+    """Those whose layout has that many ranks, without pipeline stages before torch 2.13."""
+    has_pipelines = TorchVersion(torch.__version__) >= "2.13"
+    on = [row for row in rows if LAYOUTS[row.layout][0] == world_size]
+    return [row for row in on if has_pipelines or not row.layout.startswith("pp")]
+
+
 class Row(NamedTuple):
     """One training whose gradients are compared."""
 
@@ -47,11 +54,6 @@ class Row(NamedTuple):
     def world_size(self):
         """Ranks that it runs on."""
         return LAYOUTS[self.layout][0]
-
-    @property
-    def is_possible(self):
-        """Pipeline stages need torch 2.13."""
-        return not self.layout.startswith("pp") or TorchVersion(torch.__version__) >= "2.13"
 
     @property
     def changes(self):

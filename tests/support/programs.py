@@ -1,6 +1,7 @@
 """Recipes as users start them: as programs of their own, or in this process, which saves their imports."""
 
 import contextlib
+import inspect
 import io
 import logging
 import multiprocessing
@@ -57,6 +58,9 @@ def tune_run_here(recipe, *arguments, cwd="."):
             except BaseException:
                 traceback.print_exc()
                 code = 1
+    # They would take the recipe's file for that of `__main__`, and pydantic finds no docstrings there.
+    inspect.modulesbyfile.clear()
+    inspect._filesbymodname.clear()
     for name in set(sys.modules) - known:  # modules of the test's folder
         if str(cwd) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]

@@ -204,7 +204,7 @@ MISFITS = {
         lambda: other_model().bfloat16()
     ),
     "it lacks layers.2.attn.k_proj.weight": lambda: other_model(num_layers=3),
-    "it has layers.1.*, which the model has not": lambda: other_model(num_layers=1),
+    "it has layers.1.*, which the model does not have": lambda: other_model(num_layers=1),
     "it lacks .* and 4 more; its shapes differ: .* instead of": (
         lambda: other_model(num_layers=3, vocab_size=70)
     ),

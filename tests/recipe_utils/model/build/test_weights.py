@@ -58,7 +58,7 @@ def test_loaded_weights_have_the_models_precision_and_their_own_memory(name, dty
         ),
         (
             {"layers.2.attn.q_proj.weight": torch.zeros(32, 32)},
-            "it has layers.2.attn.q_proj.weight, which the model has not",
+            "it has layers.2.attn.q_proj.weight, which the model does not have",
         ),
         ({"norm.scale": torch.zeros(31)}, "its shapes differ: norm.scale (31,) instead of (32,)"),
     ],
