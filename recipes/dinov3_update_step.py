@@ -170,7 +170,8 @@ class DINOv3Recipe:
             cfg.optimizer, self.model, whole, settings.schedules
         )
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.models, self.optimizer, self.loader, {}, {})
+        trained = self.models, self.optimizer, self.checkpointer
+        run.resume(*trained, self.loader, {}, {}, exported=self.teacher.model)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -257,13 +258,11 @@ class DINOv3Recipe:
                 if run.should_log():
                     more = self.settings.schedules.at(run.global_step, run.num_steps)
                     run.log(metrics, self.nonfinite, lr, grad_norm, **more, **self.batch(step))
-                run.stop_if_nonfinite(self.nonfinite, step, self.models, self.optimizer)
+                run.stop_if_nonfinite(self.nonfinite, step)
                 if run.should_validate():
                     run.log_validation(self.validate())
-                run.finish_step(
-                    step, self.models, self.optimizer, self.checkpointer, self.teacher.model
-                )
-            run.finish_epoch(self.models, self.optimizer, self.checkpointer, self.teacher.model)
+                run.finish_step(step)
+            run.finish_epoch()
 
 
 @entry_point

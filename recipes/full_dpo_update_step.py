@@ -157,7 +157,7 @@ class FullDPORecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
+        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
@@ -246,15 +246,15 @@ class FullDPORecipe:
                 if run.should_log():
                     counts = {"num_pairs": step.totals["pairs"], "num_left_out": step.num_skipped}
                     run.log(metrics, self.nonfinite, lr, grad_norm, **counts)
-                run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
+                run.stop_if_nonfinite(self.nonfinite, step)
                 if run.should_validate():
                     run.log_validation(self.validate())
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
                 if run.should_save(step):
                     self.reference.outputs.flush()  # resumed training reads bitwise the same values
-                run.finish_step(step, self.model, self.optimizer, self.checkpointer)
-            run.finish_epoch(self.model, self.optimizer, self.checkpointer)
+                run.finish_step(step)
+            run.finish_epoch()
 
 
 @entry_point

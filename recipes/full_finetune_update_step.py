@@ -140,7 +140,7 @@ class FullFinetuneRecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
+        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -213,13 +213,13 @@ class FullFinetuneRecipe:
                 if run.should_log():
                     num_tokens = step.totals["target_tokens"]
                     run.log(metrics, self.nonfinite, lr, grad_norm, num_tokens=num_tokens)
-                run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
+                run.stop_if_nonfinite(self.nonfinite, step)
                 if run.should_validate():
                     run.log_validation(self.validate())
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
-                run.finish_step(step, self.model, self.optimizer, self.checkpointer)
-            run.finish_epoch(self.model, self.optimizer, self.checkpointer)
+                run.finish_step(step)
+            run.finish_epoch()
 
 
 @entry_point

@@ -160,7 +160,7 @@ class KDRecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.model, self.optimizer, self.loader, checkpoint, frozen)
+        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
 
@@ -243,13 +243,13 @@ class KDRecipe:
                     more = {"num_tokens": step.totals["target_tokens"]}
                     more |= {"teacher_seconds": self.teacher.outputs.read_seconds()}
                     run.log(metrics, self.nonfinite, lr, grad_norm, **more)
-                run.stop_if_nonfinite(self.nonfinite, step, self.model, self.optimizer)
+                run.stop_if_nonfinite(self.nonfinite, step)
                 if run.should_validate():
                     run.log_validation(self.validate())
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
-                run.finish_step(step, self.model, self.optimizer, self.checkpointer)
-            run.finish_epoch(self.model, self.optimizer, self.checkpointer)
+                run.finish_step(step)
+            run.finish_epoch()
 
 
 @entry_point

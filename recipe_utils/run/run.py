@@ -117,11 +117,19 @@ class Run:
         self,
         model: nn.Module,
         optimizer: AnyOptimizer,
+        checkpointer: Any,
         loader: UpdateStepLoader,
         stock_checkpoint: Mapping[str, Any],
         frozen: Mapping[str, str],
+        exported: nn.Module | None = None,
     ) -> None:
-        """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`."""
+        """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
+
+        From then on checkpoints contain ``model`` and ``optimizer``, and ``checkpointer`` exports
+        ``exported`` (default: ``model``).
+        """
+        self._model, self._optimizer, self._checkpointer = model, optimizer, checkpointer
+        self._exported = model if exported is None else exported
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
@@ -277,9 +285,7 @@ class Run:
         self._log.write_answers(self.global_step, self.settings.sample_prompts or [], answers)
         self._throughput.restart()
 
-    def stop_if_nonfinite(
-        self, guard: NonfiniteGuard, step: UpdateStep, model: nn.Module, optimizer: AnyOptimizer
-    ) -> None:
+    def stop_if_nonfinite(self, guard: NonfiniteGuard, step: UpdateStep) -> None:
         """Saves a checkpoint and raises NonfiniteError after too many non-finite gradients.
 
         Synchronizes with the device only before a checkpoint, export, validation or sampling.
@@ -289,7 +295,7 @@ class Run:
             self.metrics.write_held()
             guard.check(self.global_step)
         if guard.problem:
-            self.save(model, optimizer)
+            self.save()
             raise NonfiniteError(guard.problem)
 
     def _position(self) -> dict[str, Any]:
@@ -330,26 +336,14 @@ class Run:
         is_due_by_clock = minutes is not None and unsaved_minutes >= minutes
         return is_due_by_clock or self._is_due(self.settings.save_every_n_steps)
 
-    def finish_step(
-        self,
-        step: UpdateStep,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        checkpointer: Any,
-        exported: nn.Module | None = None,
-    ) -> None:
-        """Exports the best model and stops or exports and saves, as due after an update step.
-
-        Checkpoints contain ``model`` and ``optimizer``; exports contain ``exported`` (default:
-        ``model``).
-        """
-        exported = model if exported is None else exported
+    def finish_step(self, step: UpdateStep) -> None:
+        """Exports the best model and stops or exports and saves, as due after an update step."""
         self.profiler.step()
         if self._is_best:
-            self.export(checkpointer, exported, "best")
+            self.export("best")
             self._is_best = False
         if step.stop_requested:  # the same on all ranks
-            self.save(model, optimizer)
+            self.save()
             self._is_stopped = True
             self._log.info(
                 f"Stopped as requested after update step {self.global_step}; the same command with "
@@ -358,17 +352,11 @@ class Run:
             return
         # Exported first: a run that is killed before the checkpoint repeats the export.
         if self.should_export(step):
-            self.export(checkpointer, exported, f"export_step_{self.global_step}")
+            self.export(f"export_step_{self.global_step}")
         if self.should_save(step):
-            self.save(model, optimizer)
+            self.save()
 
-    def finish_epoch(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        checkpointer: Any,
-        exported: nn.Module | None = None,
-    ) -> None:
+    def finish_epoch(self) -> None:
         """Exports the model and saves a checkpoint unless training has stopped.
 
         The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``, or if
@@ -377,10 +365,9 @@ class Run:
         """
         if self._is_stopped:
             return
-        exported = model if exported is None else exported
-        problem = self.export(checkpointer, exported, f"epoch_{self.epoch}")
+        problem = self.export(f"epoch_{self.epoch}")
         if problem is not None and self.epoch + 1 == self.settings.epochs:
-            self.save(model, optimizer)
+            self.save()
             raise ExportError(
                 f"{problem}. Once it can be, resume_from_checkpoint=True exports the trained model"
             )
@@ -388,28 +375,29 @@ class Run:
         self.samples_consumed = 0
         saves = self.settings.save_every_n_steps or self.settings.save_every_n_minutes
         if saves or self.epoch < self.settings.epochs:
-            self.save(model, optimizer)
+            self.save()
 
-    def save(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
+    def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
         position = {name: getattr(self, name) for name in _POSITION}
         state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
-            outcome = self._checkpoints.save(model, optimizer, state)
+            outcome = self._checkpoints.save(self._model, self._optimizer, state)
         except ValueError as error:  # the state cannot be saved; raised on all ranks
             outcome = SaveOutcome(self.global_step, None, error=str(error))
         self._report(outcome)
         self._unsaved_since_seconds = None
 
-    def export(self, checkpointer: Any, model: nn.Module, name: str) -> str | None:
-        """Exports a model; see :func:`.export_model`. Returns an error message or None."""
+    def export(self, name: str) -> str | None:
+        """Exports the model; see :func:`.export_model`. Returns an error message or None."""
         self.metrics.write_held()
         self._report(self._checkpoints.wait())  # it uses the same group and disk
         dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype or self._config.get("dtype"))
         adapters_only = self.settings.save_adapter_weights_only
+        own = self._checkpointer, self._exported
         folder, error = export_model(
-            checkpointer, model, name, dtype, adapters_only, self._ranks, self._group, self._log
+            *own, name, dtype, adapters_only, self._ranks, self._group, self._log
         )
         self._last_export = folder or self._last_export
         return error

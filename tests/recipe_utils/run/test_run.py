@@ -109,12 +109,11 @@ def test_held_metrics_are_written_before_everything_that_follows(start):
     recipe, cfg = start(run_val_every_n_steps=1, dataset_val=VAL)
     with recipe.run as run:
         set_up(recipe, cfg)
-        models = recipe.model, recipe.optimizer
         step = UpdateStep(0, (), {}, 1)
         follows = [
-            lambda: run.stop_if_nonfinite(recipe.nonfinite, step, *models),  # before a validation
-            lambda: run.save(*models),
-            lambda: run.export(recipe.checkpointer, recipe.model, "export_step_3"),
+            lambda: run.stop_if_nonfinite(recipe.nonfinite, step),  # before a validation
+            run.save,
+            lambda: run.export("export_step_3"),
         ]
         for global_step, follow in enumerate(follows):
             log(recipe, torch.tensor(2.0), global_step, teacher_seconds=None)  # not logged
