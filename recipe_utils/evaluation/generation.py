@@ -18,16 +18,11 @@ def generate(
     max_new_tokens: int,
     device: torch.device,
 ) -> list[str]:
-    """Decodes greedily, all prompts at once. Call it on all ranks.
+    """Decodes greedily, all prompts at once. Returns the answers, equal on all ranks.
 
-    Recomputes all tokens for each new one: no KV cache takes memory from training, and shapes do
-    not change. Draws no random numbers, so that training is unaffected.
-
-    The model has no stages; its parameters may be offloaded to another device. An answer ends after
+    Recomputes all tokens for each new one: no KV cache takes memory from training. Draws no random
+    numbers. The model has no stages; its parameters may be offloaded. An answer ends after
     ``max_new_tokens`` or at the model's ``max_seq_len``.
-
-    Returns:
-        The answers, equal on all ranks.
     """
     rows = [_tokens_of(tokenizer, prompt) for prompt in prompts]
     ends = set(getattr(tokenizer, "stop_tokens", [tokenizer.eos_id]))

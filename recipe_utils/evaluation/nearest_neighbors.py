@@ -20,12 +20,9 @@ stage."""
 
 
 class NearestNeighbors:
-    """k-NN classification of images by the states of labeled images, exact over all ranks.
+    """k-NN classification of ``images`` by the states of labeled images, exact over all ranks.
 
-    Images of ``bank`` vote; those of ``images`` are classified.
-
-    Raises:
-        ValueError: more neighbors than images in the bank.
+    Images of ``bank`` vote. Raises ValueError for more neighbors than images in the bank.
     """
 
     def __init__(
@@ -42,8 +39,7 @@ class NearestNeighbors:
     def accuracy(self, states_of: StatesOf) -> Tensor:
         """Returns the fraction of correctly classified images [], equal on all ranks.
 
-        Raises:
-            SampleError: fewer than ``num_neighbors`` images of the bank are usable.
+        Raises SampleError if fewer than ``num_neighbors`` images of the bank are usable.
         """
         (bank, bank_labels, num_bank), (states, labels, _) = (
             self._of(loader, states_of) for loader in self._loaders

@@ -70,7 +70,7 @@ class TeacherTopK(NamedTuple):
 
 
 def _few_rows_of(logits: Tensor) -> list[slice]:
-    """Splits a chunk [c, v] into slices of few rows, so that intermediate results take little memory."""
+    """Splits a chunk [c, v] into slices of few rows, so that intermediate results are small."""
     at_once = _LOGITS_IN_CACHES if logits.device.type == "cpu" else _LOGITS_FOR_A_GPU
     return chunks_of(len(logits), max(1, at_once // logits.size(1)))
 
@@ -142,9 +142,8 @@ def jensen_shannon(
 class LinearDistillationLoss(nn.Module):
     """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
-    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1; T^2
-    keeps the gradient as large as that of the cross-entropy) and are normalised over the m common
-    tokens. No more than one chunk of logits of each side exists; see
+    Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1) and are
+    normalised over the m common tokens. No more than one chunk of logits of each side exists; see
     :func:`recipe_utils.loss.chunks.sum_over_chunks`.
 
     Args:
@@ -210,10 +209,9 @@ class LinearDistillationLoss(nn.Module):
         self._compiled: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
     def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on logits with ``torch.compile``, once for chunks of any length.
+        """Compiles the arithmetic on logits, once for chunks of any length.
 
-        A chunk is not split into few rows then: the compiled code keeps intermediate results in
-        caches.
+        They are not split then: compiled code keeps intermediate results in caches.
         """
 
         def normalize_and_sum(
@@ -233,9 +231,8 @@ class LinearDistillationLoss(nn.Module):
     ) -> Tensor:
         """Returns SUMS over the targets, [5], at least fp32; only the first has a gradient.
 
-        ``targets`` have the teacher's outputs attached. Without targets the sums are 0, with a
-        graph through ``hidden`` and the output weight. For the arguments see
-        :mod:`recipe_utils.loss.attach_loss`.
+        ``targets`` have the teacher's outputs attached; without targets the sums are 0, with a
+        graph. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
         labels = targets.labels.flatten().index_select(0, targets.positions)
@@ -250,10 +247,9 @@ class LinearDistillationLoss(nn.Module):
         row_weights: Tensor | None = None,
         backward_in_parts: bool = False,
     ) -> Tensor:
-        """Returns SUMS over the rows of ``hidden`` [n, d]; see :meth:`forward`.
+        """Returns SUMS over the rows of ``hidden`` [n, d], weighted by ``row_weights`` [n].
 
-        ``labels`` [n] may be None if ``kd_ratio`` is 1. ``row_weights`` [n] multiply all sums; None
-        is 1.
+        ``labels`` [n] may be None if ``kd_ratio`` is 1. See :meth:`forward`.
         """
 
         def chunk_loss(
@@ -297,7 +293,7 @@ class LinearDistillationLoss(nn.Module):
         num_tokens: int,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Splits a chunk's rows so that intermediate results fit into caches; the gradient overwrites the logits."""
+        """Computes few rows at a time, which fit into caches; the gradient overwrites the logits."""
         sums = logits.new_empty(len(SUMS), len(logits))
         for few in _few_rows_of(logits):
             if token_ids is None:
@@ -408,18 +404,14 @@ _STOCK_CROSS_ENTROPIES = (
 def make_distillation_loss(
     loss_fn: Any, kd_loss_fn: Any | None, kd_ratio: float
 ) -> LinearDistillationLoss:
-    """Combines a cross-entropy and a divergence into one loss.
+    """Combines a cross-entropy and a divergence into one loss. Raises ValueError for other losses.
 
     Args:
         loss_fn: :class:`LinearCrossEntropyLoss`, ``torch.nn.CrossEntropyLoss`` or
             ``CEWithChunkedOutputLoss``; sets the ``ignore_index``.
-        kd_loss_fn: :class:`LinearDistillationLoss`, or one of torchtune's six, whose divergence is
-            used (without the teacher's entropy that they do not subtract). None is the default
-            loss.
+        kd_loss_fn: :class:`LinearDistillationLoss` (default), or one of torchtune's six, whose
+            divergence is used, without the teacher's entropy that they do not subtract.
         kd_ratio: r, the weight of the divergence.
-
-    Raises:
-        ValueError: another class of loss.
     """
     kd_loss_fn = kd_loss_fn or LinearDistillationLoss()
     name = type(loss_fn).__name__

@@ -28,8 +28,8 @@ def clip_grad_norm_(
 ) -> Tensor | None:
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
-    The gradients may be sharded over several meshes; PyTorch's own function takes one. The norm is
-    at least fp32: a bf16 norm would have three digits.
+    They may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
+    fp32: a bf16 norm would have three digits.
 
     Args:
         model: model, or the stages of ``pipeline`` on this rank.

@@ -1,7 +1,6 @@
 """Skips optimizer steps with NaN or infinite gradients.
 
-All ranks have the same gradient norm, and a NaN or infinite loss makes it NaN or infinite, too. So
-every rank decides alike, without communication.
+All ranks have the same gradient norm, which also shows a NaN or infinite loss, so they decide alike.
 """
 
 import torch
@@ -19,9 +18,8 @@ class NonfiniteGuard:
     """Keeps non-finite gradients from the weights, and counts the update steps that are skipped.
 
     Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler
-    sets, without a device synchronization. For other optimizers the host reads one number per
-    update step. An optimizer that steps in the backward is not guarded. ``device`` is that of the
-    gradient norms.
+    sets. For other optimizers the host reads one number per update step. An optimizer that steps in
+    the backward is not guarded. ``device`` is that of the gradient norms.
     """
 
     def __init__(

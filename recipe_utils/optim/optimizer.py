@@ -111,11 +111,9 @@ def _problem_in_backward(key: str, text: str, value: Any) -> Problem:
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):
-    """Steps each parameter within the backward and frees its gradient.
+    """Steps each parameter within the backward, by its own optimizer, and frees its gradient.
 
-    Each trained parameter has its own optimizer, ``make_optimizer([parameter])``. An update step
-    must have one microbatch, and gradients cannot be clipped or checked: they never exist all at
-    once.
+    An update step must have one microbatch. Gradients cannot be clipped or checked.
     """
 
     def __init__(

@@ -102,10 +102,9 @@ class ScheduleSettings:
     ) -> list[dict[str, Any]]:
         """Returns parameter groups: learning rates by depth, and no weight decay of vectors.
 
-        Vectors are biases, norms and scales (arXiv:2104.14294). All ranks have the same groups,
-        even if a pipeline stage has no parameter of one. ``depth_of`` returns a parameter's depth
-        below ``num_depths`` by its name; the deepest have the full learning rate. ``optimizer`` is
-        its config.
+        Vectors are biases, norms and scales (arXiv:2104.14294). All ranks have the same groups, even
+        empty ones. ``depth_of`` returns a parameter's depth below ``num_depths`` by its name; the
+        deepest have the full learning rate. ``optimizer`` is its config.
         """
         decay = optimizer.get("weight_decay")
         deepest = num_depths - 1

@@ -81,12 +81,11 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def gradient_sync(model: nn.Module, is_last: bool, when: str) -> Iterator[None]:
-    """Selects FSDP2's collectives for the forward and backward of one microbatch.
+    """Selects FSDP2's collectives for one microbatch; no effect on a model that is not sharded.
 
-    HSDP's all-reduce between copies runs with the last microbatch of an update step only. The
-    reduce-scatter within a copy runs ``when`` configured: with ``"each_microbatch"``, which keeps
-    accumulated gradients sharded, or with the ``"last_microbatch"``, at the cost of unsharded
-    gradients in memory. There is no effect on a model that is not sharded.
+    HSDP's all-reduce between copies runs with the last microbatch of an update step only. ``when``
+    is that of the reduce-scatter within a copy: with ``"each_microbatch"``, which keeps accumulated
+    gradients sharded, or with the ``"last_microbatch"``.
     """
     if not isinstance(model, FSDPModule):
         yield

@@ -28,8 +28,7 @@ def world_size_from_env() -> int:
 def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:
     """Initializes the default process group; without a launcher, one of a single process.
 
-    On an accelerator the group also has a gloo backend for CPU tensors. Returns False if the
-    process group existed already; its creator destroys it.
+    On an accelerator it also has a gloo backend for CPU tensors. Returns False if it exists already.
     """
     if dist.is_initialized():
         return False
@@ -51,13 +50,10 @@ def init_process_group(device: torch.device, timeout_seconds: float | None = Non
 def name_of_this_start(store: Store, rank: int, world_size: int) -> str:
     """Returns a name that all ranks share and that no earlier start of the job has used.
 
-    Rank 0 draws the name. The store may contain requests of killed ranks of earlier starts, so
-    every other rank writes a request with a random id, and rank 0 answers all requests that it
-    finds until each rank of this start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is
-    no such name: each node has its own.)
-
-    Raises:
-        torch.distributed.DistStoreError: a rank did not start within the store's timeout.
+    The store may contain requests of killed ranks of earlier starts, so every other rank writes a
+    request with a random id, and rank 0 answers all requests that it finds until each rank of this
+    start has confirmed the name. (``TORCHELASTIC_RESTART_COUNT`` is no such name: each node has its
+    own.) Raises DistStoreError if a rank does not start within the store's timeout.
     """
     own_id = uuid.uuid4().hex
     if rank != 0:
@@ -85,11 +81,10 @@ def new_cpu_group(timeout_seconds: float | None = None) -> dist.ProcessGroup:
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """Returns the mean over all ranks of each entry [k], in fp64, with one all-reduce.
+    """Returns the mean over all ranks of each entry [k], in fp64, without device synchronization.
 
-    If an entry is a rank's sum of losses times ``dp_degree / N``, its mean is the mean loss over
-    all N target tokens: ranks of a tensor-parallel group contribute equal values, which the mean
-    counts once. There is no device synchronization.
+    The mean of a rank's sum of losses times ``dp_degree / N`` is the mean loss over all N target
+    tokens: equal values of a tensor-parallel group count once.
     """
     values = values.detach().flatten().clone()
     dist.all_reduce(values)
@@ -105,8 +100,7 @@ def ratios(
     """Returns sums over all ranks divided by counts, with one all-reduce.
 
     ``sums`` are this rank's by metric, [] each, of one dtype; ``totals`` are counts over all DP
-    ranks by name; ``counts`` is the name of the count that each metric is divided by, or one name
-    for all.
+    ranks; ``counts`` names the count of each metric, or one for all.
     """
     means = mean_over_ranks(torch.stack([*sums.values()])) * dp_degree
     count_of = dict.fromkeys(sums, counts) if isinstance(counts, str) else counts
@@ -116,11 +110,7 @@ def ratios(
 
 
 def agree_on_length(length: int, group: dist.ProcessGroup) -> int:
-    """Returns the length of the dataset after checking that it is the same on all ranks.
-
-    Raises:
-        ValueError: the lengths differ, so that ranks would select different samples or deadlock.
-    """
+    """Returns the length of the dataset; raises ValueError if it differs between ranks."""
     lengths = gather_objects(length, group)
     low, high = min(lengths), max(lengths)
     if low != high:
@@ -149,8 +139,7 @@ def print_final_error(text: str | None) -> None:
     """Prints the final error message to stderr once, on rank 0, or here if rank 0 times out (30 s).
 
     All failing ranks must call it. Each returns after the message is printed, because the launcher
-    kills all ranks once one has exited. The first message, or rank 0's, is printed; ``text`` is
-    None if another rank has one.
+    kills all ranks once one has exited. ``text`` is None if another rank has one.
     """
     store = None
     # The launcher's store also holds keys of earlier starts.

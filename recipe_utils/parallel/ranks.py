@@ -72,15 +72,6 @@ class RankSettings:
         except ConfigError as error:
             yield from error.problems
 
-    def problems_without_stages(self) -> Iterator[Problem]:
-        """Yields values that a recipe without pipeline stages does not support."""
-        if self.pipeline_parallel_dim > 1:
-            text = (
-                "this recipe has no pipeline stages; set it to 1, and data_parallel_shard_dim to "
-                "more ranks"
-            )
-            yield Problem("pipeline_parallel_dim", text, self.pipeline_parallel_dim)
-
     @property
     def dims_or_none(self) -> ParallelDims | None:
         """Returns :attr:`dims`, or None if they are invalid."""
@@ -172,18 +163,12 @@ class Ranks:
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """Returns the gloo group of the main thread; its first use is collective.
-
-        One is shared, because a gloo group connects each rank with all others.
-        """
+        """Returns the gloo group of the main thread; its first use is collective."""
         return self.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Returns the group of :attr:`dp_peers`, or None if ``dp_degree`` is 1.
-
-        It uses the device's backend. Its first use is collective.
-        """
+        """Returns the group of :attr:`dp_peers`, None if alone; its first use is collective."""
         if self.dp_degree == 1:
             return None
         by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, self.dp_degree)
@@ -227,8 +212,7 @@ def join_ranks(settings: RankSettings) -> Ranks:
 def resolve_device(device: str | None) -> torch.device:
     """Returns the device of this rank; None selects the accelerator if there is one.
 
-    Raises:
-        ConfigError: the device is not available. (torchtune would silently use the CPU.)
+    Raises ConfigError if it is not available; torchtune would silently use the CPU.
     """
     try:
         found = utils.get_device(device=device)

@@ -33,11 +33,7 @@ def build_loaders(
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
 
-    ``load`` builds a dataset from its config; ``collator.for_validation()`` collates
-    ``dataset_val``.
-
-    Raises:
-        ConfigError: problems of both datasets.
+    ``load`` builds a dataset from its config. Raises ConfigError for problems of both datasets.
     """
     validates = run.validates_on(settings.dataset_val)
     with collected_problems() as build:
@@ -64,10 +60,7 @@ def build_image_loaders(
     """Builds the loader of views of ``dataset`` and, if training validates, a k-NN classifier.
 
     The classifier predicts the classes of ``dataset_val`` from ``dataset_knn`` (null: ``dataset``).
-
-    Raises:
-        ConfigError: problems of all datasets; a transform that does not fit the model; fewer images
-            than neighbors.
+    Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
     validates = run.validates_on(settings.dataset_val)
     with collected_problems() as build:

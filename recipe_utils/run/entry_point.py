@@ -76,11 +76,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
 
 def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
-    """Returns a copy of a config without the keys at ``paths``, such as ``model.rope_base``.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """Returns a copy of a config without ``paths``; raises ConfigError if there is no such key."""
     kept = copy.deepcopy(cfg)
     problems = []
     for path in paths:
@@ -102,10 +98,7 @@ def _exit_code() -> int:
 
 @contextmanager
 def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at the first SIGTERM or SIGINT in the block; then restores the handlers.
-
-    Call it in the main thread, which Python requires for signal handlers.
-    """
+    """Sets ``event`` at the first SIGTERM or SIGINT in the block; then restores the handlers."""
     outside = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore() -> None:

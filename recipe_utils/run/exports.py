@@ -142,10 +142,8 @@ def write_generation_config(
 
 
 def without_adapters(model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the component of a model without adapters; None if there is no such builder.
-
-    torchtune's builders of adapted models have the prefix ``lora_`` or ``qlora_``.
-    """
+    """Returns the component of a model without adapters; None if there is no such builder."""
+    # torchtune's builders of adapted models have the prefix lora_ or qlora_.
     module, _, name = model["_component_"].rpartition(".")
     if "lora_" not in name:
         return dict(model)

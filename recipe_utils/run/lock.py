@@ -11,15 +11,14 @@ LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.txt"
 
 
 class LockedError(OSError):
-    """Error if another process holds the lock. The message contains the process."""
+    """Another process holds the lock. The message contains process, host and time."""
 
 
 class FolderLock:
     """Lock of a folder until :meth:`release` or the end of the process, also if it is killed.
 
-    Raises:
-        LockedError: another process holds it; the message contains process, host and time.
-        OSError: the file system does not support locks or is not writable.
+    Raises LockedError if another process holds it, OSError if the file system has no locks or is
+    not writable.
     """
 
     def __init__(self, folder: Path) -> None:

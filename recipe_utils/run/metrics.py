@@ -52,10 +52,9 @@ class Throughput:
         """Returns the figures of the window for which update steps have counts.
 
         ``tokens_per_second_per_gpu``: target tokens over all DP ranks / (seconds * world size);
-        ``real_tokens``: all tokens but padding; ``images``: not crops; ``crop_tokens``: the
-        student's. ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed
-        once instead of twice / all tokens but padding. ``data_wait_seconds``: mean per update step
-        on this rank.
+        ``real_tokens``: all tokens but padding; ``crop_tokens``: the student's.
+        ``padding_fraction``: padding / positions. ``shared_fraction``: tokens computed once instead
+        of twice / real tokens. ``data_wait_seconds``: mean per update step on this rank.
         """
         totals, seconds = self._totals, max(time.perf_counter() - self._began, 1e-9)
         figures = {"data_wait_seconds": self._wait_seconds / max(self._num_steps, 1)}
@@ -75,8 +74,7 @@ class Metrics:
     """Metrics that are reduced over ranks, read and written.
 
     With ``reads_late`` (on accelerators) an update step's metrics stay on the device until the next
-    one is enqueued. The window of ``throughput`` ends when metrics are read, at the end of the
-    update step.
+    one is enqueued. The window of ``throughput`` ends when metrics are read.
     """
 
     def __init__(self, log: Log, throughput: Throughput, reads_late: bool) -> None:

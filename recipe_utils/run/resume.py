@@ -27,11 +27,8 @@ class Resume:
     """Newest complete checkpoint of a recipe, if training resumes. All ranks build it.
 
     Checkpoints of other recipes are skipped. ``config`` is resolved; ``group`` is a CPU group of
-    all ranks.
-
-    Raises:
-        ConfigError: there is no checkpoint, none is complete, or a stock recipe's state is
-            resumed with pipeline stages.
+    all ranks. Raises ConfigError if there is no complete checkpoint, or if a stock recipe's state
+    is resumed with pipeline stages.
     """
 
     def __init__(
@@ -77,11 +74,9 @@ class Resume:
         """Loads model and optimizer in place if training resumes. Returns the initial state.
 
         ``stock_checkpoint`` is a stock recipe's checkpoint without weights; ``frozen`` contains
-        fingerprints of frozen weights, which must equal the checkpoint's.
-
-        Raises:
-            ConfigError: ranks have different data, or old checkpoints cannot be moved.
-            CheckpointError: no checkpoint can be used, or it does not match model or data.
+        fingerprints of frozen weights, which must equal the checkpoint's. Raises ConfigError if
+        ranks have different data or old checkpoints cannot be moved, CheckpointError if no
+        checkpoint can be used.
         """
         fingerprint = loader.fingerprint()
         self._check_that_ranks_have_the_same_data(fingerprint)

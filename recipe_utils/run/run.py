@@ -39,7 +39,7 @@ _POSITION = ("epoch", "samples_consumed", "global_step", "num_tokens_seen", "num
 
 
 class Run:
-    """State and output of a training run, without model and optimizer.
+    """State and output of a training run.
 
     As a context manager it closes writer, logger, profiler and process groups, also after an error.
     On entry it raises ConfigError if another run writes to ``output_dir``, or as
@@ -260,8 +260,7 @@ class Run:
 
         On an accelerator they are read after the next update step is enqueued, or before anything
         else is logged, saved or exported. ``sums`` are this rank's parts of metrics, [] each, of
-        one dtype; their means over ranks are logged. ``guard`` judges its counts when they are
-        read. Metrics that are None are not logged.
+        one dtype; their means over ranks are logged. Metrics that are None are not logged.
         """
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
         fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
@@ -360,8 +359,7 @@ class Run:
         """Exports the model and saves a checkpoint unless training has stopped.
 
         The last epoch is saved only with ``save_every_n_steps`` or ``save_every_n_minutes``, or if
-        the trained model cannot be exported, which raises ExportError: resuming from the checkpoint
-        repeats only the export.
+        the trained model cannot be exported, which raises ExportError.
         """
         if self._is_stopped:
             return

@@ -334,7 +334,7 @@ REFUSED = {
     "no temperature": ({"kd_loss": {**OURS, "temperature": 0.0}}, "kd_loss.temperature=0.0: it must be above 0"),
     "no model": ({"teacher_model": None}, "teacher_model: it is missing; set it to a component"),
     "no weights": ({"teacher_checkpointer": None}, "teacher_checkpointer: it is missing"),
-    "another model's weights": ({"teacher_model": tiny.WIDE_MODEL}, "teacher_checkpointer: the checkpoint (lacks|has)"),
+    "another model's weights": ({"teacher_model": tiny.WIDE_MODEL}, "teacher_checkpointer: the checkpoint does not fit"),
     "a missing file": ({"teacher_checkpointer": {"checkpoint_files": ["none.pt"]}}, "teacher_checkpointer: .*none.pt"),
     "adapters": ({"teacher_model": tiny.adapted(tiny.TEACHER_MODEL)}, "teacher_model: it has adapters"),
     "no hidden states": (

@@ -196,7 +196,7 @@ def test_a_reference_that_does_not_fit_is_named(tiny_dpo_config):
     config = tiny_dpo_config()
     wrong = {**config["ref_checkpointer"], "checkpoint_files": ["ref_deep.pt"]}
     for reference in ("live", "offload", "cached"):
-        with pytest.raises(ConfigError, match="ref_checkpointer: the checkpoint has weights that"):
+        with pytest.raises(ConfigError, match="ref_checkpointer: the checkpoint does not fit"):
             run_recipe({**config, "ref_checkpointer": wrong, "reference": reference}, DPO)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,10 @@ _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class OutputCache:
-    """Outputs of one frozen model, the same on all ranks, in a folder that several trainings may share.
+    """Outputs of one frozen model, the same on all ranks, in a folder that trainings may share.
 
-    Stored in parts: files of many samples that are written once and never changed. A killed writer
-    leaves a file whose name ends with ``.unfinished``. It is never deleted, because another
-    training may still be writing to it.
+    Stored in parts: files of many samples that are written once. A killed writer leaves a file that
+    ends with ``.unfinished``; it is kept, because another training may still be writing to it.
 
     Args:
         folder: created if it does not exist.
@@ -103,10 +102,9 @@ class OutputCache:
         return [key in index for key in keys]
 
     def find(self, keys: Sequence[bytes]) -> Values:
-        """Reads the outputs of samples. Without keys, tensors have no rows; an empty cache returns no tensors.
+        """Reads the outputs of samples. Without keys, tensors have no rows; an empty cache has none.
 
-        Raises:
-            CheckpointError: a sample is not in the cache, or its outputs are corrupt.
+        Raises CheckpointError if a sample is not in the cache, or its outputs are corrupt.
         """
         index = self._index
         if any(key not in index for key in keys):
@@ -127,17 +125,14 @@ class OutputCache:
         return values
 
     def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
-        """Copies the outputs of new samples; writes a part above ``max_part_bytes``.
-
-        Raises:
-            OSError: see :meth:`write`.
-        """
-        for key, sample in _split(keys, num_rows, values):
+        """Copies the outputs of new samples; :meth:`write` writes them above ``max_part_bytes``."""
+        parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
+        for number, key in enumerate(keys):
             if key in self._unwritten or key in self._written or key in self._index:
                 continue
             copies = {
-                name: rows.detach().to("cpu", copy=True).contiguous()
-                for name, rows in sample.items()
+                name: samples[number].detach().to("cpu", copy=True).contiguous()
+                for name, samples in parts.items()
             }
             self._unwritten[key] = copies
             self._num_unwritten_bytes += sum(rows.nbytes for rows in copies.values())
@@ -147,11 +142,8 @@ class OutputCache:
     def write(self) -> None:
         """Writes unwritten outputs as one part, atomically; :meth:`reload` makes them readable.
 
-        All ranks together if it ``gathers``.
-
-        Raises:
-            OSError: the part could not be written; names the file. It is removed and the outputs
-                remain unwritten.
+        All ranks together if it ``gathers``. Raises OSError with the file's name if the part cannot
+        be written; it is removed, and the outputs remain unwritten.
         """
         if self._gathers:
             ranks = gather_objects(self._unwritten, self._group)
@@ -204,11 +196,7 @@ class OutputCache:
 
 
 class _Part:
-    """Open file of the cache.
-
-    Raises:
-        CheckpointError: it is corrupt, or not a part; names the file.
-    """
+    """Open file of the cache. Raises CheckpointError if it is corrupt, or not a part."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -222,7 +210,7 @@ class _Part:
         self.layout: _Layout = {
             name: (dtype, shape[1:]) for name, (dtype, shape) in layouts.items()
         }
-        checksum = torch.tensor(_checksum_of_index(index, self.layout))
+        checksum = torch.tensor(_checksum(index, self.layout))
         if not torch.equal(self._file.read("index_crc32"), checksum):
             raise CheckpointError(f"{path}: it has another checksum than when it was written")
         keys, num_rows, checksums = index
@@ -234,16 +222,12 @@ class _Part:
             raise CheckpointError(f"{path}: its samples have other rows than its outputs")
 
     def read(self, number: int, into: Values) -> None:
-        """Fills ``into``, [n, ...] by name, with the outputs of a sample.
-
-        Raises:
-            CheckpointError: they are corrupt.
-        """
+        """Fills ``into``, [n, ...] by name. Raises CheckpointError if outputs are corrupt."""
         wanted = slice(self._first_rows[number], self._first_rows[number + 1])
         for name, rows in into.items():
             if len(rows):
                 rows.copy_(self._file.read(_VALUES + name, (wanted,)))
-        if _checksum(into) != self._checksums[number]:
+        if _checksum_of_sample(into) != self._checksums[number]:
             raise CheckpointError(
                 f"{self.path}: a sample's outputs have another checksum than when they were written; "
                 "delete the file; the next start computes its outputs again"
@@ -256,39 +240,22 @@ def _write(path: Path, samples: Mapping[bytes, Values]) -> None:
     index = [
         torch.frombuffer(bytearray(b"".join(samples)), dtype=torch.uint8).view(len(samples), -1),
         torch.tensor([len(next(iter(each.values()))) for each in outputs]),
-        torch.tensor([_checksum(each) for each in outputs]),
+        torch.tensor([_checksum_of_sample(each) for each in outputs]),
     ]
     layout = {name: (rows.dtype, tuple(rows.shape[1:])) for name, rows in values.items()}
     tensors = dict(zip(_INDEX, index, strict=True))
-    tensors["index_crc32"] = torch.tensor(_checksum_of_index(index, layout))
+    tensors["index_crc32"] = torch.tensor(_checksum(index, layout))
     tensors |= {_VALUES + name: rows for name, rows in values.items()}
     write_tensors(path, tensors)
 
 
-def _split(
-    keys: Sequence[bytes], num_rows: Sequence[int], values: Values
-) -> Iterator[tuple[bytes, Values]]:
-    """Yields the outputs of each sample."""
-    parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
-    for number, key in enumerate(keys):
-        yield key, {name: samples[number] for name, samples in parts.items()}
+def _checksum_of_sample(values: Values) -> int:
+    return _checksum([values[name] for name in sorted(values)])
 
 
-def _checksum(values: Values) -> int:
-    """Returns the CRC-32 of one sample's outputs."""
-    checksum = 0
-    for name in sorted(values):
-        checksum = zlib.crc32(_bytes_of(values[name]), checksum)
+def _checksum(tensors: Sequence[Tensor], layout: _Layout | None = None) -> int:
+    """Returns the CRC-32 of tensors, without their dtypes, and of a layout."""
+    checksum = zlib.crc32(str(sorted(layout.items())).encode()) if layout is not None else 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), checksum)
     return checksum
-
-
-def _checksum_of_index(index: Sequence[Tensor], layout: _Layout) -> int:
-    """Returns the CRC-32 of index and layout; rows' own checksums do not cover their dtype."""
-    checksum = zlib.crc32(str(sorted(layout.items())).encode())
-    for tensor in index:
-        checksum = zlib.crc32(_bytes_of(tensor), checksum)
-    return checksum
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()

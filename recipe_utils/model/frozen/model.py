@@ -48,7 +48,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
-        """Returns the loss module's outputs by microbatch index; empty on ranks without the last stage.
+        """Returns the loss module's outputs by index; empty on ranks without the last stage.
 
         Microbatches are on the CPU, equally many on all ranks.
         """
@@ -93,15 +93,11 @@ def build_frozen_model(
 ) -> FrozenModel:
     """Builds a model with its weights for forward passes only.
 
-    With ``pp`` ranks it has one stage per rank, balanced by its own costs or cut at
-    ``split_points``, and outputs are on the rank of the last stage. For ``prepare`` see
-    :func:`recipe_utils.model.build.build.build_model`; ``checkpoint`` contains full weights, by
-    torchtune's keys; ``keys`` are the config keys of the model and of its checkpointer, for errors.
-    With ``is_offloaded`` weights are on the device only during forwards, else on the CPU.
-
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the model cannot be cut, split or sharded, or
-            weights do not fit.
+    With ``pp`` ranks it has one stage per rank, cut at ``split_points`` or balanced by its own
+    costs; outputs are on the rank of the last stage. For ``prepare`` see
+    :func:`recipe_utils.model.build.build.build_model`. ``checkpoint`` contains full weights by
+    torchtune's keys; ``keys`` are the config keys of the model and its checkpointer, for
+    ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """
     # Without a backward there is nothing to interleave.
     pipeline = PipelineSettings(
@@ -150,10 +146,7 @@ def policy_without_adapters(
 def output_layer_alone(
     whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Returns a meta model's output layer [..., d] -> [..., v] with its weights, without the rest of the model.
-
-    ``weights`` are full, by torchtune's keys.
-    """
+    """Returns a meta model's output layer [..., d] -> [..., v] alone, with its full ``weights``."""
     output = getattr(whole, "decoder", whole).output
     holder = output.tied_module if isinstance(output, TiedLinear) else output
     (prefix,) = [name for name, module in whole.named_modules() if module is holder]

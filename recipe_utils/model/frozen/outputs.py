@@ -27,7 +27,7 @@ _SECONDS_TO_LOSE = 60.0
 
 
 class OutputKind(NamedTuple):
-    """Difference between a teacher and a reference: the stored part of their outputs, and its use."""
+    """Stored part of a teacher's or a reference's outputs, and its use."""
 
     name: str
     """Name of the model, for messages."""
@@ -40,8 +40,7 @@ class OutputKind(NamedTuple):
     attach: Callable[[Values, Any], Any]
     """Converts values, with the output layer, to ``targets.teacher`` of the loss module."""
     needs_output_layer: bool
-    """The loss module projects values, so the output layer's weights stay gathered until the end of
-    the step."""
+    """Values are projected by the loss module, so the output layer stays gathered in the step."""
     is_small: bool
     """Values are a few bytes; missing ones are computed during training, too."""
 
@@ -75,9 +74,8 @@ class FrozenOutputs:
     ) -> None:
         """Opens the cache; without one builds the model.
 
-        ``build`` is called at most once, when outputs must be computed. ``context`` are plain
-        values that outputs depend on besides the sample; ``output_layer`` projects values from a
-        cache, if they need it.
+        ``build`` is called at most once. ``context`` are plain values that outputs depend on besides
+        the sample; ``output_layer`` projects values from a cache, if they need it.
         """
         self._build, self._output_layer = build, output_layer
         if self._folder is None:
@@ -94,12 +92,8 @@ class FrozenOutputs:
     def find(self, samples: Sequence[Sample], num_rows: Sequence[int]) -> Values | CacheKeys:
         """Looks up the outputs of a microbatch's samples, with ``num_rows`` rows each.
 
-        Returns:
-            Values on the CPU, none on ranks without the last stage; or keys, where a sample's
-            outputs may be missing.
-
-        Raises:
-            recipe_utils.files.CheckpointError: see :meth:`OutputCache.find`.
+        Returns values on the CPU, none on ranks without the last stage; or keys, where a sample's
+        outputs may be missing. For errors see :meth:`OutputCache.find`.
         """
         if self._cache is None:
             return CacheKeys((), (), num_missing=len(samples))
@@ -114,13 +108,10 @@ class FrozenOutputs:
 
     @contextmanager
     def attached(self, step: UpdateStep) -> Iterator[Sequence[Microbatch]]:
-        """Yields the microbatches of an update step with outputs, computed before any gradient exists.
+        """Yields the microbatches with outputs, computed before any gradient exists.
 
-        Microbatches are unchanged on ranks without the last stage, which have no loss, and before
-        :meth:`set_up`.
-
-        Raises:
-            ValueError: outputs are NaN or infinite.
+        They are unchanged on ranks without the last stage, which have no loss, and before
+        :meth:`set_up`. Raises ValueError if outputs are NaN or infinite.
         """
         if self._build is None:
             yield step.microbatches
@@ -145,8 +136,7 @@ class FrozenOutputs:
     def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
         """Computes the missing outputs of all samples of ``num_epochs`` epochs.
 
-        Raises:
-            recipe_utils.settings.problems.ConfigError: outputs cannot be written; names the file.
+        Raises ConfigError with the file's name if outputs cannot be written.
         """
         if self._cache is None:
             return
@@ -166,8 +156,8 @@ class FrozenOutputs:
     def flush(self) -> None:
         """Writes computed outputs and makes them readable on all ranks. All ranks together.
 
-        Required before each checkpoint: a training that resumes there reads outputs that are equal
-        to the last digit, which depends on the other samples of a microbatch.
+        Call it before each checkpoint: last digits depend on the other samples of a microbatch, so a
+        resumed training must read them.
         """
         if self._has_new and self._cache is not None:
             self._write()
@@ -175,9 +165,9 @@ class FrozenOutputs:
         self._has_new = False
 
     def read_seconds(self) -> float | None:
-        """Returns mean seconds of a model's forward passes per update step since the last call; None if none ran.
+        """Returns mean seconds of the model's forwards per update step since the last call.
 
-        Without a device synchronization: only forwards that the device has finished count.
+        None if none ran. Only forwards that the device has finished count, without synchronization.
         """
         is_cuda = self._ranks.device.type == "cuda"
         done = [(start, stop) for start, stop in self._spans if not is_cuda or stop.query()]

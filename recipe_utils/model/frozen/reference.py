@@ -61,10 +61,10 @@ class ReferenceSettings:
 
 
 class Reference:
-    """Attaches the reference's log-probabilities [2, p] to the pairs of update steps. All ranks together.
+    """Attaches the reference's log-probabilities [2, p] to pairs. All ranks together.
 
-    ``settings`` are the recipe's. With ``loss_fn.needs_reference`` False nothing is built or
-    attached.
+    ``settings`` are the recipe's. Nothing is built or attached if ``loss_fn.needs_reference`` is
+    False.
     """
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
@@ -87,23 +87,17 @@ class Reference:
         self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing if the loss needs no reference."""
         self._is_used = getattr(loss_fn, "needs_reference", True)
+        self.cached = self.outputs if self._is_cached and self._is_used else None
+        """Outputs in which a collator looks up log-probabilities; None without a cache."""
         if not self._is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
-
-    @property
-    def cached(self) -> FrozenOutputs | None:
-        """Outputs in which a collator looks up log-probabilities; None without a cache."""
-        return self.outputs if self._is_cached and self._is_used else None
 
     def check(self, component: Any, whole: nn.Module, resumes_from_stock: bool) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.
 
         ``whole`` is the policy, on any device. ``resumes_from_stock`` is True if its checkpointer
-        reads weights that a stock recipe has trained.
-
-        Raises:
-            ValueError: a checkpointer for the policy without adapters, or none although weights are
-                already trained.
+        reads weights that a stock recipe has trained. Raises ValueError if adapters need no
+        checkpointer, or trained weights need one.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
@@ -131,16 +125,12 @@ class Reference:
         Args:
             policy: the trained model, with its weights; with adapters, also the reference.
             pipeline: pipeline of the policy's stages.
-            build: :func:`recipe_utils.model.frozen.model.build_frozen_model` of the policy's
-                builder.
+            build: ``build_frozen_model`` of the policy's builder.
             policy_checkpointer: reads the reference's weights if it has no checkpointer.
             context: plain values that log-probabilities depend on besides weights and precision.
 
-        Returns:
-            The checksum of a reference's own weights, so that a resumed training has the same one.
-
-        Raises:
-            recipe_utils.settings.problems.ConfigError: the weights do not fit the model.
+        Returns the checksum of a reference's own weights, so that a resumed training has the same
+        one. Raises ConfigError if the weights do not fit the model.
         """
         if not self._is_used:
             return {}
@@ -192,8 +182,8 @@ class Reference:
     def _to_values(self, log_probs: Tensor, _: Any, microbatch: Microbatch) -> Values:
         """Transposes log-probabilities [2, p] to one row per pair.
 
-        Raises ValueError for NaN or infinite ones, on a CPU and for a cache, where this costs no
-        extra device synchronization; otherwise the gradient is not finite.
+        Raises ValueError for NaN or infinite ones where this costs no extra device synchronization:
+        on a CPU and for a cache. Otherwise the gradient is not finite.
         """
         if self._is_cached or self._ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs

@@ -107,20 +107,17 @@ class TeacherSettings:
 
 
 class _TopK(NamedTuple):
-    """Arguments of :func:`top_k_of`, where most probable tokens are stored instead of hidden states."""
+    """Arguments of :func:`top_k_of`."""
 
     k: int
     num_tokens: int
-    """Tokens in both models' output layers; the distribution is normalized over them."""
     temperature: float
 
 
 class Teacher:
     """Attaches a frozen model's outputs to the targets of update steps. All ranks together.
 
-    Pipeline stages are cut by the teacher's own costs; outputs are on the rank of the last stage,
-    where the student's loss is computed.
-
+    With pipeline stages, outputs are on the rank of the last one, where the loss is computed.
     ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
     """
 
@@ -146,16 +143,13 @@ class Teacher:
         self._is_cached = own.teacher_cache is not None
         self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing without a teacher."""
-
-    @property
-    def cached(self) -> FrozenOutputs | None:
+        self.cached = self.outputs if self._is_cached and self.is_used else None
         """Outputs in which a collator looks up samples; None without a cache."""
-        return self.outputs if self._is_cached and self.is_used else None
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
     def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
-        """Builds model (on the meta device) and checkpointer of the whole config ``cfg``, and compares tokenizers."""
+        """Builds meta model and checkpointer of the recipe's ``cfg``, and compares tokenizers."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
             checkpointer = cfg.get("teacher_checkpointer")
@@ -218,14 +212,9 @@ class Teacher:
         """Builds the model with its weights; with a cache, only if outputs are missing.
 
         ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
-        weights, precision and samples.
-
-        Returns:
-            The checksum of its weights, so that a resumed training has the same teacher.
-
-        Raises:
-            recipe_utils.settings.problems.ConfigError: weights do not fit, or the model cannot be
-                built or cached as configured.
+        weights, precision and samples. Returns the checksum of the weights, so that a resumed
+        training has the same teacher. Raises ConfigError if weights do not fit, or the model cannot
+        be built or cached as configured.
         """
         if not self.is_used:
             return {}
@@ -334,11 +323,7 @@ class Teacher:
 
 
 def _numbers_of(sample: Sample) -> dict[str, Any]:
-    """Returns the parts of a sample that hidden states depend on.
-
-    Raises:
-        ValueError: the sample contains something other than text.
-    """
+    """Returns the parts of a sample that hidden states depend on; ValueError for more than text."""
     other = sorted(sample.keys() - {*_TEXT, "mask"})
     if other:
         raise ValueError(

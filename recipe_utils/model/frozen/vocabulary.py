@@ -68,13 +68,8 @@ def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | N
     """Compares a student's tokenizer with its teacher's, id by id.
 
     Ids above the other side's last one, and tokens that one side only reserves, are ignored.
-    Without a ``teacher`` tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used.
-
-    Returns:
-        A warning with the reason if they cannot be compared; None if they are the same.
-
-    Raises:
-        ValueError: they differ; names the first such id.
+    Without a ``teacher`` tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used. Raises
+    ValueError with the first id that differs. Returns a warning if they cannot be compared.
     """
     not_checked = "so it was not checked that student and teacher share one tokenizer"
     name = "teacher_tokenizer"

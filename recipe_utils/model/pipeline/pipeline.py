@@ -92,7 +92,7 @@ class Pipeline:
     def forward_backward(
         self, microbatches: Sequence[Microbatch], objective: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Runs forwards and backwards of an update step; gradients accumulate in the stages' parameters.
+        """Runs forwards and backwards of an update step; gradients accumulate in the parameters.
 
         Args:
             microbatches: on the CPU, the same on every rank of the pipeline, equally many on all
@@ -104,9 +104,8 @@ class Pipeline:
             Unscaled sums over all microbatches, [k] in fp64, without a graph, times the number of
             ranks on the last stage and 0 elsewhere: their mean over the pipeline is the sums.
 
-        Raises:
-            PipelineError: a stage or the objective failed on this rank; the other ranks' receives
-                fail or time out.
+        Raises PipelineError if a stage or the objective fails on this rank; the other ranks'
+        receives fail or time out.
         """
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
 
@@ -122,7 +121,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Returns the sums over microbatches [k] as :meth:`forward_backward` does, without gradients."""
+        """Returns the sums over microbatches [k] of :meth:`forward_backward`, without gradients."""
         totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
@@ -131,12 +130,11 @@ class Pipeline:
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch]) -> dict[int, Any]:
-        """Returns the last stage's output for each microbatch by index, on the device, without gradients.
+        """Returns the last stage's outputs by microbatch index, on the device, without gradients.
 
         Empty on ranks without the last stage. No barrier follows: ranks of the first stages may
-        continue while the last ones still compute. FSDP stages are resharded at the end. See
-        :meth:`forward_backward`, but one microbatch is enough: the first one is repeated where the
-        schedule needs more.
+        continue while the last ones still compute. Any number of microbatches is enough: the first
+        one is repeated where the schedule needs more.
         """
         outputs: dict[int, Any] = {}
         num_wanted = len(microbatches)
@@ -163,7 +161,7 @@ class Pipeline:
     ) -> None:
         """Runs microbatches through all stages.
 
-        ``take`` is called on the rank of the last stage with a microbatch's index and output; with
+        ``take`` is called after the last stage with a microbatch's index and output; with
         ``has_backward`` it returns the scalar to backpropagate, [].
         """
         self._take = take
@@ -196,11 +194,7 @@ class Pipeline:
 
 
 def _run_schedule(schedule: Any, indices: list[int], has_backward: bool) -> None:
-    """Runs a schedule once; its loss function is called with outputs and microbatch indices.
-
-    ``has_backward`` must be equal for all runs of one schedule, or its ranks would synchronize
-    their setup again.
-    """
+    """Runs a schedule once, always with the same ``has_backward``: a change synchronizes ranks."""
     if TorchVersion(torch.__version__) >= "2.14":
         run = schedule.step if has_backward else schedule.eval
         run(target_mbs=indices, return_outputs=False)
@@ -213,10 +207,9 @@ def _run_schedule(schedule: Any, indices: list[int], has_backward: bool) -> None
 class _Stage(PipelineStage):
     """Stage that sends one tensor of hidden states per microbatch, in the microbatch's own shape.
 
-    PyTorch's stages need one shape for all microbatches, and in 2.13 allocate receive buffers for
-    all of them at once. Here a buffer lives from its receive to its use. Shapes are not
-    communicated, because every rank of a pipeline has the tokens. Schedules need all microbatches
-    on the device, so a stage copies its own inputs instead.
+    PyTorch's stages need one shape for all microbatches, and in 2.13 receive buffers for all of
+    them at once. Here a buffer lives from its receive to its use. Every rank of a pipeline has the
+    tokens, so it knows the shapes and copies its inputs to the device itself.
     """
 
     submod: Any

@@ -48,10 +48,9 @@ class PipelineSettings:
         return "ZeroBubble" in self.pipeline_parallel_schedule
 
     def num_stages(self, num_ranks: int) -> int:
-        """Returns the number of stages over all ranks: without split points one per rank, interleaved two.
+        """Returns the number of stages: without split points one per rank, interleaved two.
 
-        Raises:
-            ConfigError: the split points do not fit the ranks and the schedule.
+        Raises ConfigError if the split points do not fit the ranks and the schedule.
         """
         schedule = self.pipeline_parallel_schedule
         split_points = self.pipeline_parallel_split_points
@@ -75,7 +74,7 @@ class PipelineSettings:
         return num_stages
 
     def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
-        """Returns a function from microbatches of the data to those that the schedule runs; None without a pipeline."""
+        """Returns a function from microbatches of the data to those to run; None without stages."""
         num_ranks = ranks.dims.pp
         if num_ranks == 1:
             return None
@@ -162,7 +161,7 @@ def stages_of_rank(pp_rank: int, num_ranks: int, num_stages: int) -> range:
 def num_microbatches_to_run(
     num_microbatches: int, schedule: str, num_ranks: int, num_stages: int
 ) -> int:
-    """Returns the smallest number of microbatches, at least ``num_microbatches``, that a schedule accepts.
+    """Returns the smallest number of at least ``num_microbatches`` that a schedule accepts.
 
     1F1B needs one per stage; interleaved ones need equal rounds of at least ``num_ranks``.
     """

@@ -49,10 +49,7 @@ def layers_of_stages(
 
     ``split_points`` are the first layers of each stage but the first. None balances the stages by
     their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
-    the embedding, a lookup, does not.
-
-    Raises:
-        ValueError: a model that cannot be cut, fewer layers than stages, or invalid split points.
+    the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
     """
     if not isinstance(model, TransformerDecoder) or model.output_hidden_states:
         raise ValueError(
@@ -108,10 +105,9 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
 
 
 class NotOnThisStage(nn.Module):
-    """Identity in place of a module that is on another stage.
+    """Identity in place of a module that is on another stage; layers keep their index.
 
-    Layers keep their index, so parameters keep their names in the whole model. ``weight`` is that
-    of token embeddings that this stage does not look up but shares with its output layer.
+    ``weight`` is that of token embeddings that this stage only shares with its output layer.
     """
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
@@ -130,8 +126,7 @@ class NotOnThisStage(nn.Module):
 def cut_to_stage(model: Any, layers: range) -> None:
     """Removes all layers but those of one stage from a decoder on the meta device, in place.
 
-    The first stage takes tokens [b, s], all others hidden states [b, s, d]. The last returns the
-    whole model's output, all others hidden states.
+    The first stage takes tokens [b, s]; hidden states are [b, s, d].
     """
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)
@@ -153,7 +148,7 @@ def ties_output(model: Any) -> bool:
 
 
 def _output_cost(model: Any) -> float:
-    """Returns the parameters of the output layer; heads count by the fraction of tokens that reach them."""
+    """Returns the output layer's parameters; heads count by the fraction of tokens they get."""
     output = model.output.tied_module if ties_output(model) else model.output
     weight = getattr(output, "weight", None)
     if isinstance(weight, Tensor):
