@@ -257,5 +257,6 @@ def _checksum(tensors: Sequence[Tensor], layout: _Layout | None = None) -> int:
     """Returns the CRC-32 of tensors, without their dtypes, and of a layout."""
     checksum = zlib.crc32(str(sorted(layout.items())).encode()) if layout is not None else 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), checksum)
+        content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(content, checksum)
     return checksum
