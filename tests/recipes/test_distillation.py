@@ -281,17 +281,6 @@ def test_outputs_of_another_teacher_precision_or_top_k_are_computed_again(tiny_k
         known |= new
 
 
-def test_a_file_with_a_flipped_bit_is_named(tiny_kd_config):
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=2)
-    run(config)
-    (file,) = files_of(config)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{file.name}.*delete the file"):
-        run(config)
-
-
 # ---- Resume ------------------------------------------------------------------------------------------
 
 
@@ -379,27 +368,10 @@ def test_a_wrong_config_is_refused_with_the_name_of_its_key(case, tiny_kd_config
         recipe_class(recipe=KD)(cfg).setup(cfg)
 
 
-def refuse_few_layers(config):
-    cfg = OmegaConf.create(config)
-    with pytest.raises(ConfigError) as error:
-        recipe_class(recipe=KD)(cfg).setup(cfg)
-    return str(error.value)
-
-
 def take_teacher_weights(config, folder, weights):
     torch.save(weights, folder / "teacher.pt")
     given = {"checkpoint_dir": str(folder), "checkpoint_files": ["teacher.pt"]}
     config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
-
-
-def test_fewer_layers_of_the_teacher_than_stages_are_named(tiny_kd_config, tmp_path):
-    config = curve_config(tiny_kd_config, **PP_2)
-    config["teacher_model"] = {**tiny.TEACHER_MODEL, "num_layers": 1}
-    weights = tiny.tiny_model(config["teacher_model"]).state_dict()
-    take_teacher_weights(config, tmp_path, weights)
-    for text in run_distributed(refuse_few_layers, 2, config):
-        assert "teacher_model" in text
-        assert "2 stages need as many layers, the model has 1" in text
 
 
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):

@@ -20,7 +20,6 @@ from recipe_runs import (
 from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
 from torchtune.modules.peft import get_adapter_params
 
-from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
@@ -159,20 +158,6 @@ def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config)
     for found, expected in zip(on_four, on_one, strict=True):
         for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
-
-
-def test_batch_size_val_takes_effect(tiny_dpo_config, monkeypatch):
-    sizes, collate = [], PairCollator.collate
-
-    def recording(self, pairs):
-        sizes.append(len(pairs))
-        return collate(self, pairs)
-
-    monkeypatch.setattr(PairCollator, "collate", recording)
-    data, held_out = ({**PAIRS, "num_pairs": num_pairs} for num_pairs in (4, 8))
-    validation = {"dataset_val": held_out, "run_val_every_n_steps": 1, "batch_size_val": 8}
-    run(tiny_dpo_config(dataset=data, batch_size=2, **validation))
-    assert max(sizes) == 8
 
 
 def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):

@@ -354,23 +354,3 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(opt
             args = (case.layer, case.hidden.detach(), *args[2:])
             assert_close(compiled.sum_rows(*args), eager.sum_rows(*args))
     assert counter.frame_count == 2  # with and without a gradient
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_same_in_fp32():
-    eager, compiled = (
-        LinearDistillationLoss("forward", 2.0, tokens_per_chunk=16) for _ in range(2)
-    )
-    compiled.compile_chunks("inductor")
-    torch.manual_seed(0)
-    layer = nn.Linear(D, 300, bias=False, dtype=torch.float32)
-    of_teacher = nn.Linear(D_T, 300, bias=False, dtype=torch.float32).requires_grad_(False)
-    for num_rows in (40, 23):
-        hidden = torch.randn(num_rows, D, dtype=torch.float32, requires_grad=True)
-        teacher = TeacherHidden(torch.randn(num_rows, D_T, dtype=torch.float32), of_teacher)
-        found = []
-        for loss in (compiled, eager):
-            loss.kd_ratio = 0.3
-            sums = loss.sum_rows(layer, hidden, torch.arange(num_rows), teacher)
-            found.append((sums, *torch.autograd.grad(sums[0], [hidden, layer.weight])))
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

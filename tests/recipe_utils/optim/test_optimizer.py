@@ -116,12 +116,6 @@ def test_arguments_of_optimizer_and_schedule_are_tried():
             try_optimizer(optimizer, schedule)
 
 
-@pytest.mark.parametrize("clip_grad_norm", [0, 0.0, -1.0])
-def test_a_maximum_norm_must_be_positive(clip_grad_norm):
-    with pytest.raises(ValueError, match=r"clip_grad_norm\n.*greater than 0"):
-        settings(clip_grad_norm=clip_grad_norm)
-
-
 def test_an_optimizer_in_the_backward_cannot_clip():
     (problem,) = settings(optimizer_in_bwd=True, clip_grad_norm=1.0).problems()
     assert str(problem) == (
