@@ -82,12 +82,7 @@ class RankSettings:
 
     @property
     def dims(self) -> ParallelDims:
-        """Returns the ranks along each dimension.
-
-        Raises:
-            ConfigError: ``data_parallel_shard_dim`` is invalid, or the product of all dimensions is
-                not the world size.
-        """
+        """Returns the ranks along each dimension; ConfigError if they do not fit the world size."""
         world_size = process_group.world_size_from_env()
         replicate, shard = self.data_parallel_replicate_dim, self.data_parallel_shard_dim
         tp, pp = self.tensor_parallel_dim, self.pipeline_parallel_dim

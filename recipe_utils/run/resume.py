@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.problems import ConfigError
 
 
+@dataclass
 class Resume:
     """Newest complete checkpoint of a recipe, if training resumes. All ranks build it.
 
@@ -31,34 +32,26 @@ class Resume:
     is resumed with pipeline stages.
     """
 
-    def __init__(
-        self,
-        recipe: str,
-        settings: RunSettings,
-        config: Mapping[str, Any],
-        ranks: Ranks,
-        group: dist.ProcessGroup,
-        log: Log,
-    ) -> None:
-        self._recipe = recipe
-        self._settings = settings
-        self._config = config
-        self._ranks = ranks
-        self._group = group
-        self._log = log
-        self._skipped: list[tuple[Path, str]] = []  # checkpoints and the reasons
+    recipe: str
+    settings: RunSettings
+    config: Mapping[str, Any]
+    ranks: Ranks
+    group: dist.ProcessGroup
+    log: Log
 
-        resumes = bool(settings.resume_from_checkpoint)
+    def __post_init__(self) -> None:
+        self._skipped: list[tuple[Path, str]] = []  # checkpoints and the reasons
+        resumes = bool(self.settings.resume_from_checkpoint)
         self.path = self._find_checkpoint() if resumes else None
         self.from_stock = (
-            resumes and self.path is None and finds_stock_state(config["checkpointer"])
+            resumes and self.path is None and finds_stock_state(self.config["checkpointer"])
         )
         """True if training resumes from a stock recipe's state."""
         if resumes and self.path is None and not self.from_stock:
             self._check_that_nothing_is_lost()
-        if self.from_stock and ranks.dims.pp > 1:
+        if self.from_stock and self.ranks.dims.pp > 1:
             raise ConfigError(
-                f"pipeline_parallel_dim={ranks.dims.pp}: a recipe_state.pt can only be resumed from "
+                f"pipeline_parallel_dim={self.ranks.dims.pp}: a recipe_state.pt can only be resumed from "
                 "without a pipeline; set it to 1 until the next step checkpoint"
             )
 
@@ -80,15 +73,15 @@ class Resume:
         """
         fingerprint = loader.fingerprint()
         self._check_that_ranks_have_the_same_data(fingerprint)
-        folder = self._settings.output_dir
+        folder = self.settings.output_dir
         state = TrainingState(
-            recipe=self._recipe,
+            recipe=self.recipe,
             global_step=0,
             epoch=0,
             samples_consumed=0,
             seed=seed,
             data_fingerprint=fingerprint,
-            config=dict(self._config),
+            config=dict(self.config),
             frozen=dict(frozen),
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
@@ -98,15 +91,15 @@ class Resume:
             epoch = self._load_stock(model, optimizer, loader, stock_checkpoint, seed)
             state = replace(state, epoch=epoch, global_step=epoch * loader.steps_per_epoch)
         else:
-            self._log.info(f"Run {state.run_id} starts in {folder}")
-        if self._settings.resume_from_checkpoint == "auto" and state.global_step == 0:
-            self._log.info(
+            self.log.info(f"Run {state.run_id} starts in {folder}")
+        if self.settings.resume_from_checkpoint == "auto" and state.global_step == 0:
+            self.log.info(
                 f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch"
             )
         return state
 
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
-        fingerprints = gather_objects(fingerprint, self._group)
+        fingerprints = gather_objects(fingerprint, self.group)
         others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
         if others:
             hashes = [fingerprints[rank]["hash_of_samples"] for rank in (0, others[0])]
@@ -119,21 +112,21 @@ class Resume:
     def _new_run(self) -> str:
         """Returns a new run id. Unless training resumes, moves old checkpoints to a backup."""
         run_id, problem = "", None
-        folder = self._settings.output_dir
-        if self._ranks.is_zero:
+        folder = self.settings.output_dir
+        if self.ranks.is_zero:
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             try:
-                resumes = self._settings.resume_from_checkpoint
+                resumes = self.settings.resume_from_checkpoint
                 backup = None if resumes else move_to_backup(Path(folder), run_id)
                 if backup is not None:
                     names = ", ".join(sorted(path.name for path in backup.iterdir()))
-                    self._log.warn(
+                    self.log.warn(
                         f"output_dir={folder}: checkpoints of an earlier run ({names}) are moved to "
                         f"{backup}; move them back to resume from them"
                     )
             except OSError as error:
                 problem = f"output_dir: checkpoints of an earlier run cannot be moved: {error}"
-        run_id, problem = gather_objects((run_id, problem), self._group)[0]
+        run_id, problem = gather_objects((run_id, problem), self.group)[0]
         if problem is not None:
             raise ConfigError(problem)
         return run_id
@@ -146,8 +139,8 @@ class Resume:
         now: TrainingState,
     ) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
-        config = dict(self._config)
-        if self._settings.resume_with_other_model:
+        config = dict(self.config)
+        if self.settings.resume_with_other_model:
             del config["model"]
         while True:
             assert self.path is not None
@@ -156,13 +149,13 @@ class Resume:
                     self.path,
                     model,
                     optimizer,
-                    recipe=self._recipe,
+                    recipe=self.recipe,
                     data_fingerprint=(
-                        None if self._settings.resume_with_other_data else now.data_fingerprint
+                        None if self.settings.resume_with_other_data else now.data_fingerprint
                     ),
                     frozen=now.frozen,
                     config=config,
-                    group=self._group,
+                    group=self.group,
                 )
                 break
             except DamagedError as error:
@@ -172,7 +165,7 @@ class Resume:
                         f"{error}; there is no older one. resume_from_checkpoint=False starts from "
                         "scratch"
                     ) from error
-                self._log.warn(f"{error}; skipped")
+                self.log.warn(f"{error}; skipped")
         num_samples = len(loader.dataset)
         if state.samples_consumed >= num_samples + loader.global_batch_size:
             raise ConfigError(
@@ -185,8 +178,8 @@ class Resume:
         """Returns the position of ``saved`` in this run; logs it and what differs."""
         run_id = saved.run_id or now.run_id
         if saved.seed != now.seed:
-            self._log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
-        self._log.info(
+            self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
+        self.log.info(
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
             f"{saved.global_step}"
         )
@@ -194,7 +187,7 @@ class Resume:
             before, after = (
                 config["optimizer"].get(key, "its default") for config in (saved.config, now.config)
             )
-            self._log.info(f"optimizer.{key}: {before} in the checkpoint, {after} from now on")
+            self.log.info(f"optimizer.{key}: {before} in the checkpoint, {after} from now on")
         kept = {
             name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")
         }
@@ -210,35 +203,35 @@ class Resume:
     ) -> int:
         """Loads a stock recipe's end-of-epoch state. Returns the number of completed epochs."""
         check_stock_state(saved)
-        load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self._ranks.device)
+        load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self.ranks.device)
         max_steps = loader.settings.max_steps_per_epoch
         for key, value in ((training.SEED_KEY, seed), (training.MAX_STEPS_KEY, max_steps)):
             if saved[key] != value:
-                self._log.warn(f"{key}={value}: the checkpoint was saved with {saved[key]}")
+                self.log.warn(f"{key}={value}: the checkpoint was saved with {saved[key]}")
         epochs: int = saved[training.EPOCHS_KEY]
         return epochs
 
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
         """Returns the newest checkpoint with all files in full size, the same on all ranks."""
         found = None
-        if self._ranks.is_zero:
-            found = find_newest_whole(Path(self._settings.output_dir), self._recipe, older_than)
-        path, self._skipped = gather_objects(found, self._group)[0]
+        if self.ranks.is_zero:
+            found = find_newest_whole(Path(self.settings.output_dir), self.recipe, older_than)
+        path, self._skipped = gather_objects(found, self.group)[0]
         for other, reason in self._skipped:
-            self._log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
+            self.log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
 
     def _check_that_nothing_is_lost(self) -> None:
         """Raises ConfigError if a complete checkpoint is required and there is none."""
-        key = f"resume_from_checkpoint={self._settings.resume_from_checkpoint}"
-        folder = self._settings.output_dir
+        key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
+        folder = self.settings.output_dir
         if self._skipped:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
             raise ConfigError(
                 f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
                 f"{len(self._skipped)} in all); resume_from_checkpoint=False starts from scratch"
             )
-        if self._settings.resume_from_checkpoint is True:
+        if self.settings.resume_from_checkpoint is True:
             raise ConfigError(
                 f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
                 "start without one"
