@@ -120,13 +120,8 @@ class Views(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the views of an image as arrays, because tensors need a file handle each in workers.
 
-        These are ``global_crops`` [2, c, h, h] and ``local_crops`` [L, c, w, w], normalised;
-        ``masks`` bool [2, P]; ``draws`` [2 + L, num_draws] in [0, 1); ``position`` and
-        ``step_size`` of the index; ``position_factor``; ``label`` or None; ``path``, possibly
-        empty; ``digest`` int64 [2].
-
-        Raises:
-            SampleError: the image cannot be used.
+        ``global_crops`` [2, c, h, h], ``local_crops`` [L, c, w, w]; ``masks`` bool [2, P]; ``draws``
+        [2 + L, num_draws] in [0, 1). Raises SampleError if the image cannot be used.
         """
         index = StepIndex.of(index)
         settings, layout = self._settings, self._layout
@@ -185,8 +180,7 @@ class ViewCollator:
     def plan(self, positions: Sequence[int], num_ranks: int = 1) -> list[Microbatches]:
         """Cuts images in order into microbatches of whole groups, at most ``batch_size`` images each.
 
-        A skipped image changes only its own group. ``positions`` are those in the update step,
-        ascending; ``num_ranks`` ranks take microbatches in turn.
+        A skipped image changes only its own group. ``positions`` are those in the update step.
         """
         microbatches: Microbatches = []
         for _, block in groupby(range(len(positions)), lambda i: positions[i] // self.block):
@@ -197,11 +191,7 @@ class ViewCollator:
         return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Returns one row: the global crops of all images, then the local ones.
-
-        Inputs are those of :func:`recipe_utils.data.images.crop_rows.row_of`; ``crop_groups`` are
-        ((2 * g, G), (L * g, l)).
-        """
+        """Returns one row (:func:`row_of`): the global crops of all images, then the local ones."""
         masks, global_crops, local_crops = (
             np.concatenate([sample[key] for sample in samples])
             for key in ("masks", "global_crops", "local_crops")
@@ -264,11 +254,7 @@ class WholeImages(Dataset[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the image as an array ``crop`` [c, h, h], its ``label``, ``path`` and ``digest``.
-
-        Raises:
-            SampleError: the image cannot be used, or has no label.
-        """
+        """Returns the image as ``crop`` [c, h, h]; raises SampleError if it cannot be used or has no label."""
         pixels, sample = checked_image(self._dataset[int(index)], self._layout.num_channels)
         if sample["label"] is None:
             raise SampleError("it has no label for neighbors to vote for")

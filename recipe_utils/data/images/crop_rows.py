@@ -126,7 +126,7 @@ def row_of(
 
 
 def _patches_of(crops: np.ndarray, patch: int) -> np.ndarray:
-    """Cuts crops [n, c, h, w] into patches, row by row, [n, P, c * patch * patch]."""
+    """Cuts crops [n, c, h, w] into patches [n, P, c * patch * patch]."""
     num_crops, num_channels, height, width = crops.shape
     cut = crops.reshape(num_crops, num_channels, height // patch, patch, width // patch, patch)
     return cut.transpose(0, 2, 4, 1, 3, 5).reshape(num_crops, -1, num_channels * patch**2)

@@ -34,8 +34,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the Pillow ``image``, its path as ``name``, and ``label`` if there is one.
 
-        Raises:
-            SampleError: the file cannot be decoded; contains its path.
+        Raises SampleError with the path if the file cannot be decoded.
         """
         row = self._rows[int(index)]
         file = row[self._image_column]
@@ -52,8 +51,7 @@ def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
     """Returns images in a folder, labelled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
     Labels are the indices of the sorted names; without subfolders there are none. ``split`` selects
-    ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ... Raises ValueError if
-    ``datasets`` or ``pillow`` is not installed, or there is no such split.
+    ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ...
     """
     return hf_image_dataset("imagefolder", split=split, data_dir=source)
 
@@ -74,8 +72,7 @@ def hf_image_dataset(
         label_column: column of integer classes; if it does not exist, there are no labels.
         load_dataset_kwargs: further arguments, such as ``name`` or ``data_files``.
 
-    Raises:
-        ValueError: ``datasets`` or ``pillow`` is not installed, or ``image_column`` does not exist.
+    Raises ValueError if ``datasets`` or ``pillow`` is not installed, or there is no ``image_column``.
     """
     try:
         import datasets
@@ -143,8 +140,7 @@ def checked_image(sample: Any, num_channels: int) -> tuple[np.ndarray, Sample]:
     """Returns the pixels of a sample's image (:func:`pixels_of`), and its ``path`` and ``label``.
 
     ``sample`` is a mapping with ``image`` and optionally ``label`` and ``name`` (the path), or a
-    pair (image, label). Raises SampleError if the image cannot be used, or the label is not an
-    integer of at least 0.
+    pair (image, label). Raises SampleError if the image or the label is not valid.
     """
     sample = _as_mapping(sample)
     check_keys(sample, ("image",), "sample")

@@ -62,10 +62,7 @@ class PairSettings:
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    """Instantiates a preference dataset from a component, or from a list, which is concatenated.
-
-    Raises ValueError if its samples are not pairs.
-    """
+    """Instantiates a preference dataset or a list of them; raises ValueError if its samples are not pairs."""
     dataset = load_dataset(cfg, tokenizer)
     try:
         keys = sorted(dataset[0])
@@ -83,16 +80,9 @@ def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
 class PairCollator:
     """Collator of pairs as torchtune's preference datasets return them.
 
-    Args:
-        settings: data settings; ``batch_size`` counts pairs.
-        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
-        limits: limits of the model.
-        pair_settings: settings of pairs.
-        cache: :class:`recipe_utils.model.frozen.outputs.FrozenOutputs` of the reference; its
-            ``find`` returns keys of samples and the number of missing ones.
-
-    Raises:
-        ConfigError: the model does not support ``microbatching: packed``.
+    ``batch_size`` counts pairs. ``cache`` is the reference's
+    :class:`recipe_utils.model.frozen.outputs.FrozenOutputs`. Raises ConfigError if the model does
+    not support ``microbatching: packed``.
     """
 
     counts = (
@@ -160,9 +150,8 @@ class PairCollator:
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the pair as arrays, with its name and number of shared tokens.
 
-        Raises:
-            SampleError: see :func:`recipe_utils.data.text.collator.check_sample`.
-            SkippedSampleError: a side has no target, or the sides are equal.
+        Raises SampleError (see :func:`recipe_utils.data.text.collator.check_sample`);
+        SkippedSampleError if a side has no target, or the sides are equal.
         """
         pair: dict[str, Any] = {"name": name.replace("sample", "pair", 1)}
         for side in SIDES:

@@ -36,16 +36,12 @@ _log = get_logger("INFO")
 def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    The kernel is that of :func:`recipe_utils.model.attention.packed_attention.select_kernel`; on an
-    accelerator it is logged at the first packed row. The forward raises ConfigError if rows are
-    packed and this machine or model does not support it.
+    The kernel is that of :func:`select_kernel`, logged at the first packed row. The forward raises
+    ConfigError if rows are packed and this machine or model does not support it.
 
-    Args:
-        model: a torchtune decoder, or a fusion model with one at ``decoder``; before it is wrapped.
-        device: device of the microbatches.
-        max_row_length: longest row [tokens]. A decoder rejects rows above its ``max_seq_len``,
-            which is raised to this; positions restart with each document, so only documents must
-            stay below the original.
+    ``model`` is not wrapped yet. A decoder rejects rows above its ``max_seq_len``, which is raised to
+    ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
+    below the original.
     """
     attention = select_kernel(model, device)
     if attention.kernel != "dense":

@@ -62,12 +62,10 @@ def other_attention(model: nn.Module) -> str | None:
 
 
 def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
-    """Selects the attention of ``model`` within documents on ``device``.
+    """Selects the attention of ``model``, whole or a stage in its compute precision, within documents.
 
     On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
     ``flex`` if FlashAttention does not support the model or is not deterministic enough.
-
-    The model is whole or a stage, in the precision that it computes in.
     """
     other = other_attention(model)
     if other is not None:

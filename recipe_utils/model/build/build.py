@@ -203,8 +203,7 @@ class ModelSettings:
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
     """Calls ``make_model`` without allocating or initializing weights; freezes all but the adapters, if any.
 
-    Raises:
-        recipe_utils.settings.problems.ConfigError: the ``quantizer`` does not fit the model.
+    Raises ConfigError if the ``quantizer`` does not fit the model.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantising():
@@ -227,10 +226,8 @@ def build_model(
     """Builds this rank's modules without weights: the whole model, or its pipeline stages.
 
     ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the
-    output layer is in it. ``pipeline`` is required with more than one ``pp`` rank.
-
-    Raises:
-        ValueError: the model cannot be cut, split or sharded as configured.
+    output layer is in it. ``pipeline`` is required with more than one ``pp`` rank. Raises ValueError
+    if the model cannot be cut, split or sharded as configured.
     """
     make = partial(build_on_meta, make_model, settings)
     whole = make()
@@ -294,11 +291,8 @@ def _log_adapters(whole: nn.Module, adapters: Adapters, settings: ModelSettings)
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
     """Applies compile, tensor parallelism, activation checkpointing and FSDP2 to a meta model, in that order.
 
-    FSDP2 also casts weights to the compute precision, even on a single rank.
-
-    Raises:
-        ValueError: tied token embeddings would be sharded separately or split over ``tp`` ranks;
-            ``tp`` ranks would split adapters; NF4 weights do not divide into whole blocks.
+    FSDP2 also casts weights to the compute precision, even on a single rank. Raises ValueError if the
+    model cannot be split or sharded as configured.
     """
     decoder: Any = getattr(model, "decoder", model)
     own_units = [layer.rsplit(".")[-1] for layer in settings.custom_sharded_layers or ()]

@@ -33,9 +33,8 @@ def load_model(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    ``settings`` are the recipe's, with ``checkpointer`` and ``modules``. Returns the checkpoint
-    without its weights, and fingerprints of the frozen weights. Raises ConfigError if the weights
-    cannot be read or do not fit the model.
+    Returns the checkpoint without its weights, and fingerprints of the frozen weights. Raises
+    ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
@@ -55,16 +54,10 @@ def load_weights(
     Each rank slices its own shards from the full weights, without communication. Parameters are
     converted to the precision that they were built in, and stay on the CPU for FSDP2's offload.
 
-    Args:
-        model: result of :func:`recipe_utils.model.build.build.build_model`.
-        checkpoint: full weights and, optionally, adapters, on every rank, by torchtune's keys; both
-            are removed from it.
-        settings: settings that the model was built with.
-        device: device of the forwards.
-        seed: seed of fresh adapters.
+    ``checkpoint`` contains full weights and, optionally, adapters, on every rank, by torchtune's
+    keys; both are removed from it. ``seed`` is that of fresh adapters.
 
-    Returns:
-        Fingerprints of the frozen weights; a resumed training must have the same ones.
+    Returns fingerprints of the frozen weights; a resumed training must have the same ones.
 
     Raises:
         ValueError: weights do not match the model, or do not divide over the ranks that shard them
@@ -146,14 +139,8 @@ def gather_weights(
 ) -> dict[str, Tensor]:
     """Returns all weights, unsharded, on the CPU of rank 0 in the whole model's order; empty on other ranks.
 
-    All ranks together.
-
-    Args:
-        model: result of :func:`load_weights`.
-        device: device on which shards are gathered.
-        keeps: True for the ranks that send: at least one per pipeline stage, and rank 0.
-        group: a CPU (gloo) group of all ranks.
-        only: names of the weights to gather; None gathers all.
+    All ranks together. ``keeps`` is True for the ranks that send: at least one per pipeline stage,
+    and rank 0. ``group`` is a CPU (gloo) group of all ranks; ``only`` names the weights to gather.
     """
     weights: dict[str, Tensor] = {}
     for part in model.values() if isinstance(model, Stages) else [model]:

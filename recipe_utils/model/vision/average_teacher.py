@@ -90,13 +90,12 @@ class AverageTeacher:
     ) -> Iterator[tuple[Sequence[Microbatch], Tensor]]:
         """Attaches teacher outputs to the microbatches of an update step, before any gradient exists.
 
-        Sinkhorn-Knopp's targets are softmax(logits / temperature + dual). Logits are computed from
-        bottlenecks per microbatch when needed; dual [k] is computed over all microbatches of all
-        ranks. ``max_images`` are those on the fullest rank, for two-pass KoLeo; else None.
+        ``temperature`` is that of Sinkhorn-Knopp's targets. ``max_images`` are those on the fullest
+        rank, for two-pass KoLeo; else None.
 
-        Yields the microbatches, unchanged on stages before the last one, which have no loss; and
-        the number of prototypes that are the most probable one of some global crop. The ranks of a
-        pipeline average it: it is 0 on all but the last stage.
+        Yields the microbatches, unchanged on stages before the last one, and the number of
+        prototypes that are the most probable one of some global crop, 0 on these stages: the ranks
+        of a pipeline average it.
         """
         seen = [of_global_crops(microbatch) for microbatch in step.microbatches]
         bottlenecks = self._forward.outputs(seen)
@@ -115,13 +114,8 @@ class AverageTeacher:
                 patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
                 views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
                 taught.append(microbatch.with_teacher(views))
-            num_used = num_prototypes_used(
-                of_crops,
-                heads.dino.prototypes.weight,
-                temperature,
-                crop_biases,
-                self._ranks.dp_group,
-            )
+            prototypes, group = heads.dino.prototypes.weight, self._ranks.dp_group
+            num_used = num_prototypes_used(of_crops, prototypes, temperature, crop_biases, group)
             yield taught, num_used * self._ranks.dims.pp
 
     def _biases(
@@ -137,10 +131,7 @@ class AverageTeacher:
     def _koleo_of(
         self, seen: Sequence[Microbatch], max_images: int
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group.
-
-        The first of two passes: one more forward of the student's global crops.
-        """
+        """Returns KoLeo's gradient and mean for each microbatch, over all images of the update step as one group."""
         found = self._student_forward.outputs(seen)
         if not found:  # the last stage is on another rank
             return {}
@@ -150,11 +141,7 @@ class AverageTeacher:
         return {i: (part, mean) for i, part in enumerate(parts)}
 
     def follow(self, momentum: float, grad_norm: Tensor | None, num_steps: int) -> None:
-        """Moves the average towards the student after an update step; skipped update steps leave it unchanged.
-
-        After ``num_steps`` update steps the Gram teacher may be due. For the other arguments see
-        :func:`update_average`.
-        """
+        """Updates the average (:func:`update_average`) and, if due after ``num_steps``, the Gram teacher."""
         update_average(self.model, self._student, momentum, grad_norm)
         every = self._objective.gram_teacher_every_n_steps
         if self.gram_model is not None and every is not None and num_steps % every == 0:
@@ -171,10 +158,9 @@ def update_average(
 ) -> None:
     """Computes average = momentum * average + (1 - momentum) * model, without a device synchronization.
 
-    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Both models
-    are wrapped, cut and sharded alike, so each rank averages its own shards without communication.
-    ``momentum`` 0 copies the model. If ``grad_norm`` [] is not finite, a fused optimizer has
-    skipped the step on the device, and so does this; None if the step was taken.
+    (Polyak and Juditsky 1992; as a teacher Tarvainen and Valpola, arXiv:1703.01780.) Each rank
+    averages its own shards. If ``grad_norm`` [] is not finite, a fused optimizer has skipped the
+    step on the device, and so does this; None if the step was taken.
     """
     averages, followed = _local_weights(average), _local_weights(model)
     if not averages:
@@ -183,12 +169,8 @@ def update_average(
         torch._foreach_lerp_(averages, followed, 1.0 - momentum)
         return
     is_taken = grad_norm.isfinite()
-    for dtype in {each.dtype for each in averages}:
-        of_dtype = [i for i, each in enumerate(averages) if each.dtype == dtype]
-        weights = [is_taken.to(dtype) * (1.0 - momentum)] * len(of_dtype)
-        torch._foreach_lerp_(
-            [averages[i] for i in of_dtype], [followed[i] for i in of_dtype], weights
-        )
+    weights = {d: is_taken.to(d) * (1.0 - momentum) for d in {each.dtype for each in averages}}
+    torch._foreach_lerp_(averages, followed, [weights[each.dtype] for each in averages])
 
 
 def _local_weights(model: nn.Module) -> list[Tensor]:

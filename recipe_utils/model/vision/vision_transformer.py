@@ -112,9 +112,8 @@ class VisionLayer(TransformerSelfAttentionLayer):
     ) -> Tensor:
         """Computes hidden states [b, s, d] from x [b, s, d].
 
-        ``mask`` are crops that attention stays within, None if each row is one crop; ``input_pos``
-        is the result of :func:`rotation_of`; ``branches`` are factors [b, s, 2] of attention and
-        MLP, None is 1.
+        ``mask`` is that of :func:`attend_within_crops`, ``input_pos`` the result of
+        :func:`rotation_of`; ``branches`` are factors [b, s, 2] of attention and MLP, None is 1.
         """
         normed = self.sa_norm(x)
         attended = self.sa_scale(self.attn(normed, normed, mask=mask, input_pos=input_pos))
@@ -164,9 +163,6 @@ class VisionTransformer(TransformerDecoder):
                 (arXiv:1603.09382). No draws drop nothing.
             crop_groups: crops of the single row (b = 1), s tokens in total; None if each row is one
                 crop.
-
-        Raises:
-            ValueError: the number of draws does not match the number of layers.
         """
         h = self.tok_embeddings(tokens)
         rotation = rotation_of(input_pos[..., :2], self.head_dim, self.rope_base, h.dtype)
@@ -177,7 +173,7 @@ class VisionTransformer(TransformerDecoder):
         return self.unembed(h)
 
     def unembed(self, h: Tensor) -> Any:
-        """Applies norm and output to h [b, s, d]; unlike torchtune's, keeps the dtype."""
+        """Applies norm and output; unlike torchtune's, keeps the dtype."""
         return self.output(self.norm(h))
 
     def _branches(self, draws: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -255,9 +251,9 @@ def dinov3_vit(
 
     Args:
         patch_size: side of a patch [pixels].
-        embed_dim: width d of the hidden states.
-        num_layers: L.
-        num_heads: attention heads.
+        embed_dim: width of the hidden states.
+        num_layers: number of layers.
+        num_heads: number of attention heads.
         num_registers: learned tokens of each crop besides the class token.
         num_channels: channels of an image.
         intermediate_dim: width of the MLP; None is four times ``embed_dim``.
@@ -268,8 +264,7 @@ def dinov3_vit(
         rope_base: base of the rotary wavelengths.
         norm_eps: epsilon of the layer norms.
 
-    Raises:
-        ValueError: sizes below 1 or incompatible, or ``drop_path`` outside [0, 1).
+    Raises ValueError for sizes below 1 or incompatible, and for ``drop_path`` outside [0, 1).
     """
     arguments = dict(locals())
     for name in ("patch_size", "num_layers", "num_heads", "num_channels"):
@@ -334,10 +329,8 @@ def with_heads(
 ) -> Callable[[], nn.Module]:
     """Returns a builder of the backbone with prototype heads as its output layer.
 
-    ``dino`` and ``ibot`` are arguments of
-    :class:`recipe_utils.loss.self_distillation.PrototypeHead`, without the width, for crops and for
-    patches. The builder raises a ValueError for another backbone, a ConfigError for invalid
-    arguments of a head.
+    ``dino`` and ``ibot`` are arguments of :class:`PrototypeHead`, without the width. The builder
+    raises ValueError for another backbone, ConfigError for invalid arguments of a head.
     """
 
     def make() -> nn.Module:
@@ -403,12 +396,9 @@ def fresh_vit_weights(whole_on_meta: nn.Module, seed: int) -> dict[str, Tensor]:
     small models distinguish images from the start; published models have 384 inputs or more and
     0.02 (arXiv:2104.14294). Prototypes have a norm of about 1, as DINO's normalized ones; learned
     tokens a deviation of 0.02; the mask token and biases are 0, norms 1. Each weight has its own
-    generator, seeded by seed and name, so that weights do not depend on the layout.
+    generator, so that weights do not depend on the layout.
 
-    ``whole_on_meta`` contains the heads and is not wrapped yet.
-
-    Raises:
-        ValueError: a parameter of an unknown kind.
+    Raises ValueError for a parameter of an unknown kind.
     """
     weights = {}
     for prefix, module in whole_on_meta.named_modules():
@@ -443,9 +433,8 @@ _DEPTH = re.compile(r"(?:stage_\d+\.)?(?:tok_embeddings|layers\.(?P<layer>\d+)|n
 def layer_of(name: str, num_layers: int) -> int:
     """Returns a weight's depth, for a learning rate that decays towards the input.
 
-    ``name`` is that in the whole model or a stage, without wrappers. Depths are 0 for the patch
-    embedding, i + 1 for layer i, num_layers + 1 for the last norm and the heads. Raises ValueError
-    for other names.
+    Depths are 0 for the patch embedding, i + 1 for layer i, num_layers + 1 for the last norm and the
+    heads. Raises ValueError for names that are not of the model or a stage.
     """
     found = _DEPTH.match(name)
     if found is None:
