@@ -195,7 +195,7 @@ class DINOv3Recipe:
         schedules, run = self.settings.schedules, self.run
         schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
         temperature = schedules.temperature_at(run.global_step)
-        self.loss_fn.teacher_temperature = temperature
+        self.loss_fn.divergence.teacher_temperature = temperature
         # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("images")
         metrics = self.settings.modules.new_sums(len(SUMS), self.ranks.device)

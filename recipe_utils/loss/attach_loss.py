@@ -20,26 +20,22 @@ from recipe_utils.data.loader.microbatch import Targets
 
 
 class HiddenAtTargets:
-    """Returns a teacher's last hidden states at the target positions, never its logits."""
+    """Returns a teacher's last hidden states at ``targets.positions``, or another field, never its logits."""
 
     takes_hidden_states = True
 
-    def __call__(
-        self,
-        output: nn.Module,
-        hidden: Tensor,
-        targets: Targets,
-        backward_in_parts: bool = False,
-    ) -> Tensor:
+    def __init__(self, field: str = "positions") -> None:
+        self._field = field
+
+    def __call__(self, _: nn.Module, hidden: Tensor, targets: Any, *__: bool) -> Tensor:
         """Returns [n, d] of ``hidden`` [b, s, d]."""
-        return hidden.flatten(0, 1).index_select(0, targets.positions)
+        return hidden.flatten(0, 1).index_select(0, getattr(targets, self._field))
 
 
 def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:
-    """Makes ``model(..., targets=targets)`` return sums [k] instead of logits.
+    """Makes ``model(..., targets=targets)`` return sums [k], of which only the first is differentiated.
 
-    Only the first sum is differentiated; the others are logged. Called without ``targets`` the
-    model returns logits as before.
+    Without ``targets`` the model still returns logits.
 
     Args:
         model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any

@@ -96,7 +96,6 @@ class _SumsOfPlainWeight(torch.autograd.Function):
         tokens_per_chunk: int,
         backward_in_parts: bool,
     ) -> Tensor:
-        """Returns sums [k] for hidden [n, d] and weight [v, d]."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None

@@ -47,13 +47,11 @@ def gradient_of_all(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradient of :func:`koleo_loss` for this rank's images, with all images of all ranks as one group.
 
-    The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983):
-    embeddings are computed without a graph, then their gradient; the second pass computes the
-    images with a graph and backpropagates that gradient.
+    The first of two passes over an update step, as in GradCache (Gao et al., arXiv:2101.06983); the
+    second computes the images with a graph and backpropagates this gradient.
 
-    Returns the gradient [n, v, d] for ``embeddings`` [n, v, d] of this rank, and the mean of the
-    loss over all images, []. ``max_images`` is an upper bound of n over all ranks of ``group``;
-    None is this rank alone.
+    Returns the gradient [n, v, d] for ``embeddings`` [n, v, d], and the mean of the loss over all
+    images, []. ``max_images`` is an upper bound of n over all ranks of ``group``; None is this rank.
     """
     own = embeddings.detach().to(sum_dtype(embeddings))
     everything, groups = own, torch.zeros(len(own), dtype=torch.int64, device=own.device)

@@ -1,8 +1,4 @@
-"""Output projection and cross-entropy in one loss module.
-
-Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, c of a
-chunk.
-"""
+"""Output projection and cross-entropy in one loss module."""
 
 from typing import Any
 
@@ -78,9 +74,9 @@ class LinearCrossEntropyLoss(nn.Module):
 def _cross_entropy(
     logits: Tensor, labels: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum [1] and its gradient for the logits [c, v], for labels [c]. Frees the logits early."""
+    """Returns the sum [1] and its gradient for the logits [c, v] of c tokens, for labels [c]."""
     log_probs = F.log_softmax(logits, dim=-1)
-    del logits
+    del logits  # frees them early
     label = labels.unsqueeze(1)
     loss = -log_probs.gather(1, label).sum().view(1)
     if not needs_gradient:

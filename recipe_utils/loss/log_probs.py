@@ -1,7 +1,6 @@
 """Log-probabilities of target tokens and of whole answers, computed from hidden states in chunks.
 
-Shapes: b samples, s positions per sample, d embedding width, v vocabulary, n target tokens, p
-pairs.
+Shapes: d embedding width, v vocabulary, n target tokens, c of a chunk, p pairs.
 """
 
 from collections.abc import Callable
@@ -22,9 +21,8 @@ class LinearLogProbs(nn.Module):
     """Loss module for ``attach_loss`` that returns the log-probability of each target token.
 
     Logits of all chunks but the last are recomputed in the backward, because the factor of each
-    token's gradient is only known then: four matrix products, where a summed loss takes three. The
-    arguments are those of :func:`recipe_utils.loss.chunks.sum_over_chunks`; logits take
-    ``tokens_per_chunk * v`` fp32 numbers.
+    token's gradient is only known then: four matrix products, where a summed loss takes three. For
+    the arguments see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
     """
 
     takes_hidden_states = True
@@ -49,8 +47,7 @@ class LinearLogProbs(nn.Module):
     ) -> Tensor:
         """Returns the targets' log-probabilities [n] in nats, at least fp32.
 
-        For the arguments see :mod:`recipe_utils.loss.attach_loss`. Raises ValueError if
-        ``backward_in_parts`` is True.
+        Raises ValueError if ``backward_in_parts`` is True; see :mod:`recipe_utils.loss.attach_loss`.
         """
         if backward_in_parts:
             raise ValueError("pipeline_parallel_schedule: this loss has no backward in parts")

@@ -58,7 +58,7 @@ class IPOLoss(nn.Module):
         return losses, self.tau * chosen.detach(), self.tau * rejected.detach()
 
 
-class RobustDPOLoss(nn.Module):
+class RobustDPOLoss(DPOLoss):
     """DPO for labels of which a known fraction is wrong (Chowdhury et al. 2024, arXiv:2403.00409, equation 12).
 
     Unbiased: its expectation over wrong labels is the loss of the correct ones. The conservative
@@ -66,29 +66,18 @@ class RobustDPOLoss(nn.Module):
 
     Args:
         beta: strength of the reference.
-        label_smoothing: fraction of pairs whose answers are swapped, below 0.5.
+        label_smoothing: fraction n of pairs whose answers are swapped, below 0.5.
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
-        super().__init__()
         _check_positive("beta", beta)
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(
                 f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
                 "are random"
             )
-        self.beta = beta
-        self.label_smoothing = label_smoothing
-
-    def forward(
-        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-    ) -> Losses:
-        """Returns losses and rewards; see the module."""
-        chosen, rejected = self.beta * (chosen - ref_chosen), self.beta * (rejected - ref_rejected)
-        as_labelled, exchanged = -F.logsigmoid(chosen - rejected), -F.logsigmoid(rejected - chosen)
-        noise = self.label_smoothing
-        losses = ((1 - noise) * as_labelled - noise * exchanged) / (1 - 2 * noise)
-        return losses, chosen.detach(), rejected.detach()
+        # ((1 - n) * loss - n * loss of swapped answers) / (1 - 2 n) is DPOLoss with this label_smoothing.
+        super().__init__(beta, -label_smoothing / (1 - 2 * label_smoothing))
 
 
 class NormalizedDPOLoss(DPOLoss):
@@ -149,11 +138,8 @@ class PreferenceLoss(nn.Module):
     def __init__(self, loss_fn: Any, tokens_per_chunk: int = 2048) -> None:
         super().__init__()
         self.log_probs = LinearLogProbs(tokens_per_chunk)
+        self.compile_chunks = self.log_probs.compile_chunks
         self.loss_fn = loss_fn
-
-    def compile_chunks(self, backend: Any) -> None:
-        """Compiles the arithmetic on logits, also of the backward."""
-        self.log_probs.compile_chunks(backend)
 
     def forward(
         self,
@@ -164,8 +150,8 @@ class PreferenceLoss(nn.Module):
     ) -> Tensor:
         """Returns sums of ``METRICS``, [8] in fp64, or log-probabilities [2, p] of both answers [nats].
 
-        ``targets`` may have reference log-probabilities [2, p] attached; ``backward_in_parts`` must
-        be False. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
+        ``targets`` may have reference log-probabilities [2, p] attached. For the arguments see
+        :mod:`recipe_utils.loss.attach_loss`.
         """
         assert targets.pairs is not None
         of_tokens = self.log_probs(output, hidden, targets, backward_in_parts)
@@ -193,12 +179,9 @@ def _check_positive(name: str, value: float) -> None:
 def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
-    The recipe sums losses over the pairs of an update step, however they are split over
-    microbatches. This is exact only if the loss of a pair does not depend on other pairs.
-
-    Raises:
-        ValueError: the loss of a pair depends on other pairs, or the loss does not take
-            log-probabilities of pairs and return a loss and two rewards for each.
+    Raises ValueError if the loss does not take log-probabilities of pairs and return a loss and two
+    rewards for each, or if those of a pair depend on other pairs: the recipe sums losses over the
+    pairs of an update step, however they are split over microbatches.
     """
     loss_fn = make()
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

@@ -185,25 +185,14 @@ class SelfDistillationLoss:
 
     def __init__(self, settings: ObjectiveSettings, rows_per_chunk: int = 256) -> None:
         self.settings = settings
-        self._divergence = LinearDistillationLoss(
+        self.divergence = LinearDistillationLoss(
             "forward",
             temperature=settings.student_temperature,
             teacher_temperature=1.0,  # set: the divergence is not multiplied by T^2
             tokens_per_chunk=rows_per_chunk,
         )
-
-    @property
-    def teacher_temperature(self) -> float:
-        """Temperature of the targets of this update step; follows a schedule."""
-        return self._divergence.teacher_temperature
-
-    @teacher_temperature.setter
-    def teacher_temperature(self, temperature: float) -> None:
-        self._divergence.teacher_temperature = temperature
-
-    def compile_chunks(self, backend: Any) -> None:
-        """See :meth:`recipe_utils.loss.distillation.LinearDistillationLoss.compile_chunks`."""
-        self._divergence.compile_chunks(backend)
+        """Cross-entropies; its ``teacher_temperature`` follows a schedule."""
+        self.compile_chunks = self.divergence.compile_chunks
 
     def __call__(
         self,
@@ -228,7 +217,7 @@ class SelfDistillationLoss:
             head: Any, bottlenecks: Tensor, of_teacher: TeacherHidden, row_weights: Any = None
         ) -> tuple[Tensor, Tensor]:
             """Returns the cross-entropy and the targets' entropy, summed over rows."""
-            sums = self._divergence.sum_rows(
+            sums = self.divergence.sum_rows(
                 head.prototypes, bottlenecks, None, of_teacher, row_weights, backward_in_parts
             )
             # KL + entropy; the entropy is constant, so the gradient is that of KL.
@@ -278,11 +267,7 @@ class TeacherBottlenecks:
     takes_hidden_states = True
 
     def __call__(
-        self,
-        output: SelfDistillationHeads,
-        hidden: Tensor,
-        targets: ViewTargets,
-        backward_in_parts: bool = False,
+        self, output: SelfDistillationHeads, hidden: Tensor, targets: ViewTargets, *_: bool
     ) -> tuple[Tensor, Tensor] | Tensor:
         """Returns bottlenecks of global crops [2 * g, b] and of masked patches [m, b].
 
@@ -293,22 +278,6 @@ class TeacherBottlenecks:
         if targets.num_local_crops == 0:
             return cls
         return output.dino(cls), output.ibot(states.index_select(0, targets.masked_positions))
-
-
-class PatchStates:
-    """Returns the Gram teacher's states of all patches of global crops."""
-
-    takes_hidden_states = True
-
-    def __call__(
-        self,
-        output: SelfDistillationHeads,
-        hidden: Tensor,
-        targets: ViewTargets,
-        backward_in_parts: bool = False,
-    ) -> Tensor:
-        """Returns [2 * g * P, d] of ``hidden`` [1, s, d]."""
-        return hidden.flatten(0, 1).index_select(0, targets.patch_positions)
 
 
 def _pairs_of_crops(

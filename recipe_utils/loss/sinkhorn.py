@@ -6,9 +6,8 @@ Caron et al., arXiv:2006.09882, equation 3). After iterations that end with scal
 
     Q = softmax(logits / t + dual),    dual [k],
 
-so a row depends on the others only through dual. Each iteration needs one sum over all rows for
-each prototype, accumulated over microbatches and ranks: k numbers each time, however the rows are
-split.
+so a row depends on the others only through dual. Each iteration sums k numbers over all rows of all
+microbatches and ranks.
 
 Shapes: n rows, d width of the bottleneck, k prototypes, c rows of a chunk.
 """

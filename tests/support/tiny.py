@@ -259,10 +259,8 @@ def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0, swaps_sides=F
     return Samples(pairs)
 
 
-def pairs_some_of_which_teach_nothing(
-    tokenizer, num_pairs, only_live=False, dead_first=False, num_bad=0
-):
-    """Every third pair has equal sides or no target on one; the last ``num_bad`` a token of no vocabulary."""
+def pairs_some_of_which_teach_nothing(tokenizer, num_pairs, only_live=False, dead_first=False):
+    """Every third pair has equal sides or no target on one."""
     pairs = make_pairs(num_pairs, "alike_beginnings")
     dead = []
     for i in range(1, num_pairs, 3):
@@ -273,8 +271,6 @@ def pairs_some_of_which_teach_nothing(
             pair = {key: pair[key.replace("rejected", "chosen")] for key in pair}
         dead.append(i)
         pairs[i] = pair
-    for pair in pairs[num_pairs - num_bad :]:
-        pair["chosen_input_ids"] = [VOCAB_SIZE] * len(pair["chosen_input_ids"])
     live = [pair for i, pair in enumerate(pairs) if i not in dead]
     if only_live:
         return Samples(live)
@@ -442,23 +438,6 @@ def tiny_images(num_images=40, num_classes=4):
 def unlabelled_images(num_images=8):
     """Images without labels."""
     return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
-
-
-def broken_images(num_images=20, index=5, kind="nan"):
-    """Images one of which, called ``broken.png``, cannot be used."""
-    images = [image.numpy().copy() for image in TinyImages(num_images, 4).images]
-    spoilt = {
-        "nan": images[index] * float("nan"),
-        "empty": images[index][:, :0],
-        "integers": (images[index] * 1e6).astype("int64"),
-        "two channels": images[index].repeat(2, 0)[:, :, :],
-        "text": "a picture",
-    }
-    samples: list[dict[str, Any]] = [
-        {"image": image, "name": f"{i}.png"} for i, image in enumerate(images)
-    ]
-    samples[index] = {"image": spoilt[kind], "name": "broken.png"}
-    return Samples(samples)
 
 
 def normalised_by_batch(**sizes):

@@ -15,11 +15,11 @@ from torchtune import training
 from recipe_utils.data.images.crop_rows import of_global_crops
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.loss.attach_loss import HiddenAtTargets
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.koleo import gradient_of_all
 from recipe_utils.loss.self_distillation import (
     ObjectiveSettings,
-    PatchStates,
     TeacherBottlenecks,
     TeacherViews,
 )
@@ -55,7 +55,8 @@ class AverageTeacher:
         self._pipeline = pipeline
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
-        self.gram_model = build(PatchStates()) if objective.gram_loss_weight else None
+        states_of_patches = HiddenAtTargets("patch_positions")
+        self.gram_model = build(states_of_patches) if objective.gram_loss_weight else None
         """An earlier average for the Gram loss; None without that loss."""
 
     def set_up(

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from output_layers import make_targets
 from torch import nn
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
@@ -20,10 +21,6 @@ STOCK_LOSSES = {
     "sum": partial(nn.CrossEntropyLoss, reduction="sum"),
     "smoothed": partial(nn.CrossEntropyLoss, label_smoothing=0.1),
 }
-
-
-def make_targets(labels):
-    return Targets(labels, (labels.flatten() != tiny.IGNORE).nonzero().squeeze(1))
 
 
 def no_targets(b, s):

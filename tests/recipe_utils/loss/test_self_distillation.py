@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from recipe_utils.data.images.crop_rows import ViewTargets
+from recipe_utils.loss.attach_loss import HiddenAtTargets
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.self_distillation import (
     SUMS,
     ObjectiveSettings,
-    PatchStates,
     PrototypeHead,
     SelfDistillationHeads,
     SelfDistillationLoss,
@@ -72,7 +72,7 @@ def views_of(targets, teacher, states):
     return TeacherViews(
         TeacherHidden(of_crops, teacher.dino.prototypes, dual),
         TeacherHidden(of_patches, teacher.ibot.prototypes, dual),
-        PatchStates()(teacher, states, targets),
+        HiddenAtTargets("patch_positions")(teacher, states, targets),
     )
 
 
@@ -84,7 +84,7 @@ def case(targets=None, **weights):
     with torch.no_grad():
         outputs = views_of(targets, teacher, torch.randn(1, NUM_TOKENS, DIM))
     loss = SelfDistillationLoss(ObjectiveSettings(**{**ALL, **weights}))
-    loss.teacher_temperature = 0.07
+    loss.divergence.teacher_temperature = 0.07
     return loss, student, states.requires_grad_(), targets._replace(teacher=outputs)
 
 

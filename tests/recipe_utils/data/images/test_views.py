@@ -31,7 +31,6 @@ from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_s
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.settings.read import read_settings
 
 CROPS = {
     "global_crop_size": 16,
@@ -354,26 +353,12 @@ def test_a_worker_s_samples_are_arrays_which_hold_no_file_open():
     assert not any(isinstance(value, torch.Tensor) for value in samples[0].values())
 
 
-def settings_from(**keys):
-    return read_settings(OmegaConf.create({"transform": COMPONENT, **keys}), ViewSettings)
-
-
-def test_the_settings_are_read_from_a_config():
-    settings = settings_from(mask_ratio=[0, 0.25], koleo_group_size=None)
-    assert settings.mask_range == (0, 0.25)
-    assert settings.koleo_group_size is None
-    assert settings_from().mask_range == (0.1, 0.5)
-    with pytest.raises(ConfigError, match=r"transform.num_crops: .*no such argument"):
-        settings_from(transform={**COMPONENT, "num_crops": 3})
-
-
 WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identity"}}
 
 
 @pytest.mark.parametrize(
     ("keys", "data", "message"),
     [
-        ({"koleo_group_size": 16}, {"batch_size": 24}, "koleo_group_size=16: .*=24.*to 32"),
         ({}, {"collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
         ({"transform": WITH_ANOTHER}, {}, "num_workers=0: transform.image_transform"),
     ],

@@ -54,17 +54,24 @@ def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(ranks):
 
 
 @pytest.mark.parametrize(
-    "wrapping",
-    [{"enable_activation_checkpointing": True}, {"ac_mode": "selective", "ac_option": 2}],
+    ("sizes", "wrapping", "num_wrapped"),
+    [
+        (tiny.MODEL, {}, 0),
+        (tiny.UNTIED_MODEL, {}, 0),
+        (tiny.MODEL, {"enable_activation_checkpointing": True}, 2),
+        (tiny.MODEL, {"ac_mode": "selective", "ac_option": 2}, 1),
+    ],
 )
-def test_wrapped_models_load_the_weights_of_plain_ones(ranks, wrapping):
-    saved, settings = tiny.tiny_model(), ModelSettings(**wrapping)
-    model = parallelize_model(on_meta(), settings, ranks)
+def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
+    ranks, sizes, wrapping, num_wrapped
+):
+    saved, settings = tiny.tiny_model(sizes), ModelSettings(**wrapping)
+    model = parallelize_model(on_meta(sizes), settings, ranks)
     load_weights(model, {"model": saved.state_dict()}, settings, CPU)
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 20))
     torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
     recomputing = [m for m in model.modules() if "CheckpointWrapper" in type(m).__name__]
-    assert len(recomputing) == (2 if "enable_activation_checkpointing" in wrapping else 1)
+    assert len(recomputing) == num_wrapped
 
 
 def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(ranks):
