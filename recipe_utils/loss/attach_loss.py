@@ -37,13 +37,9 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
 
     Without ``targets`` the model still returns logits.
 
-    Args:
-        model: torchtune decoder, or a fusion model with one at ``decoder``. With a stock loss, any
-            model that returns logits.
-        loss_fn: loss module, or a stock loss component; see :class:`SummedLoss`.
-        backward_in_parts: True for zero-bubble schedules, which run the backward twice.
-
-    Raises ValueError if the loss does not fit the model.
+    ``model`` is a torchtune decoder, or a fusion model with one at ``decoder``; with a stock loss
+    (:class:`SummedLoss`), any model that returns logits. Raises ValueError if the loss does not fit
+    the model.
     """
     decoder: Any = getattr(model, "decoder", model)
     targets_in_forward: list[Targets] = []

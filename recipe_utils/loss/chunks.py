@@ -34,20 +34,13 @@ def sum_over_chunks(
     1390), computing gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
     If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards
-    on its own, an output layer with a bias or of another class), each chunk is projected by the
-    output layer itself and recomputed in the backward.
+    on its own, an output layer with a bias or of another class), each of ``num_output_chunks``
+    chunks is projected by the output layer itself and recomputed in the backward. Their number is
+    fixed, because all FSDP ranks must call the layer equally often.
 
-    Args:
-        output: the model's output layer, [..., d] -> [..., v].
-        hidden: hidden states at the target positions, [n, d]. If n = 0, the sums are 0, with a
-            graph through ``hidden`` and the output weight.
-        chunk_loss: see :data:`ChunkLoss`.
-        num_sums: k.
-        tokens_per_chunk: rows projected at once.
-        num_output_chunks: number of chunks if the output layer is called as a module; fixed,
-            because all FSDP ranks must call it equally often.
-        backward_in_parts: the backward runs twice, for ``hidden`` and for the weight (zero-bubble
-            schedules). Needs a second copy of both gradients.
+    If ``hidden`` [n, d] has no rows, the sums are 0, with a graph. With ``backward_in_parts`` the
+    backward runs twice, for ``hidden`` and for the weight (zero-bubble schedules), which needs a
+    second copy of both gradients.
     """
     weight = plain_weight(output)
     if weight is not None:

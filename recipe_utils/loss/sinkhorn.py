@@ -35,13 +35,8 @@ def sinkhorn(
     Computes with logarithms: exp(logits / t) would overflow at usual temperatures. Each iteration
     scales prototypes, then rows; DINOv3 uses 3 iterations (arXiv:2508.10104).
 
-    Args:
-        rows: bottlenecks of this rank's microbatches, each [n, d]; n may be 0.
-        weight: prototypes, [k, d].
-        temperature: t of the teacher.
-        num_iterations: at least 1.
-        group: ranks with different rows, all of which must call this; None for this rank alone.
-        rows_per_chunk: rows projected at once.
+    ``rows`` are bottlenecks of this rank's microbatches, each [n, d], ``weight`` the prototypes
+    [k, d]. All ranks of ``group`` must call this; None is this rank alone.
     """
     dual = weight.new_zeros(len(weight), dtype=sum_dtype(weight))
     for iteration in range(num_iterations):

@@ -46,10 +46,6 @@ REFUSED = {
         "local_crop_size=7: .* patch_size=4; .* 4 and 8",
     ),
     "a mask ratio that is reversed": ({"mask_ratio": [0.5, 0.1]}, r"mask_ratio=\[0.5, 0.1\]"),
-    "another transform": (
-        {"transform": {"_component_": "torch.nn.Identity"}},
-        "transform: it is a Identity; set it to .*MultiCrop",
-    ),
     # ---- What is compared
     "no prototype": ({"dino_head": {**HEAD, "num_prototypes": 0}}, "dino_head.num_prototypes=0: .*1"),
     "no such argument of a head": ({"ibot_head": {"width": 3}}, "ibot_head.width: .*PrototypeHead"),

@@ -81,10 +81,8 @@ def row_of(
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """Returns the inputs of a microbatch, and each part's positions of class tokens [n] and patches [n, P].
 
-    Inputs are ``tokens`` [1, s, 1 + c * p * p], type of the token and pixels [c, p, p] of a patch;
-    ``input_pos`` [1, s, 2 + num_draws], row and column of a patch's centre in its crop, in (-1, 1)
-    times ``position_factor``, and the crop's draws; ``crop_groups``, for each part the number of
-    crops and of tokens per crop.
+    Inputs are those of :meth:`recipe_utils.model.vision.vision_transformer.VisionTransformer.forward`,
+    with ``input_pos`` multiplied by ``position_factor``.
     """
     patch, first_patch = layout.patch_size, 1 + layout.num_registers
     sides = [part.crops.shape[-1] // patch for part in parts]

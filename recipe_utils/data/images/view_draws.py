@@ -30,9 +30,8 @@ def mask_ratios(
     """Returns the share of masked patches in each global crop of an update step, float64 [num_crops].
 
     As in DINOv2 (Oquab et al. 2023, arXiv:2304.07193), the range is cut into one part per masked
-    crop, and each crop draws its ratio from another part. Crops are those of the update step over
-    all ranks, so the distribution does not depend on how it is split. ``probability`` is the share
-    of crops with masked patches; their number is rounded.
+    crop, and each crop draws its ratio from another part. ``num_crops`` are those of all ranks;
+    ``probability`` is the share of crops with masked patches, whose number is rounded.
     """
     generator = generator_of("mask ratios", seed, epoch, step)
     low, high = mask_range

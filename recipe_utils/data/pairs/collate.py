@@ -24,8 +24,7 @@ SIDES = ("chosen", "rejected")
 def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
     """Returns the number of tokens that both sides of a pair can share; None if they are equal.
 
-    This is the longest common prefix of tokens and labels, less one: the next token of the last
-    common token differs, so each side keeps its own.
+    Longest common prefix of tokens and labels, less one, because the next token of the last differs.
     """
     chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
     shorter = min(chosen.shape[1], rejected.shape[1])

@@ -97,11 +97,6 @@ class ModelSettings:
         """Precision of trained weights, their summed gradients and optimizer state."""
         return _DTYPES[self.weights_dtype or self.dtype or "fp32"]
 
-    @property
-    def sums_dtype(self) -> torch.dtype:
-        """Precision of summed losses: fp64 for fp64 models, else fp32."""
-        return torch.promote_types(self.torch_dtype, torch.float32)
-
     def offloads_to_cpu(self, device: torch.device) -> bool:
         """Returns True if FSDP2 keeps its shards on the CPU while computing on ``device``."""
         offloads = self.fsdp_cpu_offload or (self.fsdp or {}).get("cpu_offload", False)
@@ -119,8 +114,9 @@ class ModelSettings:
         )
 
     def new_sums(self, num_sums: int, device: torch.device) -> torch.Tensor:
-        """Returns zeros [num_sums] to add summed losses to, in :attr:`sums_dtype`."""
-        return torch.zeros(num_sums, dtype=self.sums_dtype, device=device)
+        """Returns zeros [num_sums] to add summed losses to: fp64 for fp64 models, else fp32."""
+        dtype = torch.promote_types(self.torch_dtype, torch.float32)
+        return torch.zeros(num_sums, dtype=dtype, device=device)
 
     def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns the forward's context, which offloads activations if configured."""

@@ -37,8 +37,7 @@ from recipe_utils.parallel.ranks import Ranks
 class AverageTeacher:
     """Moving average of a student's weights, and its outputs for update steps. All ranks together.
 
-    Wrapped, cut into stages and sharded like the student, so that each rank averages its own
-    shards. ``build`` builds a model; its argument becomes the loss module.
+    ``build`` builds a model that is wrapped, cut and sharded like the student, with a loss module.
     """
 
     def __init__(
