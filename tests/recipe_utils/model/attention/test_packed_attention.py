@@ -19,7 +19,6 @@ from recipe_utils.model.attention.packed_attention import (
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.frozen.teacher import Teacher
-from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -163,23 +162,6 @@ def test_heads_that_flash_attention_does_not_take_are_refused_by_key():
         "packed_attention=varlen: FlashAttention does not support heads of width 264; set "
         "packed_attention=flex, or remove the key"
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"packed_attention": "varlen", "dtype": "bf16"}, "packed_attention=varlen: it needs device=cuda"),
-        ({"packed_attention": "flex"}, "packed_attention=flex: it needs device=cuda"),
-        ({"packed_attention": "varlen"}, "FlashAttention does not compute in dtype=fp32"),
-        ({"packed_attention": "by_document"}, None),
-        ({}, None),
-    ],
-)  # fmt: skip
-def test_ways_that_a_cpu_has_not_are_refused_by_key(settings, words):
-    problems = "\n".join(
-        map(str, ModelSettings(**settings).problems_with(RankSettings(device="cpu")))
-    )
-    assert (words in problems) if words else (problems == "")
 
 
 def test_compiled_layers_are_refused_where_triton_lacks_something(monkeypatch):
