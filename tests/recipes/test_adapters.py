@@ -442,8 +442,8 @@ def test_given_adapters_of_another_model_are_refused_by_name(tiny_config, tmp_pa
     for words, model, changes in (
         ("its shapes differ: .*lora_a", {**TIED, "lora_rank": 2}, {}),
         ("it lacks layers.0.attn.k_proj.magnitude", DORA, {}),
-        ("it has .*mlp.* the model has not", {**TIED, "apply_lora_to_mlp": False}, {}),
-        ("it has .* the model has not", tiny.MODEL, {}),
+        ("it has .*mlp.* the model does not have", {**TIED, "apply_lora_to_mlp": False}, {}),
+        ("it has .* the model does not have", tiny.MODEL, {}),
         ("is no file", TIED, {"adapter_checkpoint": "missing.pt"}),
         ("holds no tensors", TIED, {"adapter_checkpoint": str(text)}),
     ):
