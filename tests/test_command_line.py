@@ -65,9 +65,9 @@ def test_two_processes_log_the_losses_of_one(by_name):
 @pytest.mark.slow
 def test_a_copy_of_the_recipe_gives_the_same_losses_without_a_progress_bar(by_name, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    assert tune("cp", SFT, "copy.py", cwd=by_name).returncode == 0
+    assert tune("cp", SFT, "my_recipe.py", cwd=by_name).returncode == 0
     output_dir = f"output_dir={by_name}/copy"
-    done = tune("run", "copy.py", "--config", "my.yaml", output_dir, cwd=by_name)
+    done = tune("run", "my_recipe.py", "--config", "my.yaml", output_dir, cwd=by_name)
     screen = done.stdout + done.stderr
     assert done.returncode == 0, screen
     assert losses(by_name / "copy") == losses(by_name / "out")
