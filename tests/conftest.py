@@ -27,6 +27,10 @@ gc.set_threshold(
 # must not hide torchtune's package of that name.
 sys.path.append(str(Path(__file__).parents[1]))
 
+# A shell without job control starts background commands with SIGINT ignored, which programs would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import distributed_runs  # noqa: E402
 
 # No test is timed: the machine may be busy.
