@@ -113,7 +113,7 @@ def fresh_state_dict(model: nn.Module, seed: int) -> dict[str, Any]:
 def _recorded(weights: Path) -> dict[str, Any] | None:
     """Returns the arguments of fresh weights; None for weights of another origin."""
     try:
-        with safe_open(weights, "pt") as file:
+        with safe_open(weights, "np") as file:  # torch would open it a second time
             record = (file.metadata() or {}).get(_MADE_FROM)
     except FileNotFoundError:
         return None
