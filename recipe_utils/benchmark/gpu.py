@@ -415,7 +415,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds none; on a CPU use --device cpu --small")
     args.out.mkdir(parents=True, exist_ok=True)
-    get_logger().setLevel(logging.WARNING)
     results: dict[str, Result] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpu_benchmark_") as scratch:
@@ -445,4 +444,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    get_logger().setLevel(logging.WARNING)
     sys.exit(main())
