@@ -110,11 +110,3 @@ def test_ranks_report_a_bad_sample_once_and_last(by_name):
     assert screen.count(last) == 1
     assert "Traceback" not in screen
     assert "elastic" not in screen
-
-
-@pytest.mark.slow
-def test_the_command_in_the_summary_loads_the_model(by_name):
-    config = f"{by_name}/out/generation.yaml"
-    done = tune("run", "generate", "--config", config, "max_new_tokens=4", cwd=by_name)
-    assert done.returncode == 0, done.stderr
-    assert "tokens/sec" in done.stdout + done.stderr

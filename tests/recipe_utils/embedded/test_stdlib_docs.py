@@ -8,7 +8,6 @@ import tiny
 from recipe_runs import keep_messages
 from torchtune.data import Message
 
-from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
     docstring_pairs,
@@ -39,13 +38,6 @@ def test_the_tokenizer_encodes_answers_in_far_fewer_tokens_than_bytes(built):
     encoded = [built.tokenizer.encode(text, add_bos=False, add_eos=False) for text in answers]
     assert [built.text_of(tokens) for tokens in encoded] == answers
     assert sum(map(len, encoded)) < 0.5 * sum(len(answer.encode()) for answer in answers)
-
-
-def test_the_vocabulary_has_the_given_size_with_the_special_tokens_in_it(built):
-    specials = built.tokenizer.special_tokens.values()
-    assert len(set(specials)) == len(specials)
-    assert max(specials) == 1023
-    assert built.tokenizer.pad_id in specials
 
 
 def test_pairs_and_tokenizer_are_built_once_and_read_again_equal(built):
@@ -179,22 +171,6 @@ def test_no_file_of_a_killed_build_is_taken_for_a_whole_one(name, small, interru
     assert make_tokenizer(small).vocab_size == 300
     again = contents(small / "fresh")
     assert {name: again[name] for name in whole} == whole
-
-
-def test_a_failed_build_is_repeated_and_a_finished_one_is_not(tmp_path):
-    path, calls = tmp_path / "new" / "file", []
-
-    def build():
-        calls.append(path.exists())
-        if len(calls) == 1:
-            raise OSError("disk full")
-        path.write_text("whole")
-
-    with pytest.raises(OSError, match="disk full"):
-        build_once(path, build)
-    for _ in range(3):
-        build_once(path, build)
-    assert calls == [False, False]
 
 
 def splits(built, **options):

@@ -12,7 +12,6 @@ from recipe_utils.data.loader.collectives import (
     RankCounts,
     StepCollectives,
     StepCounts,
-    group_samples,
 )
 from recipe_utils.data.loader.plan import plan_packed
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -94,14 +93,11 @@ def num_tokens(sample):
     return len(sample["tokens"])
 
 
-def exchange(samples_of_rank, plan, dp_peers_of_rank=None, length_of=num_tokens):
+def exchange(samples_of_rank, plan, dp_peers_of_rank=None):
     rank = dist.get_rank()
     peers = dp_peers_of_rank[rank] if dp_peers_of_rank else list(range(dist.get_world_size()))
-    try:
-        together = StepCollectives((), True, peers, dist.group.WORLD, threading.Event())
-        return together.exchange(samples_of_rank[rank], length_of, plan, max_samples=4)
-    except OtherRankFailedError as error:
-        return str(error)
+    together = StepCollectives((), True, peers, dist.group.WORLD, threading.Event())
+    return together.exchange(samples_of_rank[rank], num_tokens, plan, max_samples=4)
 
 
 def plan_reversed(lengths, num_ranks):
@@ -130,26 +126,3 @@ def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
     assert got[2:] == [got[2]] * 2
     assert sorted(names(got[0])[0] + names(got[2])[0]) == [0, 1, 2, 3]
     assert sorted(len(s["tokens"]) for s in got[0][0]) == [1, 9]
-
-
-def test_a_rank_that_loaded_no_samples_is_named_on_the_others():
-    got = run_distributed(exchange, 2, [[sample(0, 3)], None], plan_packed)
-    assert "rank(s) [1] could not prepare" in got[0]
-    assert got[1] == []
-
-
-def first_token(sample):
-    return sample["tokens"][0]
-
-
-def plan_by_length(lengths, num_ranks):
-    return [[[p for p, n in enumerate(lengths) if n == rank]] for rank in range(num_ranks)]
-
-
-def test_a_length_is_what_the_collator_returns():
-    held = [[sample(0, 3), sample(1, 1)], [sample(1, 4), sample(0, 2)]]
-    got = run_distributed(exchange, 2, held, plan_by_length, None, first_token)
-    assert [names(microbatches) for microbatches in got] == [[[0, 0]], [[1, 1]]]
-    alone = [sample(2, 3), sample(0, 1), sample(1, 2)]
-    in_order = group_samples(alone, first_token, lambda lengths, _: [[[n] for n in lengths]])
-    assert in_order == [[alone[2]], [alone[0]], [alone[1]]]

@@ -1,20 +1,17 @@
 """An update step is a value with counts over all ranks, determined before its first forward."""
 
-import dataclasses
 import math
 import threading
 
 import pytest
 import tiny
-import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from torchtune.data import padded_collate_sft
 
 from recipe_utils.data.loader.collectives import OtherRankFailedError
-from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.data.loader.microbatch import Microbatch, Targets
-from recipe_utils.data.loader.plan import MicrobatchCost, plan_in_order
+from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collator import TextCollator
@@ -35,14 +32,13 @@ def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
-def make_loader(samples, ranks=(), fill=None, collator=None, **settings):
-    """``ranks`` are changes to this process's settings among the others."""
+def make_loader(samples, fill=None, **settings):
     settings = DataSettings(batch_size=2, **settings)
     return UpdateStepLoader(
         tiny.Samples(samples),
-        collator or TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
+        TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
         settings,
-        join_ranks(RankSettings(device="cpu", **dict(ranks))),
+        join_ranks(RankSettings(device="cpu")),
         "dataset",
         fill,
     )
@@ -107,24 +103,9 @@ def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
             for microbatch in step.microbatches[-num_filled:]:
                 assert microbatch.counts == {}
                 assert len(microbatch.targets.positions) == 0
-            samples = [SAMPLES[i] for i in of_step]
-            assert step.totals["target_tokens"] == num_targets(samples)
-            assert step.totals["real_tokens"] == sum(len(s["tokens"]) for s in samples)
             assert step.totals["positions"] == sum(
                 m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
             )
-
-
-def scales_of_ranks_with_the_same_data():
-    loader = make_loader(SAMPLES, {"tensor_parallel_dim": 2})
-    with loader.of_samples([[0, 1, 2], [3]]) as steps:
-        return [(step.totals["target_tokens"], step.scale("target_tokens")) for step in steps]
-
-
-def test_data_that_two_ranks_share_counts_once():
-    totals = [num_targets(SAMPLES[:3]), num_targets(SAMPLES[3:4])]
-    for rank in run_distributed(scales_of_ranks_with_the_same_data, 2):
-        assert rank == [(total, 1 / total) for total in totals]
 
 
 # ---- Failures -------------------------------------------------------------------------------------
@@ -172,7 +153,10 @@ def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_updat
 
 @pytest.mark.parametrize(
     ("number", "steps", "text"),
-    [(0, 1, "dataset: it has 0 samples"), (3, 2, "last_update_step")],
+    [
+        (0, 1, "dataset: it has 0 samples"),
+        (3, 2, "3 samples do not fill one update step of 4 samples; set last_update_step=train"),
+    ],
 )
 def test_an_epoch_without_an_update_step_is_refused_by_its_key(number, steps, text, one_process):
     settings = {"last_update_step": "drop", "gradient_accumulation_steps": steps}
@@ -187,11 +171,6 @@ def tokens_of(steps):
     return [[token for token in row if token] for step in steps for row in samples_of(step)]
 
 
-def test_the_tokens_are_those_of_the_planned_samples_in_order(one_process):
-    with make_loader(SAMPLES, num_workers=1).of_samples([[5, 0, 3], [2]]) as steps:
-        assert tokens_of(steps) == [SAMPLES[i]["tokens"] for i in (5, 0, 3, 2)]
-
-
 @pytest.mark.parametrize("num_epochs", [1, 2, 9])
 def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, one_process):
     loader = make_loader(SAMPLES, gradient_accumulation_steps=2, max_steps_per_epoch=1)
@@ -204,14 +183,6 @@ def test_one_pass_has_each_sample_once_that_so_many_epochs_consume(num_epochs, o
     with steps:
         assert tokens_of(steps) == expected
     assert num_steps == math.ceil(len(expected) / 4)
-
-
-def test_a_scale_is_the_dp_degree_over_the_total_of_its_name():
-    step = UpdateStep(0, (), {"target_tokens": 10, "pairs": 8}, dp_degree=4)
-    assert (step.scale("target_tokens"), step.scale("pairs")) == (0.4, 0.5)
-    assert math.isfinite(UpdateStep(0, (), {"pairs": 0}, dp_degree=4).scale("pairs"))
-    with pytest.raises(KeyError):
-        step.scale("images")
 
 
 # ---- Epochs ---------------------------------------------------------------------------------------
@@ -231,12 +202,6 @@ def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
     assert described(samples_consumed=4) == whole[1:]
 
 
-def test_an_epoch_of_fewer_steps_ends_with_the_last_of_them(one_process):
-    loader = make_loader(SAMPLES, max_steps_per_epoch=2)
-    with loader.epoch(0) as steps:
-        assert [step.is_last_of_epoch for step in steps] == [False, True]
-
-
 def test_update_steps_counted_after_a_request_to_stop_have_it(one_process):
     stop = threading.Event()
     loader = make_loader(SAMPLES, prefetch_update_steps=0)
@@ -247,62 +212,3 @@ def test_update_steps_counted_after_a_request_to_stop_have_it(one_process):
             if step.index == 1:
                 stop.set()
     assert requested == [False, False, True]
-
-
-# ---- Another collator -----------------------------------------------------------------------------
-
-
-class Pairs:
-    """Samples of two numbers each, counted as pairs."""
-
-    counts = ("pairs", "numbers")
-    fingerprint_keys = ("pair",)
-
-    def plan(self, lengths, num_ranks, /):
-        return plan_in_order(lengths, num_ranks, batch_size=2)
-
-    def prepare(self, sample, name):
-        if len(sample["pair"]) != 2:
-            raise SampleError(f"{name}: it is no pair")
-        return sample
-
-    def length(self, sample):
-        return 1
-
-    def collate(self, samples):
-        pairs = torch.tensor([sample["pair"] for sample in samples])
-        targets = Targets(pairs, torch.arange(pairs.numel()))
-        return Microbatch(
-            {"tokens": pairs}, targets, {"pairs": len(pairs), "numbers": pairs.numel()}
-        )
-
-    def dummy(self, sample):
-        return dataclasses.replace(self.collate([sample]), counts={})
-
-    def warnings(self):
-        yield from ()
-
-
-def totals_of_pairs(indices_of_rank):
-    loader = make_loader([{"pair": [i, i + 1]} for i in range(9)], collator=Pairs())
-    with loader.of_samples(indices_of_rank[dist.get_rank()]) as steps:
-        return [(dict(step.totals), len(step.microbatches), samples_of(step)) for step in steps]
-
-
-def test_totals_are_those_of_the_collator_s_counts_by_name_over_all_ranks():
-    shares = [[[0, 1, 2], [3]], [[4], [5, 6]]]
-    for found, share in zip(run_distributed(totals_of_pairs, 2, shares), shares, strict=True):
-        totals, num_microbatches, rows = zip(*found, strict=True)
-        assert totals == ({"pairs": 4, "numbers": 8}, {"pairs": 3, "numbers": 6})
-        assert num_microbatches == (2, 1)
-        for of_step, indices in zip(rows, share, strict=True):
-            assert of_step[: len(indices)] == [[i, i + 1] for i in indices]
-
-
-def test_errors_of_a_collator_name_the_sample(one_process):
-    loader = make_loader([{"pair": [1, 2]}, {"pair": [1]}], collator=Pairs())
-    with (
-        loader.of_samples([[0], [1]]) as steps,
-        pytest.raises(SampleError, match="sample 1 of dataset: it is no pair"),
-    ):
-        list(steps)

@@ -75,11 +75,6 @@ def test_drop_counts_full_update_steps_and_train_the_short_one_too(num_samples):
         assert num_update_steps(num_samples, 8, "train", max_steps_per_epoch=most) == expected
 
 
-def test_an_epoch_without_update_steps_is_refused():
-    with pytest.raises(ValueError, match="7 samples do not fill one update step of 8"):
-        num_update_steps(7, 8, "drop")
-
-
 @pytest.mark.parametrize("dp_degree", [1, 2, 4])
 @pytest.mark.parametrize(("num_samples", "block"), [(19, 1), (37, 16), (64, 16), (128, 2), (3, 4)])
 def test_blocks_of_an_update_step_stay_on_a_rank_and_shares_differ_by_at_most_one(

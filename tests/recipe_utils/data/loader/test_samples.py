@@ -30,12 +30,6 @@ def checked(samples, **options):
     return CheckedDataset(tiny.Samples(samples), "dataset", prepare, **options)
 
 
-def test_packed_samples_are_accepted():
-    packed = tiny.tiny_dataset(None, num_samples=9, packed=True)
-    dataset = CheckedDataset(packed, "dataset", prepare)
-    assert all(dataset[i] is not None for i in range(len(dataset)))
-
-
 def test_an_error_of_a_dataset_is_chained_to_one_that_names_the_sample():
     dataset = checked([{}])
     expected = r"sample 2 of dataset: IndexError: list index out of range"
