@@ -262,7 +262,7 @@ def _line_up(settings: LineupSettings) -> Lineup:
     try:
         base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
         whole = merge(base, {"output_dir": str(settings.output_dir)})
-        wrong_keys = check_keys(whole, _settings_of(recipe))
+        _, wrong_keys = check_keys(whole, _settings_of(recipe))
         lineup.problems += [*wrong_keys, *_problems_with_base(base)]
     except (ValueError, OSError, OmegaConfBaseException) as error:
         lineup.problems += ConfigError(_first_line(error)).problems
@@ -318,7 +318,7 @@ def _add_baseline(
         own = {"kind", *OWN_KEYS[recipe].get(kind, ())}
         given = {key: value for key, value in entry.items() if key not in own}
         merged = merge(base, {**given, "output_dir": str(settings.output_dir)})
-        found = check_keys(merged, _settings_of(recipe))
+        _, found = check_keys(merged, _settings_of(recipe))
         # Only keys of this entry: it may have replaced the reference to a key of the base config.
         if problems := [problem for problem in found if problem.root in given]:
             raise ConfigError(*problems)

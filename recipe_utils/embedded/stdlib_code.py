@@ -29,9 +29,6 @@ def code_dataset(
     The first call writes the pairs to the file ``path``; over 7,000 with Python 3.11 to 3.13. The
     other arguments are those of
     :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
-
-    Raises:
-        ValueError: unknown split.
     """
     pairs = pairs_in_file(path, code_pairs)
     return question_answer_dataset(

@@ -46,9 +46,6 @@ def docstring_dataset(
 
     The first call writes the pairs to the file ``path``. The other arguments are those of
     :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
-
-    Raises:
-        ValueError: unknown split.
     """
     pairs = docstring_pairs(path)
     return question_answer_dataset(

@@ -42,7 +42,7 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
             the classes' ``problems()``.
     """
     _drop_null_components(cfg)
-    values, problems = _check_keys(cfg, settings_class)
+    values, problems = check_keys(cfg, settings_class)
     known = all_keys_of(settings_class)
     wrong = {problem.root for problem in problems}
     of_values = {key: _check_value(key, values[key], known[key]) for key in known if key in values}
@@ -76,13 +76,8 @@ def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     return settings
 
 
-def check_keys(cfg: DictConfig, settings_class: type) -> list[Problem]:
-    """Returns problems of key names and components; other values are not checked."""
-    return _check_keys(cfg, settings_class)[1]
-
-
-def _check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the resolved values by key, and the problems."""
+def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the resolved values by key, and problems of key names and components only."""
     known = all_keys_of(settings_class)
     _expand_home(cfg, known)
     values, problems = _resolve(cfg, known)

@@ -247,13 +247,11 @@ class UpdateStepLoader:
         return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
     def _indices(self, permutation: Tensor, steps: range, epoch: int = 0) -> list[list[int]]:
-        size, dp_rank, dp_degree = (
-            self.global_batch_size,
-            self._ranks.dp_rank,
-            self._ranks.dp_degree,
-        )
+        size, ranks = self.global_batch_size, self._ranks
         return [
-            update_step_indices(permutation, step, size, dp_rank, dp_degree, epoch, self._block)
+            update_step_indices(
+                permutation, step, size, ranks.dp_rank, ranks.dp_degree, epoch, self._block
+            )
             for step in steps
         ]
 

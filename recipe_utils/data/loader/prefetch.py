@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ class Prefetched(Generic[T]):
             started = time.perf_counter()
             item = next(self._items, _END) if self._thread is None else self._queue.get()
             self.wait_seconds = time.perf_counter() - started
-            if item is _END or isinstance(item, _Raised):
+            if item is _END or isinstance(item, BaseException):
                 if self._thread is not None:
                     self._queue.put(item)  # for the next iteration; the thread has ended
-                if isinstance(item, _Raised):
-                    raise item.error
+                if isinstance(item, BaseException):
+                    raise item
                 return
             yield item  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ class Prefetched(Generic[T]):
                     return
             self._put(_END)
         except BaseException as error:
-            self._put(_Raised(error))
+            self._put(error)
 
     def _put(self, item: object) -> bool:
         """Waits until the queue has space; returns False if it was closed first."""
@@ -72,7 +72,7 @@ class Prefetched(Generic[T]):
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        self._queue = queue.Queue()  # drops prepared items
+        self._queue = queue.Queue()
         self._queue.put(_END)
         if hasattr(self._items, "close"):
             self._items.close()
@@ -82,7 +82,3 @@ class Prefetched(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Raised(NamedTuple):
-    error: BaseException

@@ -41,7 +41,7 @@ def load_batches(
                 dataset,
                 batch_sampler=part,
                 num_workers=min(num_workers, len(part)),
-                collate_fn=_keep_as_list,
+                collate_fn=list,
                 # Otherwise this background thread draws from the global generator.
                 generator=torch.Generator(),
             )
@@ -90,7 +90,3 @@ def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess
 def _first_of(indices: list[int]) -> str:
     shown = ", ".join(map(str, indices[:5]))
     return shown if len(indices) <= 5 else f"{shown}, ..."
-
-
-def _keep_as_list(samples: list[Any]) -> list[Any]:
-    return samples
