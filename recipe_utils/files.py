@@ -3,9 +3,9 @@
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,7 +52,7 @@ def write_atomically(path: Path, content: bytes | str) -> FileFacts:
         OSError: contains the path. An existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
-    return _write(path, lambda file: file.write(data))
+    return _write(path, [data])
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
@@ -79,37 +79,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def write(file: _Checksummed) -> None:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+    def parts() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little")
+        yield text
         for name in names:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
             data: Any = flat.view(torch.uint8).numpy()
-            file.write(memoryview(data))
+            yield memoryview(data)
 
-    return _write(path, write)
-
-
-class _Checksummed:
-    """Counts the bytes written to a file and computes their CRC-32."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.num_bytes = self.crc32 = 0
-
-    def write(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self.crc32 = zlib.crc32(content, self.crc32)
-        self.num_bytes += len(content)
+    return _write(path, parts())
 
 
-def _write(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
     """Writes a hidden file and renames it. A killed writer leaves the hidden file."""
     unfinished = path.with_name(f".{path.name}.unfinished")
+    num_bytes = crc32 = 0
     try:
         with unfinished.open("wb") as file:
-            checksummed = _Checksummed(file)
-            write(checksummed)
+            for part in parts:
+                file.write(part)
+                num_bytes += len(part)
+                crc32 = zlib.crc32(part, crc32)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -118,7 +108,7 @@ def _write(path: Path, write: Callable[[_Checksummed], None]) -> FileFacts:
         raise OSError(error.errno, error.strerror, str(path)) from error
     os.replace(unfinished, path)
     fsync_folder(path.parent)
-    return FileFacts(checksummed.num_bytes, checksummed.crc32)
+    return FileFacts(num_bytes, crc32)
 
 
 def fsync_folder(folder: Path) -> None:
