@@ -43,8 +43,8 @@ _log = get_logger("INFO")
 class Collator(Protocol):
     """Checks, measurement, plans and collation of the samples of one objective.
 
-    With an attribute ``block`` (int), so many consecutive samples of an update step stay on one
-    rank. Losses that couple samples need it.
+    With an attribute ``block`` (int, a divisor of ``batch_size``), so many consecutive samples of an
+    update step stay on one rank. Losses that couple samples need it.
     """
 
     @property
@@ -153,11 +153,6 @@ class UpdateStepLoader:
             self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = self.samples_per_rank * ranks.dp_degree
             self._block: int = getattr(collator, "block", 1)
-            if self.samples_per_rank % self._block:
-                raise ValueError(
-                    f"{self.samples_per_rank} samples per rank and update step are not a multiple of the "
-                    f"{self._block} that must be on one rank; set batch_size to a multiple of {self._block}"
-                )
         with naming("last_update_step"):
             self.steps_per_epoch = num_update_steps(
                 num_samples,

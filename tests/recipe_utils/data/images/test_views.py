@@ -30,7 +30,6 @@ from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, updat
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.problems import ConfigError
 
 CROPS = {
     "global_crop_size": 16,
@@ -367,12 +366,6 @@ def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data
     views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
     (problem,) = views.problems_with(DataSettings(**{"batch_size": 4, **data}))
     assert re.search(message, str(problem))
-
-
-def test_ranks_without_whole_groups_are_refused_with_both_numbers(one_process):
-    message = r"dataset: 6 samples per rank .* not a multiple of the 4"
-    with pytest.raises(ConfigError, match=message):
-        make_loader(batch_size=6, global_batch_size=6)
 
 
 def test_a_list_of_datasets_is_concatenated():
