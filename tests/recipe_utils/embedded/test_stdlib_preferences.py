@@ -129,5 +129,3 @@ def test_only_different_words_are_exchanged():
     assert exchange_neighbours("a b c d e f g h", "one") == "a b c d e f h g"
     assert exchange_neighbours("a b c d e f g h", "two") == "a b c e d f g h"
     assert first_paragraphs([("What does `a` do?", "no no no no no")]) == []
-    with pytest.raises(ValueError, match="no two words are different"):
-        exchange_neighbours("no no", "any seed")
