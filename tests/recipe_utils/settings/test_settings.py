@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.settings.components import Component, MadeWith
-from recipe_utils.settings.describe import key_table, settings_of
+from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import STRICT, Count, FilePath, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import read_settings
@@ -174,21 +174,6 @@ def test_an_unknown_key_is_accepted_if_another_refers_to_it():
     for value in ("${width}", "${ width }"):
         assert read_settings(config(width=3, guests=value), Settings).guests == 3
     assert len(problems_of(width=3, names=["width"])) == 1
-
-
-def test_the_table_has_type_default_and_meaning_of_every_key():
-    assert key_table(Settings).splitlines()[2:] == [
-        "| `bread` | component | required | What is baked. |",
-        "| `extra` | component or list of component or null | null |  |",
-        "| `guests` | int | 0 |  |",
-        "| `output_dir` | path or null | null |  |",
-        "| `text` | str or null | null |  |",
-        "| `num_trays` | int >= 1 | 2 | How many `trays` it has. |",
-        "| `heat` | float > 0 or null | null | Above the air's. |",
-        "| `mode` | fan or grill | fan |  |",
-        "| `is_lit` | bool | False |  |",
-        "| `names` | list of str or null | null |  |",
-    ]
 
 
 def test_settings_are_found_by_a_recipe_s_name_or_path(tmp_path):

@@ -17,7 +17,6 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.problems import ConfigError
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)
@@ -149,19 +148,6 @@ def test_a_dummy_that_cannot_be_collated_stops_every_rank_before_the_first_updat
     settings = {"collate_fn": f"{__name__}.collate_longer_samples"}
     ends = run_distributed(run_until_it_stops, 2, SAMPLES, shares, settings)
     assert [end[:2] for end in ends] == [(0, SampleError)] * 2
-
-
-@pytest.mark.parametrize(
-    ("number", "steps", "text"),
-    [
-        (0, 1, "dataset: it has 0 samples"),
-        (3, 2, "3 samples do not fill one update step of 4 samples; set last_update_step=train"),
-    ],
-)
-def test_an_epoch_without_an_update_step_is_refused_by_its_key(number, steps, text, one_process):
-    settings = {"last_update_step": "drop", "gradient_accumulation_steps": steps}
-    with pytest.raises(ConfigError, match=text):
-        make_loader(SAMPLES[:number], **settings)
 
 
 # ---- The value ------------------------------------------------------------------------------------

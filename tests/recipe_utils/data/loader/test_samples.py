@@ -1,7 +1,5 @@
 """Samples are checked as they are loaded, by their name; workers change nothing."""
 
-import re
-
 import pytest
 import tiny
 
@@ -44,19 +42,6 @@ def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
     expected = [[samples[i] for i in step] for step in indices_per_step]
     for num_workers in (0, 2):
         assert list(load_samples(checked(samples), indices_per_step, num_workers)) == expected
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_names_the_sample_that_a_worker_could_not_load(num_workers):
-    steps = load_samples(checked([*GOOD, BAD]), [[0, 1], [1, 2]], num_workers)
-    assert next(steps) == GOOD
-    with pytest.raises(SampleError, match=re.escape("sample 2 of dataset: 1 labels for 2 tokens")):
-        next(steps)
-
-
-def test_bad_samples_are_skipped_on_request():
-    dataset = checked([BAD, *GOOD], skips_bad=True)
-    assert list(load_samples(dataset, [[1, 0], [0], [2]])) == [[GOOD[0]], [], [GOOD[1]]]
 
 
 def skip_without_targets(sample, name):

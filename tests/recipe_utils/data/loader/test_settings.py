@@ -1,13 +1,11 @@
 """Batch sizes are resolved or refused with their numbers; contradicting keys are problems."""
 
 import dataclasses
-import re
 
 import pytest
 
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.parallel.ranks import RankSettings
 
 
 def accumulated(steps, global_batch_size):
@@ -58,26 +56,9 @@ def test_validation_takes_every_sample_once_in_order_with_batch_size_val():
     assert without_own.of_validation().batch_size == 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"max_tokens_per_microbatch": 8}, "max_tokens_per_microbatch=8: "),
-        ({"balance_over_ranks": True}, "balance_over_ranks=True: "),
-        ({"microbatching": "packed", "collate_fn": "torch.stack"}, "collate_fn=torch.stack: "),
-        ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn=.*pads for inference"),
-        ({"collate_fn": "nowhere.collate"}, "collate_fn=nowhere.collate: "),
-    ],
-)
-def test_contradicting_keys_are_problems_by_name(settings, key):
-    (problem,) = DataSettings(**settings).problems()
-    assert re.match(key, str(problem))
-    assert list(DataSettings().problems()) == []
-
-
-def test_a_batch_that_so_many_ranks_cannot_share_is_a_problem():
-    (problem,) = DataSettings(batch_size=4, global_batch_size=9).problems_with(RankSettings())
-    assert str(problem).startswith("global_batch_size=9: ")
-    assert list(DataSettings(batch_size=3, global_batch_size=9).problems_with(RankSettings())) == []
+def test_a_collate_function_that_does_not_exist_is_a_problem():
+    (problem,) = DataSettings(collate_fn="nowhere.collate").problems()
+    assert str(problem).startswith("collate_fn=nowhere.collate: ")
 
 
 def test_the_config_overrides_the_overhead_of_a_microbatch():

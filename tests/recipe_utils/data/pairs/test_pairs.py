@@ -8,7 +8,6 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.microbatch import CacheKeys
@@ -19,7 +18,6 @@ from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
     collate_padded_pairs,
-    load_pairs,
     num_shared_tokens,
 )
 from recipe_utils.data.text.limits import ModelLimits
@@ -240,10 +238,3 @@ def test_a_bad_pair_is_named(sample, text):
 def test_a_pair_that_cannot_be_learned_from_is_skipped(sample, text):
     with pytest.raises(SkippedSampleError, match=f"^sample 3: {text}"):
         collator_of().prepare(sample, "sample 3")
-
-
-def test_a_dataset_of_single_answers_is_told_what_to_be():
-    cfg = {"_component_": "tiny.tiny_dataset", "num_samples": 3}
-    with pytest.raises(ValueError, match=r"samples have labels, tokens.*preference_dataset"):
-        load_pairs(OmegaConf.create(cfg), tiny.tiny_tokenizer())
-    assert len(load_pairs(OmegaConf.create({**cfg, "num_samples": 0}), tiny.tiny_tokenizer())) == 0
