@@ -1,6 +1,7 @@
 """Pipeline stages of a decoder: their layers, and the modules that remain on each."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -82,26 +83,25 @@ def split_layers(layer_costs: Sequence[float], output_cost: float, num_stages: i
     """
     num_layers = len(layer_costs)
     totals = [0.0, *accumulate(layer_costs)]
-    # least[n]: (maximum cost, start of the last stage) of the first n layers in ``stage + 1`` stages
-    least = [(totals[n], 0) for n in range(num_layers + 1)]
-    starts: list[list[int]] = [[0] * (num_layers + 1)]
-    for stage in range(1, num_stages):
-        extra = output_cost if stage == num_stages - 1 else 0.0
-        least = [
-            min(
-                (max(least[start][0], totals[n] - totals[start] + extra), start)
-                for start in range(stage, n)
-            )
-            if n > stage
-            else (float("inf"), 0)
-            for n in range(num_layers + 1)
-        ]
-        starts.append([start for _, start in least])
-    stages, stop = [], num_layers
-    for of_stage in reversed(starts):
-        stages.append(range(of_stage[stop], stop))
-        stop = of_stage[stop]
-    return stages[::-1]
+
+    @cache
+    def best(stop: int, num_stages: int) -> tuple[float, int]:
+        """Returns the least maximum cost of the layers before ``stop``, and the last stage's start."""
+        if num_stages == 1:
+            return totals[stop], 0
+        extra = output_cost if stop == num_layers else 0.0
+        return min(
+            (max(best(start, num_stages - 1)[0], totals[stop] - totals[start] + extra), start)
+            for start in range(num_stages - 1, stop)
+        )
+
+    stages: list[range] = []
+    stop = num_layers
+    for remaining in range(num_stages, 0, -1):
+        _, start = best(stop, remaining)
+        stages.insert(0, range(start, stop))
+        stop = start
+    return stages
 
 
 class NotOnThisStage(nn.Module):
