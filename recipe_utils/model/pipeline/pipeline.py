@@ -65,9 +65,9 @@ class Pipeline:
         output_is_tied: bool = False,
         num_sums: int = 1,
     ) -> None:
+        hidden = torch.zeros(1, 1, embed_dim, dtype=dtype, device=device)
         self._stages = [
-            _Stage(stage, index, num_stages, embed_dim, dtype, device, group)
-            for index, stage in stages.items()
+            _Stage(stage, index, num_stages, hidden, group) for index, stage in stages.items()
         ]
         # NCCL creates a communicator at a group's first call, which blocks for all ranks. In 1F1B that would be a
         # batched send and receive that some ranks reach only after they have received, a deadlock.
@@ -219,19 +219,16 @@ class _Stage(PipelineStage):
         module: nn.Module,
         index: int,
         num_stages: int,
-        embed_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        hidden: Tensor,
         group: dist.ProcessGroup,
     ) -> None:
-        hidden = torch.zeros(1, 1, embed_dim, dtype=dtype, device=device)
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        loss = torch.zeros((), device=device)
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        loss = torch.zeros((), device=hidden.device)
         super().__init__(
             module,
             index,
             num_stages,
-            device,
+            hidden.device,
             # With examples PyTorch does not run a microbatch to infer the shapes of inputs and outputs.
             input_args=tokens if index == 0 else hidden,
             output_args=loss if index == num_stages - 1 else hidden,
