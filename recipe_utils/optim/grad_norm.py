@@ -29,13 +29,8 @@ def clip_grad_norm_(
     """Clips gradients in place. Returns their norm before clipping [], None without gradients.
 
     They may be sharded over several meshes; PyTorch's own function takes one. The norm is at least
-    fp32: a bf16 norm would have three digits.
-
-    Args:
-        model: model, or the stages of ``pipeline`` on this rank.
-        max_norm: maximum norm of all gradients together; None only measures it.
-        pipeline: None without stages.
-        is_of_part: selects parameters by their names with wrappers; None selects all.
+    fp32: a bf16 norm would have three digits. ``max_norm`` None only measures it; ``model`` may be
+    the stages of ``pipeline`` on this rank; ``is_of_part`` selects parameters by name.
     """
     tied_copies: Container[int] = () if pipeline is None else pipeline.tied_copies
     parameters_by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)

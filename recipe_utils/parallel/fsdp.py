@@ -26,15 +26,9 @@ def shard_model(
 ) -> None:
     """Shards a model in place with FSDP2 over ``dp_shard``; HSDP if ``dp_replicate`` is above 1.
 
-    Args:
-        model: on the meta device or materialised.
-        mesh: mesh of :func:`recipe_utils.parallel.ranks.build_mesh`.
-        custom_sharded_layers: names of modules to shard as separate units, besides each layer.
-        cpu_offload: keep parameters, gradients and optimizer state on the CPU.
-        reshard_after_forward: free each unit's gathered parameters after its forward.
-        compute_dtype: dtype of forward and backward, None for the parameters'. Parameters are cast
-            as they are gathered; gradients are upcast before they are summed.
-        ignored: parameters that are neither sharded nor cast.
+    Units are the layers and the modules in ``custom_sharded_layers``. For a ``compute_dtype``
+    parameters are cast as they are gathered, and gradients are upcast before they are summed;
+    ``ignored`` parameters are neither sharded nor cast.
     """
     hsdp = mesh["dp_replicate"].size() > 1
 

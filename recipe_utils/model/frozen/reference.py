@@ -122,15 +122,10 @@ class Reference:
     ) -> dict[str, str]:
         """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
 
-        Args:
-            policy: the trained model, with its weights; with adapters, also the reference.
-            pipeline: pipeline of the policy's stages.
-            build: ``build_frozen_model`` of the policy's builder.
-            policy_checkpointer: reads the reference's weights if it has no checkpointer.
-            context: plain values that log-probabilities depend on besides weights and precision.
-
-        Returns the checksum of a reference's own weights, so that a resumed training has the same
-        one. Raises ConfigError if the weights do not fit the model.
+        With adapters it is ``policy``, otherwise a model of ``build``, with the weights of its own
+        or the policy's checkpointer. ``context`` are plain values that log-probabilities depend on
+        besides weights and precision. Returns the checksum of a reference's own weights, so that a
+        resumed training has the same one. Raises ConfigError if the weights do not fit the model.
         """
         if not self._is_used:
             return {}
