@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,14 @@ def tiny_model(sizes=MODEL, seed=0):
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def on_meta(sizes=MODEL, **settings):
+    """A model without weights, as recipes build it."""
+    from recipe_utils.model.build.build import ModelSettings, build_on_meta
+
+    make = partial(config.instantiate, OmegaConf.create(sizes))
+    return build_on_meta(make, ModelSettings(**settings))
 
 
 def adapted_model(sizes, seed=1):

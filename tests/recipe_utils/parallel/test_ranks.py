@@ -28,7 +28,6 @@ def settings(replicate, shard, tp, pp=1):
         (8, (1, -1, 1), (1, 8, 1, 1)),
         (8, (2, -1, 2), (2, 2, 2, 1)),
         (8, (2, 2, 2), (2, 2, 2, 1)),
-        (8, (1, -1, 8), (1, 1, 8, 1)),
         (8, (2, -1, 1, 2), (2, 2, 1, 2)),
     ],
 )
@@ -45,10 +44,8 @@ def test_the_sharding_dimension_takes_the_remaining_ranks(world_size, dims, expe
     [
         (8, (2, 3, 1), ["data_parallel_replicate_dim=2 * ", "6 ranks", "8 run", "start 6 proc"]),
         (6, (1, -1, 4), ["4 ranks", "6 run", "data_parallel_shard_dim=-1"]),
-        (2, (4, -1, 1), ["4 ranks", "2 run"]),
         (6, (2, -1, 1, 2), ["4 ranks, but 6 run"]),
         (4, (1, 0, 1), ["data_parallel_shard_dim=0: it must be at least 1"]),
-        (4, (1, -2, 1), ["data_parallel_shard_dim=-2: it must be at least 1"]),
     ],
 )
 def test_dimensions_that_do_not_make_the_world_size_are_refused_with_both_numbers(

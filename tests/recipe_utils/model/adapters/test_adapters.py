@@ -16,7 +16,7 @@ from recipe_utils.model.adapters.adapters import (
 )
 from recipe_utils.model.adapters.merge import contents_of_export, merge
 from recipe_utils.model.adapters.nf4 import without_quantising
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import load_weights
 
 KINDS = {
@@ -34,7 +34,7 @@ def loaded(sizes, dtype="fp32"):
     adapted = tiny.adapted_model({**sizes, "quantize_base": False})
     given = {n: p.detach() for n, p in adapted.named_parameters() if p.requires_grad}
     settings = ModelSettings(dtype=dtype)
-    model = build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), settings)
+    model = tiny.on_meta(sizes, dtype=dtype)
     base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
     load_weights(model, {"model": base, "adapter": given}, settings, torch.device("cpu"))
     speed_up_adapters(model, torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
@@ -121,13 +121,11 @@ def test_another_base_is_known_by_its_fingerprint():
 
 
 def test_nothing_is_quantised_on_the_meta_device_and_what_is_not_default_is_refused():
-    def build():
-        return config.instantiate(OmegaConf.create(KINDS["qlora"]))
-
-    model = build_on_meta(build, ModelSettings())
+    quantised = config.instantiate(OmegaConf.create(KINDS["qlora"]))
+    model = tiny.on_meta(KINDS["qlora"])
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
     assert sum(find_adapters(model).frozen.values()) == 14
-    assert list(model.state_dict()) == list(build().state_dict())
+    assert list(model.state_dict()) == list(quantised.state_dict())
     with without_quantising(), pytest.raises(ValueError, match="block_size"):
         FrozenNF4Linear(256, 256, block_size=32)
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from omegaconf import OmegaConf
+from tiny import on_meta
 from torch import nn
-from torchtune import config
 
 from recipe_utils.data.text.limits import row_multiple_of_packed
 from recipe_utils.model.attention.packed_attention import (
@@ -16,18 +15,12 @@ from recipe_utils.model.attention.packed_attention import (
     other_attention,
     select_kernel,
 )
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.frozen.teacher import Teacher
 from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def on_meta(sizes=tiny.MODEL, **settings):
-    return build_on_meta(
-        lambda: config.instantiate(OmegaConf.create(sizes)), ModelSettings(**settings)
-    )
 
 
 def with_heads(num_heads, width):

@@ -7,15 +7,11 @@ import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
+from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
 
-from recipe_utils.model.build.build import (
-    ModelSettings,
-    build_model,
-    build_on_meta,
-    parallelize_model,
-)
+from recipe_utils.model.build.build import ModelSettings, build_model, parallelize_model
 from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import NotOnThisStage, Stages
@@ -26,10 +22,6 @@ CPU = torch.device("cpu")
 
 def make(sizes=tiny.MODEL):
     return config.instantiate(OmegaConf.create(sizes))
-
-
-def on_meta(sizes=tiny.MODEL):
-    return build_on_meta(lambda: make(sizes), ModelSettings())
 
 
 @pytest.fixture

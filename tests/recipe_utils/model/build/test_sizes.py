@@ -3,13 +3,11 @@
 import pytest
 import tiny
 import torch
-from omegaconf import OmegaConf
+from tiny import on_meta
 from torch import nn
-from torchtune import config
 from torchtune.modules.model_fusion import FusionEmbedding
 
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import (
     equal_attention_length,
     limits_of,
@@ -17,10 +15,6 @@ from recipe_utils.model.build.sizes import (
 )
 
 CPU = torch.device("cpu")
-
-
-def on_meta(sizes=tiny.MODEL):
-    return build_on_meta(lambda: config.instantiate(OmegaConf.create(sizes)), ModelSettings())
 
 
 def test_limits_of_samples_are_those_of_the_model():

@@ -61,11 +61,6 @@ def test_split_points_of_another_number_of_stages_are_refused(
     assert found == [str(problem) for problem in raised.value.problems]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_zero_bubble_schedules_split_the_backward(schedule):
-    assert settings(schedule).splits_backward == (schedule == "InterleavedZeroBubble")
-
-
 def fill_on_two_ranks():
     ranks = join_ranks(RankSettings(device="cpu", pipeline_parallel_dim=2))
     return [settings(schedule).fill(ranks)(5) for schedule in ("1F1B", "Interleaved1F1B")]

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.pipeline.stages import (
     cut_to_stage,
     layers_of_stages,
@@ -82,7 +81,7 @@ def test_the_stages_one_after_the_other_are_the_model(sizes, points):
 
 
 def test_a_stage_keeps_only_its_own_weights():
-    model = build_on_meta(lambda: tiny.tiny_model(tiny.DEEP_MODEL), ModelSettings())
+    model = tiny.on_meta(tiny.DEEP_MODEL)
     assert ties_output(model)
     cut_to_stage(model, range(1, 3))
     assert {name.split(".")[1] for name in model.state_dict()} == {"1", "2"}
