@@ -1,5 +1,6 @@
 """Stepping inside the backward is the same training, with one schedule for all parameters."""
 
+import checkpoint_runs
 import pytest
 import tiny
 import torch
@@ -44,11 +45,7 @@ def train(model, optimizer, steps, scheduler=None):
     rates = []
     for step in steps:
         rates.append({group["lr"] for group in optimizer.param_groups})
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(tiny.VOCAB_SIZE, (2, 9), generator=generator)
-        model(tokens).logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        checkpoint_runs.train(model, optimizer, [step])
         if scheduler is not None:
             scheduler.step()
     return rates
@@ -103,32 +100,6 @@ def test_arguments_of_optimizer_and_schedule_are_tried():
     ):
         with pytest.raises(error, match=text):
             try_optimizer(optimizer, schedule)
-
-
-def test_an_optimizer_in_the_backward_cannot_clip():
-    (problem,) = settings(optimizer_in_bwd=True, clip_grad_norm=1.0).problems()
-    assert str(problem) == (
-        "clip_grad_norm=1.0: with optimizer_in_bwd=True the gradients never exist all at once; set "
-        "one of the two to null or False"
-    )
-    assert list(settings(optimizer_in_bwd=True).problems()) == []
-    assert list(settings(clip_grad_norm=1.0).problems()) == []
-
-
-@pytest.mark.parametrize(
-    ("data", "ranks", "key"),
-    [
-        ({"microbatching": "least_padding"}, {}, "microbatching=least_padding: "),
-        ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps=4: "),
-        ({"batch_size": 2, "global_batch_size": 8}, {}, "gradient_accumulation_steps=4: "),
-        ({}, {"pipeline_parallel_dim": 2}, "optimizer_in_bwd=True: pipeline_parallel_dim=2"),
-    ],
-)
-def test_an_optimizer_in_the_backward_needs_one_microbatch(data, ranks, key):
-    data, ranks = DataSettings(**data), RankSettings(device="cpu", **ranks)
-    (problem,) = settings(optimizer_in_bwd=True).problems_with(data, ranks)
-    assert str(problem).startswith(key)
-    assert list(settings().problems_with(data, ranks)) == []
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():
