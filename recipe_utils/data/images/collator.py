@@ -4,6 +4,7 @@ Shapes are those of :mod:`recipe_utils.data.images.crop_rows`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass as plain_dataclass
 from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
@@ -56,12 +57,6 @@ class ViewSettings:
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
-    @property
-    def mask_range(self) -> tuple[float, float]:
-        """Returns the range of the share of masked patches."""
-        low, high = self.mask_ratio or (0.1, 0.5)
-        return low, high
-
     def problems(self) -> Iterator[Problem]:
         """Yields invalid values."""
         ratio = self.mask_ratio
@@ -92,6 +87,7 @@ class ViewSettings:
             yield Problem("num_workers", text, 0, depends_on=("transform",))
 
 
+@plain_dataclass
 class Views(Dataset[dict[str, Any]]):
     """Crops of each image of a dataset, with masks and random draws.
 
@@ -99,23 +95,17 @@ class Views(Dataset[dict[str, Any]]):
     epoch, update step). Raises ValueError if the crops do not match the model.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        transform: MultiCrop,
-        settings: ViewSettings,
-        layout: TokenLayout,
-        seed: int,
-    ) -> None:
-        check_fits(transform, layout.patch_size, layout.num_channels)
-        self._dataset = dataset
-        self._transform = transform
-        self._settings = settings
-        self._layout = layout
-        self._seed = seed
+    dataset: Any
+    transform: MultiCrop
+    settings: ViewSettings
+    layout: TokenLayout
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the views of an image as arrays, because tensors need a file handle each in workers.
@@ -124,17 +114,16 @@ class Views(Dataset[dict[str, Any]]):
         [2 + L, num_draws] in [0, 1). Raises SampleError if the image cannot be used.
         """
         index = StepIndex.of(index)
-        settings, layout = self._settings, self._layout
-        pixels, sample = checked_image(self._dataset[int(index)], layout.num_channels)
-        place = (self._seed, index.epoch, int(index))
-        global_crops, local_crops = self._transform(pixels, generator_of("crops", *place))
-        num_crops = 2 + self._transform.num_local_crops
+        settings, layout = self.settings, self.layout
+        pixels, sample = checked_image(self.dataset[int(index)], layout.num_channels)
+        place = (self.seed, index.epoch, int(index))
+        global_crops, local_crops = self.transform(pixels, generator_of("crops", *place))
+        num_crops = 2 + self.transform.num_local_crops
         draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))
-        of_step = (self._seed, index.epoch, index.step)
-        ratios = mask_ratios(
-            *of_step, 2 * index.step_size, settings.mask_probability, settings.mask_range
-        )
-        side = self._transform.global_crop_size // layout.patch_size
+        of_step = (self.seed, index.epoch, index.step)
+        mask_range = tuple(settings.mask_ratio or (0.1, 0.5))
+        ratios = mask_ratios(*of_step, 2 * index.step_size, settings.mask_probability, mask_range)
+        side = self.transform.global_crop_size // layout.patch_size
         generator = generator_of("masks", *place)
         masks = [
             block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator)
@@ -242,23 +231,23 @@ class ViewCollator:
         return without_targets(self.collate([sample]))
 
 
+@plain_dataclass
 class WholeImages(Dataset[dict[str, Any]]):
     """Central crops of a dataset's images, without random draws."""
 
-    def __init__(self, dataset: Any, transform: MultiCrop, layout: TokenLayout) -> None:
-        self._dataset = dataset
-        self._transform = transform
-        self._layout = layout
+    dataset: Any
+    transform: MultiCrop
+    layout: TokenLayout
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the image as ``crop`` [c, h, h]; raises SampleError if it cannot be used or has no label."""
-        pixels, sample = checked_image(self._dataset[int(index)], self._layout.num_channels)
+        pixels, sample = checked_image(self.dataset[int(index)], self.layout.num_channels)
         if sample["label"] is None:
             raise SampleError("it has no label for neighbors to vote for")
-        return {**sample, "crop": self._transform.whole(pixels), "digest": digest_of(pixels)}
+        return {**sample, "crop": self.transform.whole(pixels), "digest": digest_of(pixels)}
 
 
 class ImageCollator:

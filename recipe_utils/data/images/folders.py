@@ -3,6 +3,7 @@
 import hashlib
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,33 @@ _LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a gray image (ITU-R BT.601, as in Pillow)."""
 
 
+@dataclass
 class ImageDataset(Dataset[dict[str, Any]]):
     """Images of a ``datasets.Dataset`` with ``decode=False``, decoded on access.
 
     ``label_column`` has integer classes; None for images without labels.
     """
 
-    def __init__(self, rows: Any, image_column: str, label_column: str | None) -> None:
-        self._rows = rows
-        self._image_column = image_column
-        self._label_column = label_column
+    rows: Any
+    image_column: str
+    label_column: str | None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the Pillow ``image``, its path as ``name``, and ``label`` if there is one.
 
         Raises SampleError with the path if the file cannot be decoded.
         """
-        row = self._rows[int(index)]
-        file = row[self._image_column]
+        row = self.rows[int(index)]
+        file = row[self.image_column]
         if file is None:
             raise SampleError("it has no image")
         path = file["path"] or ""
         sample: dict[str, Any] = {"image": _decode(file["bytes"], path), "name": path}
-        if self._label_column is not None and row[self._label_column] is not None:
-            sample["label"] = row[self._label_column]
+        if self.label_column is not None and row[self.label_column] is not None:
+            sample["label"] = row[self.label_column]
         return sample
 
 

@@ -25,7 +25,7 @@ def mask_ratios(
     step: int,
     num_crops: int,
     probability: float,
-    mask_range: tuple[float, float],
+    mask_range: tuple[float, ...],
 ) -> np.ndarray:
     """Returns the share of masked patches in each global crop of an update step, float64 [num_crops].
 
