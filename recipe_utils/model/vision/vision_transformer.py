@@ -8,7 +8,6 @@ patch size.
 """
 
 import hashlib
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -180,11 +179,6 @@ class VisionTransformer(TransformerDecoder):
         """Returns the factors of all residual branches [b, s, 2 L]."""
         if not self.training or self.drop_path == 0 or draws.size(-1) == 0:
             return None
-        if draws.size(-1) != self.num_draws:
-            raise ValueError(
-                f"model.drop_path={self.drop_path}: {len(self.layers)} layers need {self.num_draws} draws per crop, "
-                f"input_pos has {draws.size(-1)}; the images' transform must draw num_draws of them, or none"
-            )
         return (draws >= self.drop_path).to(dtype) / (1 - self.drop_path)
 
 
@@ -365,13 +359,10 @@ def check_vision_transformer(model: nn.Module) -> None:
 
 
 def _of_size(name: str, **sizes: Any) -> Callable[..., VisionTransformer]:
-    """Returns :func:`dinov3_vit` with other defaults, also in the signature that configs are checked against."""
-
-    def build(**changed: Any) -> VisionTransformer:
-        return dinov3_vit(**{**sizes, **changed})
-
-    build.__name__, build.__annotations__ = name, dinov3_vit.__annotations__
-    build.__signature__ = inspect.signature(partial(dinov3_vit, **sizes))  # type: ignore[attr-defined]
+    """Returns :func:`dinov3_vit` with other defaults."""
+    build = partial(dinov3_vit, **sizes)
+    # Configs are checked against them.
+    vars(build).update(__name__=name, __annotations__=dinov3_vit.__annotations__)
     return build
 
 
