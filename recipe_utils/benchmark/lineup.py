@@ -25,7 +25,6 @@ from recipe_utils.benchmark.baselines.kinds import (
 )
 from recipe_utils.benchmark.baselines.start import adapters_in
 from recipe_utils.benchmark.token_audit import (
-    IGNORE_INDEX,
     StepContents,
     contents_of,
     contents_of_pairs,
@@ -366,7 +365,7 @@ def _contents_of(
     if baseline.recipe == PAIRS:
         count = partial(contents_of_pairs, shares_prefixes=baseline.shares_prefixes)
     return [
-        count(samples[step * per_step : (step + 1) * per_step], tokenizer.pad_id, IGNORE_INDEX)
+        count(samples[step * per_step : (step + 1) * per_step], tokenizer.pad_id)
         for step in range(settings.num_steps)
     ]
 

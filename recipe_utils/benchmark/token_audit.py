@@ -40,18 +40,18 @@ class StepContents(NamedTuple):
     """Lengths [tokens] without padding."""
 
 
-def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> StepContents:
+def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     """Counts the samples of an update step. Packed samples also have ``seq_lens``."""
     num_targets = num_real = tokens_fingerprint = 0
     document_lengths: list[int] = []
     for sample in samples:
         labels = torch.as_tensor(sample["labels"])
-        is_target = labels != ignore_index
+        is_target = labels != IGNORE_INDEX
         lengths = torch.as_tensor(sample.get("seq_lens", [len(labels)]))
         first = lengths.cumsum(0) - lengths  # first tokens of documents are not predicted
         is_target[first[first < len(labels)]] = False
         num_targets += int(is_target.sum())
-        num_real_of_sample = num_real_tokens(sample, ignore_index)
+        num_real_of_sample = num_real_tokens(sample, IGNORE_INDEX)
         num_real += num_real_of_sample
         has_padding = num_real_of_sample < len(labels)  # counted as one more document
         document_lengths += lengths.tolist()[: -1 if has_padding else None]
@@ -61,9 +61,7 @@ def contents_of(samples: Iterable[Sample], pad_id: int, ignore_index: int) -> St
     )
 
 
-def contents_of_pairs(
-    pairs: Iterable[Sample], pad_id: int, ignore_index: int, shares_prefixes: bool
-) -> StepContents:
+def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: bool) -> StepContents:
     """Counts both sides of the pairs of an update step; shared prefixes once, if shared."""
     sides, shared = [], []
     for pair in pairs:
@@ -73,7 +71,7 @@ def contents_of_pairs(
             sides.append({"tokens": tokens, "labels": labels})
         if shares_prefixes:
             shared.append(arrays["chosen_input_ids"][: num_shared_tokens(arrays) or 0])
-    contents = contents_of(sides, pad_id, ignore_index)
+    contents = contents_of(sides, pad_id)
     return contents._replace(
         num_real_tokens=contents.num_real_tokens - sum(map(len, shared)),
         fingerprint_of_shared=sum(int(fingerprint(torch.as_tensor(s), pad_id)) for s in shared),
@@ -108,7 +106,9 @@ class FedTokens:
 
         def counted(module: nn.Embedding, input: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                self._count(input)
+                self._num_positions += input.numel()
+                if input.numel() > 1:  # a dummy microbatch is a single token
+                    self._fingerprints.append(fingerprint(input.detach(), self._pad_id))
             return embed(module, input)
 
         # Patches the class, because models may be created later and wrapped.
@@ -119,8 +119,3 @@ class FedTokens:
         counts = self._num_positions, sum(int(each) for each in self._fingerprints)
         self._num_positions, self._fingerprints = 0, []
         return counts
-
-    def _count(self, tokens: Tensor) -> None:
-        self._num_positions += tokens.numel()
-        if tokens.numel() > 1:  # a dummy microbatch is a single token
-            self._fingerprints.append(fingerprint(tokens.detach(), self._pad_id))

@@ -26,10 +26,10 @@ def fed_tokens(monkeypatch):
 
 
 def test_the_first_token_of_a_sample_is_no_target_in_a_packed_row_neither():
-    contents = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE)
+    contents = contents_of(SAMPLES, pad_id=1)
     assert (contents.num_target_tokens, contents.num_real_tokens) == (4, 7)
     (row,) = PackedDataset([{k: list(v) for k, v in s.items()} for s in SAMPLES], max_seq_len=10)
-    assert contents_of([row], pad_id=1, ignore_index=IGNORE) == contents
+    assert contents_of([row], pad_id=1) == contents
 
 
 def test_fingerprints_see_tokens_but_neither_order_nor_padding():
@@ -45,7 +45,7 @@ def test_tokens_are_counted_while_gradients_are_recorded(fed_tokens):
     embedding(tokens)
     with torch.no_grad():
         embedding(tokens)
-    expected = contents_of(SAMPLES, pad_id=1, ignore_index=IGNORE).fingerprint
+    expected = contents_of(SAMPLES, pad_id=1).fingerprint
     assert fed_tokens.read_and_restart() == (8, expected)
     assert fed_tokens.read_and_restart() == (0, 0)
     embedding(torch.tensor([[5]]))  # a dummy microbatch is a position and no sample
@@ -57,11 +57,11 @@ def test_tokens_that_are_shared_are_counted_once_and_their_targets_twice():
         "chosen_input_ids": [5, 6, 7, 8], "chosen_labels": [-100, 6, 7, 8],
         "rejected_input_ids": [5, 6, 7, 9, 10], "rejected_labels": [-100, 6, 7, 9, 10],
     }  # fmt: skip
-    whole = contents_of_pairs([pair], 0, -100, shares_prefixes=False)
-    shared = contents_of_pairs([pair], 0, -100, shares_prefixes=True)
+    whole = contents_of_pairs([pair], 0, shares_prefixes=False)
+    shared = contents_of_pairs([pair], 0, shares_prefixes=True)
     assert (whole.num_target_tokens, whole.num_real_tokens) == (7, 9)
     # All shared tokens but the last one, which predicts different tokens.
     assert (shared.num_target_tokens, shared.num_real_tokens) == (7, 7)
     once = [{**pair, "rejected_input_ids": [7, 9, 10], "rejected_labels": [7, 9, 10]}]
-    fed = contents_of_pairs(once, 0, -100, shares_prefixes=False).fingerprint
+    fed = contents_of_pairs(once, 0, shares_prefixes=False).fingerprint
     assert fed + shared.fingerprint_of_shared == whole.fingerprint == shared.fingerprint
