@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.loader.samples import Sample
@@ -36,14 +37,11 @@ def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
 
 def collate_padded_pairs(samples: Sequence[Sample], padding_idx: int) -> Microbatch:
     """Makes a microbatch of two rows per pair, chosen before rejected, padded to the longest."""
-    longest = max(len(sample[f"{side}_input_ids"]) for sample in samples for side in SIDES)
-    tokens = torch.full((2 * len(samples), longest), padding_idx)
-    labels = torch.full((2 * len(samples), longest), IGNORE_INDEX)
-    for index, sample in enumerate(samples):
-        for row, side in enumerate(SIDES, start=2 * index):
-            ids = sample[f"{side}_input_ids"]
-            tokens[row, : len(ids)] = torch.from_numpy(ids)
-            labels[row, : len(ids) - 1] = torch.from_numpy(sample[f"{side}_labels"][1:])
+    sides = [_segment_of(sample, side) for sample in samples for side in SIDES]
+    tokens = pad_sequence([ids for ids, _, _ in sides], batch_first=True, padding_value=padding_idx)
+    labels = pad_sequence(
+        [ids for _, ids, _ in sides], batch_first=True, padding_value=IGNORE_INDEX
+    )
     return padded_rows(tokens, labels, samples)
 
 
