@@ -4,15 +4,8 @@
     python -m recipe_utils.benchmark.gpu --stages machine,speed
     python -m recipe_utils.benchmark.gpu --device cpu --small      # the same code, in tiny shapes
 
-Weights and samples are random; no files or network are needed. Each stage writes its figures or
-traceback to ``results.json``. The exit code is 1 if a stage raised or a check failed.
-
-- machine: bandwidth of copies, bf16 matrix products; the best is the *measured peak*.
-- attention: packed rows against SDPA of each document alone in float64.
-- copies: checksums of microbatches copied ahead while the device is busy.
-- waits: device synchronizations in ``update``, which must not occur.
-- speed: update steps with the shapes of Llama-3.2-1B: tokens/s, share of the measured peak, memory.
-- checkpoint: time that saving blocks training; bitwise resume in fp32.
+Weights and samples are random; no files or network are needed. Each stage (:data:`STAGES`) writes
+its figures or traceback to ``results.json``. The exit code is 1 if a stage raised or a check failed.
 """
 
 import argparse
@@ -112,27 +105,10 @@ class RandomWeights:
         """Does nothing."""
 
 
-class NoTokenizer:
-    """Attributes of a tokenizer that recipes read."""
-
-    pad_id = 0
-
-    def __init__(self, max_seq_len: int) -> None:
-        self.max_seq_len = max_seq_len
-
-
-class RandomTexts:
-    """Samples of random tokens. The second half of each is targets."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, num_samples: int = 64) -> None:
-        lengths = document_lengths(num_samples * 200, tokenizer.max_seq_len, seed=1)
-        self._samples = [sample_of(lengths[i], vocab_size, i) for i in range(num_samples)]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
+def random_texts(tokenizer: Any, vocab_size: int, num_samples: int = 64) -> list[Sample]:
+    """Returns samples of random tokens. The second half of each is targets."""
+    lengths = document_lengths(num_samples * 200, tokenizer.max_seq_len, seed=1)
+    return [sample_of(lengths[i], vocab_size, i) for i in range(num_samples)]
 
 
 def document_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
@@ -173,13 +149,14 @@ def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
     sizes = {"vocab_size": vocab_size, "max_seq_len": longest, **(_TINY if run.is_small else _1B)}
     sizes["num_layers"] = changes.pop("model__num_layers", sizes["num_layers"])
     model = {"_component_": _COMPONENT, "rope_base": 500_000, "scale_factor": 1, **sizes}
+    tokenizer = {"pad_id": 0, "max_seq_len": longest // 8}
     weights = {"model": model, "device": device, "output_dir": output_dir}
     cfg: Any = OmegaConf.load(config_path("llama3_2/1B_full_update_step"))
     cfg.pop("checkpoint_dir", None)
     own = {
         "model": model,
-        "tokenizer": {"_component_": f"{_HERE}.NoTokenizer", "max_seq_len": longest // 8},
-        "dataset": {"_component_": f"{_HERE}.RandomTexts", "vocab_size": vocab_size},
+        "tokenizer": {"_component_": "types.SimpleNamespace", **tokenizer},
+        "dataset": {"_component_": f"{_HERE}.random_texts", "vocab_size": vocab_size},
         "checkpointer": {"_component_": f"{_HERE}.RandomWeights", **weights},
         "output_dir": output_dir,
         "device": device,
@@ -205,7 +182,7 @@ def recipe_after_setup(run: Run, name: str, **changes: Any) -> Iterator[Any]:
 
 
 def machine(run: Run) -> Result:
-    """Measures copies [GB/s] and bf16 products [TFLOP/s]."""
+    """Measures copies [GB/s] and bf16 products [TFLOP/s]; the fastest is the peak."""
     num_bytes = 2**16 if run.is_small else 2**30
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=run.device)
     hosts = {"pageable": torch.empty(num_bytes, dtype=torch.uint8)}
@@ -271,7 +248,10 @@ def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def copies(run: Run) -> Result:
-    """Counts wrong checksums. Host buffers are released while they are being copied."""
+    """Counts wrong checksums of tensors copied ahead while the device is busy.
+
+    Host buffers are released while they are being copied.
+    """
     num_microbatches, longest = (20, 1_000) if run.is_small else (200, 1_000_000)
     expected: list[int] = []
 
@@ -326,7 +306,7 @@ def waits(run: Run) -> Result:
 
 
 def speed(run: Run) -> Result:
-    """Times update steps of at least 16384 tokens."""
+    """Times update steps of at least 16384 tokens with the shapes of Llama-3.2-1B."""
     ways: dict[str, dict[str, Any]] = {
         "eager": {},
         "compiled": {"compile": not run.is_small},  # inductor takes a minute

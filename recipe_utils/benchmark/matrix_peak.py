@@ -105,9 +105,9 @@ def decoder_flops(
 ) -> tuple[int, int]:
     """Counts the FLOPs of products with weights, and of causal attention, in forward and backward.
 
-    These are 6 per weight and token, and 6 * L * d * n^2 for attention of n tokens. A product takes 2 in the forward and 4 in the backward (Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1). Embeddings, norms and recomputation are excluded; the output layer counts for
-    targets only.
+    These are 6 per weight and token (2 of them in the forward; Kaplan et al. 2020, arXiv:2001.08361,
+    section 2.1), and 6 * L * d * n^2 for attention of n tokens. Embeddings, norms and recomputation
+    are excluded; the output layer counts for targets only.
     """
     decoder: Any = getattr(model, "decoder", model)
     num_weights = sum(p.numel() for p in decoder.layers.parameters() if p.dim() > 1)
