@@ -65,8 +65,7 @@ class BenchmarkTokensPerSecond:
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
         self.compared = self.settings.compared
-        self.num_ranks = self.compared.nproc_per_node
-        self.output_dir = Path(self.compared.output_dir)
+        self.output_dir = self.compared.output_dir
         self.reference = self.compared.reference
         lineup = self.compared.lineup
         self.baselines = {each.name: each for each in lineup.baselines}
@@ -158,7 +157,7 @@ class BenchmarkTokensPerSecond:
         shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
             "# Target tokens per second",
-            f"{machine}, processes: {self.num_ranks}, {first.config['dtype']}, batch "
+            f"{machine}, processes: {self.compared.nproc_per_node}, {first.config['dtype']}, batch "
             f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
             f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}. "
             f"{date}, {shown_versions}.",
@@ -180,7 +179,7 @@ class BenchmarkTokensPerSecond:
                 "number of tokens of the update step, so its weights differ afterwards. Losses include the teacher's "
                 "entropy, as stock's do, but for kind=trl."
             )
-        if self.num_ranks > 1:
+        if self.compared.nproc_per_node > 1:
             parts.append(
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
@@ -216,7 +215,7 @@ class BenchmarkTokensPerSecond:
         return Processes(
             baseline.name,
             write_spec(folder / f"{job}.json", job, baseline, tokenizer.pad_id),
-            self.num_ranks,
+            self.compared.nproc_per_node,
             folder / f"{job}{suffix}_rank_{{rank}}.log",
             self.settings.step_timeout_seconds,
         )

@@ -12,8 +12,6 @@ least squares of relative errors, and compares overhead_slots = c / a and equal_
 import argparse
 import random
 import statistics
-import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config, training
 
+from recipe_utils.benchmark.matrix_peak import median_seconds
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.loss.attach_loss import attach_loss
@@ -85,15 +84,9 @@ def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> 
     """Returns the time of one forward and backward [s]."""
     vocab_size = vocab_size_and_max_seq_len(model)[0]
     tokens = torch.randint(vocab_size, (rows, longest), device=device)
-    positions = torch.arange(0, rows * longest, 2, device=device)
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    model(tokens, targets=Targets(tokens, positions))[0].backward()
-    synchronize()
-    elapsed = time.perf_counter() - start
-    model.zero_grad(set_to_none=False)  # the next backward accumulates
-    return elapsed
+    targets = Targets(tokens, torch.arange(0, rows * longest, 2, device=device))
+    model.zero_grad(set_to_none=False)  # the backward accumulates
+    return median_seconds(lambda: model(tokens, targets=targets)[0].backward(), device, 0, 1)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torchtune import config
 
 from recipe_utils.data.loader.plan import MEASURED_COSTS, PLANS, MicrobatchCost, Microbatches, Plan
 from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import equal_attention_length
 from recipe_utils.tune.registry import config_path
@@ -60,10 +61,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for num_ranks in args.num_ranks:
         for name in PLANS:
-            arguments = {"batch_size": cfg.batch_size}
-            if name != "in_order":
-                arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
-            plan = partial(PLANS[name], **arguments)
+            keys: Any = {"batch_size": cfg.batch_size, "microbatching": name}
+            plan = DataSettings(**keys).make_plan(max_tokens, cost)
             rng = random.Random(num_ranks)
             columns = []
             for _ in range(args.num_update_steps):
