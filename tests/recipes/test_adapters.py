@@ -16,11 +16,16 @@ from big_batch import STEP_OF_16, TOLERANCE
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
+    STEP_OF_8,
+    STOCK_LOSS,
+    cosine,
+    losses,
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipe_recording_gradients,
     run_stock_recipe,
+    slow,
     with_adapters,
 )
 
@@ -70,9 +75,7 @@ def reference_of(model):
     return big_batch.reference_gradients(MODELS[model])
 
 
-@pytest.mark.parametrize(
-    "row", [*FAST_ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS)], ids=str
-)
+@pytest.mark.parametrize("row", [*FAST_ROWS, *map(slow, SLOW_ROWS)], ids=str)
 def test_gradient_of_every_adapter_is_that_of_one_big_batch(row, tiny_config, tmp_path):
     config = tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes)
     config["enable_activation_checkpointing"] = row.order == "each_microbatch"
@@ -90,39 +93,25 @@ def test_gradient_of_every_adapter_is_that_of_one_big_batch(row, tiny_config, tm
 
 # ---- Loss curves --------------------------------------------------------------------------------
 
-SCHEDULE = {
-    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "num_warmup_steps": 2,
-}
-STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-
 
 def curve_config(tiny_config, **changes):
     """8 update steps of 8 samples, clipped, with weight decay."""
     return tiny_config(
         **{
             "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 64},
-            "batch_size": 2,
-            "global_batch_size": 8,
-            "gradient_accumulation_steps": ...,
+            **STEP_OF_8,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.003, "weight_decay": 0.1},
-            "lr_scheduler": SCHEDULE,
+            "lr_scheduler": cosine(2),
             "clip_grad_norm": 0.05,
             **changes,
         }
     )
 
 
-def losses(logged):
-    return [float(metrics["loss"]) for metrics in logged if "loss" in metrics]
-
-
 def stock_run(config):
     """torchtune's own recipe; it takes given adapters only as a recipe state's, so they are put in here."""
     given = torch.load(config["checkpointer"].pop("adapter_checkpoint"), weights_only=True)
-    of_stock = dict.fromkeys(("compile", "resume_from_checkpoint"), False)
-    for_stock = {"max_steps_per_epoch": None, "epochs": 1, "gradient_accumulation_steps": 4}
-    config = {**config, **of_stock, **for_stock, "loss": STOCK_LOSS}
+    config = {**config, "gradient_accumulation_steps": 4, "loss": STOCK_LOSS}
     return run_stock_recipe(config, "lora_finetune", given)
 
 
@@ -355,8 +344,6 @@ def test_it_resumes_from_a_stock_recipe_s_state(tiny_config):
         max_steps_per_epoch=8,
         gradient_accumulation_steps=4,
         global_batch_size=...,
-        compile=False,
-        resume_from_checkpoint=False,
     )
     stock = losses(run_distributed(run_stock_recipe, 1, config, "lora_finetune")[0])
     assert len(stock) == 16

@@ -7,9 +7,8 @@ import tiny
 import torch
 import torch.nn.functional as F
 from distributed_runs import run_distributed
-from recipe_runs import run_recipe, run_recipe_recording_gradients
+from recipe_runs import STOCK_LOSS, run_recipe, run_recipe_recording_gradients, slow
 
-STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 OWN_LOSS = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 24, "mask_prompts": False}
 PACKED = {**DATA, "packed": True}
@@ -20,8 +19,8 @@ LIST = [{**DATA, "num_samples": 10, "seed": seed} for seed in (0, 1)]
     ("dataset", "loss", "world_size"),
     [
         (PACKED, OWN_LOSS, 1),
-        pytest.param(PACKED, STOCK_LOSS, 2, marks=pytest.mark.slow),
-        pytest.param(LIST, OWN_LOSS, 1, marks=pytest.mark.slow),
+        slow(PACKED, STOCK_LOSS, 2),
+        slow(LIST, OWN_LOSS, 1),
     ],
     ids=["packed", "packed-stock", "list"],
 )

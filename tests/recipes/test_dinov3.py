@@ -10,9 +10,10 @@ import pytest
 import tiny
 import torch
 from big_batch_of_views import step_of_16
+from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, ListLogger, recipe_class
+from recipe_runs import DINO, ListLogger, cosine, recipe_class, writing_to
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -37,10 +38,7 @@ SGD = {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.04}
 SCHEDULED = {
     "optimizer": ADAMW,
-    "lr_scheduler": {
-        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        "num_warmup_steps": 2,
-    },
+    "lr_scheduler": cosine(2),
     "layerwise_lr_decay": 0.8,
     "weight_decay_end": 0.4,
     "ema_momentum_end": 1.0,
@@ -113,11 +111,6 @@ def assert_same(found, expected, rel, names=METRICS):
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------
-
-
-def module_folder(config, folder):
-    config["output_dir"] = config["checkpointer"]["output_dir"] = str(folder)
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +205,7 @@ def test_compiled_recomputed_fused_and_mixed_training_have_equal_losses(tiny_con
 
 
 def undisturbed_and_resumed(config, folder):
-    configs = [
-        module_folder(OmegaConf.to_container(OmegaConf.create(config)), f"{folder}/{name}")
-        for name in ("undisturbed", "stopped")
-    ]
+    configs = [writing_to(f"{folder}/{name}", config) for name in ("undisturbed", "stopped")]
     whole, first = run(configs[0]), run(configs[1], stop_at=3)
     return whole, first, run({**configs[1], "resume_from_checkpoint": True})
 
@@ -245,16 +235,14 @@ def test_a_resume_is_bitwise_with_all_teachers(layout, tiny_config, tmp_path):
 def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_path):
     short = {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}
     config = config_of(tiny_config, **{**SCHEDULED, "optimizer": SGD, **short})
-    whole = module_folder(config, tmp_path / "whole")
+    whole = writing_to(tmp_path / "whole", config)
     ((_, expected),) = run_distributed(run_in_float64, 1, whole)
-    config = module_folder(config, tmp_path / "stopped")
+    config = writing_to(tmp_path / "stopped", config)
     run_distributed(partial(run_in_float64, stop_at=2), 1, config)
     for layout in ("fsdp-2", "pp-2"):
         world_size, dims = LAYOUTS[layout]
         shutil.copytree(tmp_path / "stopped", tmp_path / layout)
-        resumed = {**config, **dims, "resume_from_checkpoint": True}
-        resumed["checkpointer"] = dict(config["checkpointer"])
-        resumed = module_folder(resumed, tmp_path / layout)
+        resumed = {**resuming_in(tmp_path / layout, config), **dims}
         results = run_distributed(run_in_float64, world_size, resumed)
         assert [m["step"] for m in results[0][0]] == [3, 4]
         found = {name: value for _, weights in results for name, value in weights.items()}
@@ -331,7 +319,7 @@ def test_an_export_is_the_average_with_heads_from_which_training_starts(tiny_con
     config = config_of(tiny_config, batch_size=8)
     _, trained = run(config)
     given = {**config["checkpointer"], "checkpoint_dir": f"{config['output_dir']}/epoch_0"}
-    other = module_folder({**config, "checkpointer": given}, tmp_path / "on")
+    other = writing_to(tmp_path / "on", {**config, "checkpointer": given})
     found, logged = run_from(other)
     names = [name.removeprefix("teacher.") for name in trained if name.startswith("teacher.")]
     assert any("output.ibot.prototypes" in name for name in names)

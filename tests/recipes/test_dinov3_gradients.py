@@ -13,7 +13,7 @@ from big_batch import TOLERANCE, error
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, ListLogger, recipe_class, run_recipe_recording_gradients
+from recipe_runs import DINO, recipe_class, run_recording_gradients_and_metrics, slow
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.images.collator import ViewCollator
@@ -43,12 +43,7 @@ def gradients_and_metrics(configs, mutate=None):
     """Returns gradients and logged metrics of each config; :mod:`distributed_runs` undoes ``mutate``."""
     if mutate is not None:
         mutate()
-    found = []
-    for config in configs:
-        ListLogger.logged.clear()
-        gradients = run_recipe_recording_gradients(config, recipe=DINO)
-        found.append((gradients, list(ListLogger.logged)))
-    return found
+    return run_recording_gradients_and_metrics(configs, DINO)
 
 
 def assert_is_one_batch(of_ranks, expected):
@@ -78,9 +73,7 @@ def splits_of(dp_degree, schedule):
 FAST = ("one-process", "fsdp-2")
 
 
-@pytest.mark.parametrize(
-    "layout", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [name if name in FAST else slow(name) for name in LAYOUTS])
 def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
     world_size, dims, schedules = LAYOUTS[layout]
     dp_degree = world_size // dims.get("pipeline_parallel_dim", 1)

@@ -11,7 +11,13 @@ import torch
 from big_batch import TOLERANCE, error
 from big_batch_of_teacher import STUDENTS, TEACHERS, step_of_16
 from distributed_runs import run_distributed
-from recipe_runs import KD, ListLogger, recipe_class, run_recipe_recording_gradients, with_adapters
+from recipe_runs import (
+    KD,
+    recipe_class,
+    run_mutant_recording_gradients,
+    run_recording_gradients_and_metrics,
+    with_adapters,
+)
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.loss import distillation
@@ -119,25 +125,13 @@ def config_of(tiny_kd_config, tmp_path):
     return make
 
 
-def gradients_and_metrics(configs):
-    found = []
-    for config in configs:
-        ListLogger.logged.clear()
-        gradients = run_recipe_recording_gradients(config, recipe=KD)
-        found.append((gradients, list(ListLogger.logged)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rows", "world_size"),
-    [(FAST, 1), (FAST, 2)]
-    + [pytest.param(ROWS, ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)],
-    ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
-)
+@arrays.on_ranks(FAST, ROWS)
 def test_gradient_and_metrics_are_those_of_one_big_batch(rows, world_size, config_of):
     rows = arrays.rows_on(rows, world_size)
     configs = [config_of(row) for row in rows]
-    ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
+    ranks = run_distributed(
+        run_recording_gradients_and_metrics, world_size, configs, KD, timeout_seconds=300
+    )
     for row, *of_ranks in zip(rows, *ranks, strict=True):
         for step, (metrics, gradients) in enumerate(reference(row.model, row.terms)):
             # Ranks of a pipeline hold some parameters each.
@@ -225,12 +219,6 @@ MUTANTS = [
 ]
 
 
-def gradients_of_a_mutant(mutate, config):
-    with pytest.MonkeyPatch.context() as patches:
-        mutate(patches)
-        return run_recipe_recording_gradients(config, recipe=KD)
-
-
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -239,9 +227,8 @@ def gradients_of_a_mutant(mutate, config):
     ],
 )
 def test_a_wrong_recipe_misses_the_big_batch(mutate, config_of):
-    (gradients,) = run_distributed(
-        gradients_of_a_mutant, 1, mutate, config_of(Row("one", "untied", 0))
-    )
+    config = config_of(Row("one", "untied", 0))
+    (gradients,) = run_distributed(run_mutant_recording_gradients, 1, mutate, config, KD)
     expected = reference("untied")
     errors = [error(g, of_step) for g, (_, of_step) in zip(gradients, expected, strict=True)]
     assert max(errors) > 1e-2

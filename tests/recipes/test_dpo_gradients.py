@@ -15,9 +15,9 @@ from big_batch_of_pairs import NUM_PAIRS, PAIRS_PER_STEP
 from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
-    ListLogger,
     recipe_class,
-    run_recipe_recording_gradients,
+    run_mutant_recording_gradients,
+    run_recording_gradients_and_metrics,
     with_adapters,
 )
 
@@ -147,25 +147,13 @@ def config_of(tiny_dpo_config, tmp_path):
     return make
 
 
-def gradients_and_metrics(configs):
-    found = []
-    for config in configs:
-        ListLogger.logged.clear()
-        gradients = run_recipe_recording_gradients(config, recipe=DPO)
-        found.append((gradients, list(ListLogger.logged)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rows", "world_size"),
-    [(FAST, 1), (FAST, 2)]
-    + [pytest.param(ROWS, ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)],
-    ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
-)
+@arrays.on_ranks(FAST, ROWS)
 def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(rows, world_size, config_of):
     rows = arrays.rows_on(rows, world_size)
     configs = [config_of(row) for row in rows]
-    ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
+    ranks = run_distributed(
+        run_recording_gradients_and_metrics, world_size, configs, DPO, timeout_seconds=300
+    )
     for row, *of_ranks in zip(rows, *ranks, strict=True):
         expected = reference(row.combination, row.model)
         assert len(expected) == 3
@@ -239,12 +227,6 @@ MUTANTS = {
 }
 
 
-def gradients_of_a_mutant(mutate, config):
-    with pytest.MonkeyPatch.context() as patches:
-        mutate(patches)
-        return run_recipe_recording_gradients(config, recipe=DPO)
-
-
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -255,7 +237,7 @@ def gradients_of_a_mutant(mutate, config):
 def test_a_wrong_recipe_misses_the_pairs(mutate, config_of):
     row = MUTANTS[mutate]
     world_size = arrays.LAYOUTS[row.layout][0]
-    found = run_distributed(gradients_of_a_mutant, world_size, mutate, config_of(row))
+    found = run_distributed(run_mutant_recording_gradients, world_size, mutate, config_of(row), DPO)
     expected = reference(row.combination, row.model)
     errors = [
         big_batch.error(step, of_step)

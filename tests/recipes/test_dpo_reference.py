@@ -8,7 +8,16 @@ import tiny
 import torch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DPO, ListLogger, recipe_class, run_recipe, run_recipe_keeping_warnings
+from recipe_runs import (
+    DPO,
+    ListLogger,
+    losses,
+    recipe_class,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    slow,
+    writing_to,
+)
 from safetensors.torch import load_file
 
 from recipe_utils.files import CheckpointError
@@ -33,8 +42,7 @@ def cached_config(tiny_dpo_config, tmp_path):
                 **changes,
             }
         )
-        out = str(tmp_path / f"out_{next(made)}")
-        config["output_dir"] = config["checkpointer"]["output_dir"] = out
+        config = writing_to(tmp_path / f"out_{next(made)}", config)
         return {key: value for key, value in config.items() if value is not ...}
 
     return make
@@ -52,7 +60,7 @@ def num_pairs_in(files):
 
 
 def losses_of(config):
-    return [metrics["loss"] for metrics in run_recipe(config, DPO)]
+    return losses(run_recipe(config, DPO))
 
 
 def losses_of_all(configs):
@@ -63,10 +71,6 @@ def weights_after(config):
     folder = Path(config["output_dir"], f"epoch_{config['epochs'] - 1}")
     (file,) = folder.glob("*.bin")
     return file.read_bytes()
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("plan", ["packed", slow("least_padding")])

@@ -16,7 +16,7 @@ import torch
 import torchtune
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DPO, KD, SFT, losses, run_recipes
+from recipe_runs import DPO, KD, SFT, losses, run_recipes, slow, writing_to
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.models.convert_weights import tune_to_meta
@@ -153,7 +153,7 @@ def test_every_config_trains(world_size, tiny_config):
 
 
 @pytest.mark.parametrize("recipe", [DPO, KD])
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_configs_of_preferences_and_distillation_train(world_size, recipe, tiny_kd_config):
     stock_configs = PREFERENCES if recipe == DPO else DISTILLATION
     stock_configs = stock_configs[:1] if world_size == 1 else stock_configs
@@ -194,9 +194,7 @@ def model_on_meta(cfg):
     return deepcopy(_built(json.dumps(OmegaConf.to_container(cfg))))
 
 
-@pytest.mark.parametrize(
-    "part", [0] + [pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8)]
-)
+@pytest.mark.parametrize("part", [0, *map(slow, range(1, 8))])
 def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatch):
     """In the real models, on the meta device."""
     # torchtune's image transforms import it, and no wheel of it on PyPI fits PyTorch's CPU builds.
@@ -240,9 +238,8 @@ def test_a_meta_checkpoint_trains_as_a_torchtune_one(weights_folder, tiny_config
         "checkpoint_dir": f"{tmp_path}",
         "checkpoint_files": ["consolidated.00.pth"],
         "model_type": "LLAMA3",
-        "output_dir": f"{tmp_path}/out_meta",
     }
-    meta = {**ours, "output_dir": f"{tmp_path}/out_meta", "checkpointer": checkpointer}
+    meta = writing_to(tmp_path / "out_meta", {**ours, "checkpointer": checkpointer})
     ((of_ours, of_meta),) = run_distributed(run_all, 1, [ours, meta])
     assert losses(of_meta) == losses(of_ours)
     (saved,) = tmp_path.glob("out_meta/epoch_0/*.bin")

@@ -5,7 +5,13 @@ from contextlib import nullcontext
 import pytest
 import tiny
 from distributed_runs import run_distributed
-from recipe_runs import run_recipe, run_recipe_keeping_warnings, run_recipe_recording_gradients
+from recipe_runs import (
+    STEP_OF_8,
+    cosine,
+    run_recipe,
+    run_recipe_keeping_warnings,
+    run_recipe_recording_gradients,
+)
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 
@@ -24,11 +30,6 @@ def steps_of(num_samples, epoch, global_batch_size):
     order = epoch_permutation(num_samples, epoch, shuffle=True).tolist()
     starts = range(0, num_samples, global_batch_size)
     return [[samples[i] for i in order[start : start + global_batch_size]] for start in starts]
-
-
-def cosine(num_warmup_steps):
-    component = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
-    return {"_component_": component, "num_warmup_steps": num_warmup_steps}
 
 
 @pytest.mark.slow
@@ -69,13 +70,12 @@ def test_drop_skips_the_short_step(tiny_config):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_step_without_targets_is_skipped_on_all_ranks(world_size, tiny_config):
     """Not shuffled, the last 8 of 16 samples have no target: step 2 of 2, in both epochs."""
-    batch = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
     config = tiny_config(
         dataset=data(16, num_without_targets=8),
         shuffle=False,
         epochs=2,
         lr_scheduler=cosine(num_warmup_steps=10),
-        **batch,
+        **STEP_OF_8,
     )
     logged, warnings = run_distributed(run_recipe_keeping_warnings, world_size, config)[0]
     assert [metrics["step"] for metrics in logged] == [1, 2]

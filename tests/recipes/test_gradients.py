@@ -27,12 +27,7 @@ def gradients_of_all(configs):
     return [run_recipe_recording_gradients(config) for config in configs]
 
 
-@pytest.mark.parametrize(
-    ("rows", "world_size"),
-    [(arrays.FAST, 1), (arrays.FAST, 2)]
-    + [pytest.param(arrays.ROWS, ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)],
-    ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
-)
+@arrays.on_ranks(arrays.FAST, arrays.ROWS)
 def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, references):
     """With samples of uneven numbers of targets, and microbatches that have none at all."""
     rows = arrays.rows_on(rows, world_size)

@@ -4,12 +4,14 @@ import pytest
 import recipe_runs
 from distributed_runs import run_distributed
 from recipe_runs import (
+    STOCK_LOSS,
     ListLogger,
     losses,
     run_compiled_recipe,
     run_recipe,
     run_recipes,
     run_stock_recipe,
+    slow,
 )
 from torch._dynamo.utils import counters
 
@@ -17,7 +19,6 @@ from recipe_utils.model.build import sizes
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
 NUM_STEPS = 10
-STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,7 @@ CURVES = {  # ranks, and keys of configs
 }
 
 
-@pytest.mark.parametrize(
-    "layout", ["1"] + [pytest.param(each, marks=pytest.mark.slow) for each in list(CURVES)[1:]]
-)
+@pytest.mark.parametrize("layout", ["1", *map(slow, list(CURVES)[1:])])
 def test_the_same_global_batch_gives_the_same_losses(layout, tiny_config, one_process_losses):
     world_size, changes = CURVES[layout]
     same = {"dataset": DATA, "batch_size": 4, "global_batch_size": 16}
@@ -100,30 +99,23 @@ def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then
     assert num_graphs[0] < after_warm_up[0] <= 16
 
 
-@pytest.mark.parametrize("clip_grad_norm", [pytest.param(None, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("clip_grad_norm", [slow(None), 0.5])
 def test_losses_are_those_of_the_stock_recipe(clip_grad_norm, tiny_config):
     config = tiny_config(
         dataset=DATA,
         loss=STOCK_LOSS,
         batch_size=4,
         gradient_accumulation_steps=4,
-        epochs=1,
-        max_steps_per_epoch=10,
-        optimizer_in_bwd=False,
-        compile=False,
-        resume_from_checkpoint=False,
         clip_grad_norm=clip_grad_norm,
     )
-    stock_config = {k: v for k, v in config.items() if k != "process_group_timeout_seconds"}
-    stock_config["checkpointer"] = {**config["checkpointer"], "output_dir": config["output_dir"]}
-    (stock,) = run_distributed(run_stock_recipe, 1, stock_config)
+    stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
     own_loss = {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}
     ((with_stock_loss, with_own_loss),) = run_distributed(
         run_recipes, 1, [config, {**config, "loss": own_loss}]
     )
-    assert len(losses(stock)) == 10
-    assert losses(with_stock_loss) == pytest.approx([float(x) for x in losses(stock)], rel=1e-4)
-    assert losses(with_own_loss) == pytest.approx([float(x) for x in losses(stock)], rel=1e-4)
+    assert len(stock) == 10
+    assert losses(with_stock_loss) == pytest.approx(stock, rel=1e-4)
+    assert losses(with_own_loss) == pytest.approx(stock, rel=1e-4)
 
 
 UNCHANGED = [

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import ListLogger, keep_messages, recipe_class
+from recipe_runs import STEP_OF_8, ListLogger, keep_messages, recipe_class, slow
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.run.log import read_metrics
@@ -21,9 +21,8 @@ def make_config(tiny_config):
     """Makes configs of six update steps of 8 samples."""
 
     def make(fused=True, **changes):
-        batch = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
         optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": fused}
-        return tiny_config(dataset=DATA, optimizer=optimizer, **batch, **changes)
+        return tiny_config(dataset=DATA, optimizer=optimizer, **STEP_OF_8, **changes)
 
     return make
 
@@ -102,9 +101,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank(
     assert ["up to 3" in skipped[0], "up to 6" in skipped[1], len(skipped)] == [True, True, 2]
 
 
-@pytest.mark.parametrize(
-    "reads_late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at-once", "late"]
-)
+@pytest.mark.parametrize("reads_late", [False, slow(True)], ids=["at-once", "late"])
 def test_a_run_stops_with_a_checkpoint_of_unchanged_weights(reads_late, make_config):
     """With metrics that are read late, one update step later."""
     config = make_config()

@@ -19,6 +19,8 @@ from recipe_runs import (
     recipe_class,
     run_compiled_recipe,
     run_recipe,
+    slow,
+    writing_to,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.func import functional_call
@@ -226,9 +228,7 @@ FAST = ("full", "dpo_of_adapters")
 MAKE = {SFT: "tiny_config", DPO: "tiny_dpo_config", KD: "tiny_kd_config"}
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [kind if kind in FAST else slow(kind) for kind in KINDS])
 def test_all_kinds_train_wider_weights(kind, weights_folder, tmp_path):
     world_size, recipe, changes = KINDS[kind]
     configs = []
@@ -236,8 +236,7 @@ def test_all_kinds_train_wider_weights(kind, weights_folder, tmp_path):
         config = getattr(recipe_runs, MAKE[recipe])(
             weights_folder, **{"max_steps_per_epoch": 3, **changes, **precision}
         )
-        config["output_dir"] = config["checkpointer"]["output_dir"] = str(tmp_path)
-        configs.append(config)
+        configs.append(writing_to(tmp_path, config))
     found = run_distributed(of_each, world_size, configs, recipe)
     fp32, bf16 = {"torch.float32"}, {"torch.bfloat16"}
     has_frozen = any(word in kind for word in ("lora", "dora", "adapters"))

@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from checkpoint_runs import resuming_in
 from omegaconf import OmegaConf
 from recipe_runs import (
     DPO,
     KD,
     SFT,
     ListLogger,
+    cosine,
     keep_messages,
     losses,
     recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
+    slow,
 )
 
 from recipe_utils.checkpoint.export import ExportError
@@ -31,11 +34,7 @@ from recipe_utils.run.log import read_metrics
 from recipe_utils.settings.problems import ConfigError
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 0.01}
-SCHEDULE = {
-    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "num_warmup_steps": 2,
-}
-RESUME = {"resume_from_checkpoint": True}
+SCHEDULE = cosine(2)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,8 @@ def resumed(trained, tmp_path):
 
     def make(has_schedule=False, **changes):
         config, _, checkpoint = trained[has_schedule]
-        out = str(tmp_path / "out")
-        shutil.copytree(checkpoint, f"{out}/step_4", dirs_exist_ok=True)
-        checkpointer = {**config["checkpointer"], "output_dir": out}
-        return {**config, "output_dir": out, "checkpointer": checkpointer, **RESUME, **changes}
+        shutil.copytree(checkpoint, tmp_path / "out" / "step_4", dirs_exist_ok=True)
+        return {**resuming_in(tmp_path / "out", config), **changes}
 
     return make
 
@@ -89,7 +86,7 @@ def test_a_new_run_moves_checkpoints_of_an_earlier_one_and_resumes_from_its_own(
     shutil.rmtree(out / "step_6")
     shutil.rmtree(out / "step_8")
     with keep_messages() as messages:
-        assert losses(run_recipe({**second, **RESUME})) == losses(whole)[4:]
+        assert losses(run_recipe({**second, "resume_from_checkpoint": True})) == losses(whole)[4:]
     states = [json.loads(path.read_text()) for path in out.glob("step_*/state.json")]
     (run_id,) = {state["run_id"] for state in states}
     assert f"run {run_id}" in " ".join(messages)
@@ -186,8 +183,8 @@ def test_the_order_of_samples_follows_its_own_seed(tiny_config):
     [
         (SFT, {}),
         (SFT, {"save_every_n_steps": 3}),
-        pytest.param(DPO, {}, marks=pytest.mark.slow),
-        pytest.param(KD, {}, marks=pytest.mark.slow),
+        slow(DPO, {}),
+        slow(KD, {}),
     ],
 )
 def test_gradients_that_are_not_finite_stop_before_anything_is_exported(

@@ -3,7 +3,9 @@
 import itertools
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from recipe_runs import slow
 from torch.torch_version import TorchVersion
 
 TP_PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
@@ -36,6 +38,15 @@ def rows_on(rows, world_size):
     has_pipelines = TorchVersion(torch.__version__) >= "2.13"
     on = [row for row in rows if LAYOUTS[row.layout][0] == world_size]
     return [row for row in on if has_pipelines or not row.layout.startswith("pp")]
+
+
+def on_ranks(fast, rows):
+    """Parametrizes a test with rows and the number of ranks that those of its layouts run on."""
+    return pytest.mark.parametrize(
+        ("rows", "world_size"),
+        [(fast, 1), (fast, 2), *(slow(rows, world_size) for world_size in (1, 2, 4))],
+        ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
+    )
 
 
 class Row(NamedTuple):

@@ -15,6 +15,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from distributed_runs import fork_context
+from recipe_runs import writing_to
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -126,12 +127,7 @@ def flip_a_bit(file: Path) -> None:
 
 def resuming_in(folder: Path | str, config: dict[str, Any]) -> dict[str, Any]:
     """The config of a run that resumes from the checkpoints in ``folder``."""
-    return {
-        **config,
-        "output_dir": str(folder),
-        "checkpointer": {**config["checkpointer"], "output_dir": str(folder)},
-        "resume_from_checkpoint": True,
-    }
+    return {**writing_to(folder, config), "resume_from_checkpoint": True}
 
 
 def files_of(path: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.registry import ROOT
 
 WEIGHTS = {
@@ -42,6 +43,32 @@ SFT, DPO, KD, DINO = CLASSES
 # The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
 # extra step with zero gradients before it saves one.
 RECORDING_SGD = {"_component_": "tiny.RecordingSGD", "lr": 0.0, "momentum": 0.9}
+STEP_OF_8 = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+STOCK_KEYS = {
+    "epochs": 1,
+    "max_steps_per_epoch": None,
+    "resume_from_checkpoint": False,
+    "lr_scheduler": None,
+    "enable_activation_checkpointing": False,
+    "enable_activation_offloading": False,
+    "optimizer_in_bwd": False,
+    "compile": False,
+    "save_adapter_weights_only": False,
+    "profiler": None,
+}
+"""Keys that torchtune's recipes require."""
+
+
+def slow(*values):
+    """A case of a parametrized test that runs with ``--all`` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def cosine(num_warmup_steps):
+    """The schedule that most of torchtune's configs have."""
+    component = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    return {"_component_": component, "num_warmup_steps": num_warmup_steps}
 
 
 class ListLogger(MetricLoggerInterface):
@@ -63,8 +90,8 @@ class ListLogger(MetricLoggerInterface):
 
 
 def losses(logged):
-    """Of the update steps, without the validations between them."""
-    return [metrics["loss"] for metrics in logged if "loss" in metrics]
+    """Of the update steps, without the validations between them; torchtune logs tensors."""
+    return [float(metrics["loss"]) for metrics in logged if "loss" in metrics]
 
 
 def recipe_class(recipe=SFT):
@@ -138,6 +165,20 @@ def tiny_kd_config(folder, **changes):
     return config
 
 
+def writing_to(folder, config):
+    """The config of a run that writes to another folder."""
+    checkpointer = {**config["checkpointer"], "output_dir": str(folder)}
+    return {**config, "output_dir": str(folder), "checkpointer": checkpointer}
+
+
+def refusal(config, recipe=SFT):
+    """The text of the error with which a recipe refuses a config before it trains."""
+    cfg = OmegaConf.create(config)
+    with pytest.raises(ConfigError) as error:
+        recipe_class(recipe)(cfg).setup(cfg)
+    return str(error.value)
+
+
 def run_recipe(config, recipe=SFT, reads_late=False):
     """Trains with ``config``; the metrics that rank 0 logged, empty on the others.
 
@@ -168,7 +209,7 @@ def run_compiled_recipe(config, recipe=SFT):
 def run_stock_recipe(config, kind="full_finetune", adapters=None):
     """The metrics that torchtune's own recipe logs; ``adapters`` are what it starts from."""
     ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
+    cfg = OmegaConf.create({**STOCK_KEYS, **config})
     on = "distributed" if kind == "full_dpo" else "single_device"  # it has no other
     path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_{on}.py"
     if kind == "full_dpo":
@@ -217,6 +258,23 @@ def run_recipe_recording_gradients(config, recipe=SFT):
             names = [names_by_id[id(p)] for group in groups for p in group["params"]]
             made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
+
+
+def run_recording_gradients_and_metrics(configs, recipe=SFT):
+    """For each of the configs, the gradients of each update step and what was logged."""
+    found = []
+    for config in configs:
+        ListLogger.logged.clear()
+        gradients = run_recipe_recording_gradients(config, recipe)
+        found.append((gradients, list(ListLogger.logged)))
+    return found
+
+
+def run_mutant_recording_gradients(mutate, config, recipe):
+    """The gradients of each update step of a recipe that ``mutate`` makes a wrong one."""
+    with pytest.MonkeyPatch.context() as patches:
+        mutate(patches)
+        return run_recipe_recording_gradients(config, recipe)
 
 
 def with_adapters(config, folder):
