@@ -108,13 +108,6 @@ def curve_config(tiny_config, **changes):
     )
 
 
-def stock_run(config):
-    """torchtune's own recipe; it takes given adapters only as a recipe state's, so they are put in here."""
-    given = torch.load(config["checkpointer"].pop("adapter_checkpoint"), weights_only=True)
-    config = {**config, "gradient_accumulation_steps": 4, "loss": STOCK_LOSS}
-    return run_stock_recipe(config, "lora_finetune", given)
-
-
 ONE, PACKED_ON_2 = (1, {}), (2, {"microbatching": "packed"})
 PP_2, HSDP_2 = (2, {"pipeline_parallel_dim": 2}), (4, {"data_parallel_replicate_dim": 2})
 
@@ -131,7 +124,8 @@ PP_2, HSDP_2 = (2, {"pipeline_parallel_dim": 2}), (4, {"data_parallel_replicate_
 )
 def test_losses_are_those_of_the_stock_recipe(kind, layouts, tolerance, tiny_config, tmp_path):
     config = with_adapters(curve_config(tiny_config, model=KINDS[kind]), tmp_path)
-    stock = run_distributed(stock_run, 1, config)[0]
+    of_stock = {**config, "gradient_accumulation_steps": 4, "loss": STOCK_LOSS}
+    stock = run_distributed(run_stock_recipe, 1, of_stock, "lora_finetune")[0]
     assert len(losses(stock)) == 8
     norms = [metrics["grad_norm"].item() for metrics in stock]
     for world_size, changes in layouts:

@@ -15,17 +15,16 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import flip_a_bit, resuming_in
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from recipe_runs import (
     STEP_OF_8,
     STOCK_LOSS,
     ListLogger,
     cosine,
     keep_messages,
-    recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
+    set_up,
     writing_to,
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -176,19 +175,15 @@ def test_damaged_checkpoints_are_skipped_by_name_and_reason(reason, resumable):
 
 def run_until_signalled(config, at_step, on_rank):
     """Sends SIGTERM to rank ``on_rank`` in its update step ``at_step``."""
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    update = recipe.update
+    with set_up(config) as recipe:
+        update = recipe.update
 
-    def signalled_update(*args, **kwargs):
-        if recipe.run.global_step + 1 == at_step and dist.get_rank() == on_rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(*args, **kwargs)
+        def signalled_update(*args, **kwargs):
+            if recipe.run.global_step + 1 == at_step and dist.get_rank() == on_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return update(*args, **kwargs)
 
-    recipe.update = signalled_update
-    with recipe.run:
+        recipe.update = signalled_update
         recipe.train()
     return list(ListLogger.logged)
 
@@ -237,23 +232,19 @@ def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(
 
 def run_with_full_disk(config, method, at_step, rank, num_bytes):
     """After update step ``at_step``, ``rank`` cannot write larger files while ``method`` runs."""
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    unlimited = getattr(recipe.run, method)
+    with keep_messages(logging.WARNING) as warnings, set_up(config) as recipe:
+        unlimited = getattr(recipe.run, method)
 
-    def limited(*args):
-        if recipe.run.global_step != at_step or dist.get_rank() != rank:
-            return unlimited(*args)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
-        result = unlimited(*args)
-        recipe.run._report(recipe.run._checkpoints.wait())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-        return result
+        def limited(*args):
+            if recipe.run.global_step != at_step or dist.get_rank() != rank:
+                return unlimited(*args)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
+            result = unlimited(*args)
+            recipe.run._report(recipe.run._checkpoints.wait())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+            return result
 
-    setattr(recipe.run, method, limited)
-    ListLogger.logged.clear()
-    with keep_messages(logging.WARNING) as warnings, recipe.run:
+        setattr(recipe.run, method, limited)
         recipe.train()
     return list(ListLogger.logged), warnings
 

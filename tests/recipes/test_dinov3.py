@@ -12,8 +12,7 @@ import torch
 from big_batch_of_views import step_of_16
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import DINO, ListLogger, cosine, recipe_class, writing_to
+from recipe_runs import DINO, ListLogger, cosine, set_up, writing_to
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -73,22 +72,17 @@ def everything(recipe):
 
 def run(config, stop_at=None):
     """Returns logged metrics and :func:`everything`; stops in the update step before ``stop_at``."""
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create({"prefetch_update_steps": 0, **config})
-    recipe = recipe_class(recipe=DINO)(cfg)
-    update = recipe.update
+    with set_up({"prefetch_update_steps": 0, **config}, DINO) as recipe:
+        update = recipe.update
 
-    def watched(step):
-        if recipe.run.global_step + 2 == stop_at:
-            recipe.run.stop.set()
-        return update(step)
+        def watched(step):
+            if recipe.run.global_step + 2 == stop_at:
+                recipe.run.stop.set()
+            return update(step)
 
-    recipe.update = watched
-    with recipe.run:
-        recipe.setup(cfg)
+        recipe.update = watched
         recipe.train()
-        found = everything(recipe)
-    return list(ListLogger.logged), found
+        return list(ListLogger.logged), everything(recipe)
 
 
 def run_in_float64(config, **arguments):
@@ -256,10 +250,7 @@ def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_p
 
 def run_with_a_spoilt_step(config, spoilt):
     """Returns the names of the models that each update step changed."""
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class(recipe=DINO)(cfg)
-    with recipe.run:
-        recipe.setup(cfg)
+    with set_up(config, DINO) as recipe:
         sums, update = recipe.sums, recipe.update
         changed = []
         recipe.sums = lambda microbatch: (
@@ -306,10 +297,7 @@ def test_a_nonfinite_update_step_changes_neither_student_nor_average(fused, tiny
 
 def run_from(config):
     """Returns :func:`everything` before training, and the metrics."""
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class(recipe=DINO)(cfg)
-    with recipe.run:
-        recipe.setup(cfg)
+    with set_up(config, DINO) as recipe:
         found = everything(recipe)
         recipe.train()
     return found, list(ListLogger.logged)

@@ -12,8 +12,7 @@ import torch
 from big_batch import TOLERANCE, error
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import DINO, recipe_class, run_recording_gradients_and_metrics, slow
+from recipe_runs import DINO, run_recording_gradients_and_metrics, set_up, slow
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.images.collator import ViewCollator
@@ -183,16 +182,12 @@ def test_every_part_changes_the_reference(without):
 
 def weights_after(config):
     """Returns the full weights of student and teacher after an epoch."""
-    cfg = OmegaConf.create(config)
-    with tiny.float64_throughout():
-        made = recipe_class(recipe=DINO)(cfg)
-        with made.run:
-            made.setup(cfg)
-            made.train()
-            return {
-                name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
-                for name, p in parameters_by_name(made.models).items()
-            }
+    with tiny.float64_throughout(), set_up(config, DINO) as made:
+        made.train()
+        return {
+            name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+            for name, p in parameters_by_name(made.models).items()
+        }
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from recipe_runs import (
     refusal,
     run_compiled_recipe,
     run_recipe,
+    run_recipes,
     run_stock_recipe,
     slow,
     with_adapters,
@@ -27,7 +28,6 @@ from recipe_runs import (
 )
 from recipe_runs import tiny_kd_config as tiny_kd_config_of
 from safetensors.torch import load_file
-from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.parallel import process_group
 from recipe_utils.settings.problems import ConfigError
@@ -44,10 +44,6 @@ PP_2 = {"pipeline_parallel_dim": 2}
 
 def run(config):
     return run_recipe(config, KD)
-
-
-def run_all(configs):
-    return [run(config) for config in configs]
 
 
 def figures(logged, *names):
@@ -177,10 +173,10 @@ def test_of_one_microbatch_stock_losses_are_ours_plus_the_teacher_s_entropy(
         gradient_accumulation_steps=1,
         max_steps_per_epoch=1,
     )
-    adapters = get_adapter_params(tiny.adapted_model(config["model"]))
+    config = with_adapters(config, tmp_path)
     stock = {**config, "lr_scheduler": cosine(1)}  # it requires one
-    (theirs,) = run_stock_recipe(stock, "knowledge_distillation", adapters)
-    (ours,) = run(with_adapters(config, tmp_path))
+    (theirs,) = run_stock_recipe(stock, "knowledge_distillation")
+    (ours,) = run(config)
     kd_loss = ours["kd_loss"] + ours["teacher_entropy"]
     assert theirs["class_loss"] == pytest.approx(ours["ce_loss"], rel=1e-5)
     assert theirs["kd_loss"] == pytest.approx(kd_loss, rel=1e-5)
@@ -211,7 +207,8 @@ def test_metrics_with_a_cache_are_those_without(cache, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))
     still = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "epochs": 2}
     live = curve_config(tiny_kd_config, **still, **changes)
-    found, expected = run_distributed(run_all, world_size, [{**live, **CACHES[cache]}, live])[0]
+    configs = [{**live, **CACHES[cache]}, live]
+    found, expected = run_distributed(run_recipes, world_size, configs, KD)[0]
     assert_same(figures(found), figures(expected), rel=1e-6)
     assert not any("teacher_seconds" in metrics for metrics in found)
 

@@ -14,13 +14,13 @@ from recipe_runs import (
     refusal,
     run_recipe,
     run_recipe_keeping_warnings,
+    run_recipes,
     run_stock_recipe,
     slow,
     with_adapters,
     writing_to,
 )
 from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
-from torchtune.modules.peft import get_adapter_params
 
 from recipe_utils.settings.problems import ConfigError
 
@@ -33,10 +33,6 @@ COMPARED = (
 
 def run(config):
     return run_recipe(config, DPO)
-
-
-def run_all(configs):
-    return [run(config) for config in configs]
 
 
 def of(logged, *names):
@@ -58,7 +54,8 @@ def test_metrics_on_even_steps_are_those_of_the_stock_recipe(world_size, tiny_dp
     expected = run_distributed(run_stock_recipe, world_size, config, "full_dpo")[0]
     assert len(expected) == 4
     plans = [{}, {"microbatching": "packed"}, {"microbatching": "packed", "prefix_sharing": False}]
-    for logged in run_distributed(run_all, world_size, [{**config, **plan} for plan in plans])[0]:
+    configs = [{**config, **plan} for plan in plans]
+    for logged in run_distributed(run_recipes, world_size, configs, DPO)[0]:
         close(logged, expected, *COMPARED, rel=2e-5, abs=1e-5)
 
 
@@ -68,9 +65,9 @@ def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, t
         model=sizes, dataset={**PAIRS, "num_pairs": 24}, gradient_accumulation_steps=4
     )
     config["checkpointer"]["checkpoint_files"] = ["untied.pt"]
-    adapters = {n: p.detach() for n, p in get_adapter_params(tiny.adapted_model(sizes)).items()}
-    (expected,) = run_distributed(run_stock_recipe, 1, config, "lora_dpo", adapters)
-    logged = run(with_adapters({**config, "microbatching": "packed"}, tmp_path))
+    config = with_adapters(config, tmp_path)
+    (expected,) = run_distributed(run_stock_recipe, 1, config, "lora_dpo")
+    logged = run({**config, "microbatching": "packed"})
     close(logged, expected, "loss", rel=2e-5)
 
 

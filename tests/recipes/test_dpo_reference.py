@@ -7,14 +7,13 @@ import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from recipe_runs import (
     DPO,
     ListLogger,
     losses,
-    recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
+    set_up,
     slow,
     writing_to,
 )
@@ -178,10 +177,7 @@ def test_training_continues_if_the_cache_cannot_be_written(cached_config, monkey
 
 def test_a_model_whose_reference_is_all_known_is_alone_on_the_device(cached_config):
     losses_of(cached_config())
-    cfg = OmegaConf.create(cached_config())
-    training = recipe_class(recipe=DPO)(cfg)
-    with training.run:
-        training.setup(cfg)
+    with set_up(cached_config(), DPO) as training:
         training.train()
     assert training.reference.outputs.model is None
 

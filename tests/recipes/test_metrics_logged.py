@@ -4,8 +4,7 @@ import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import ListLogger, recipe_class, run_recipe
+from recipe_runs import ListLogger, run_recipe, set_up
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,10 +43,11 @@ class CountReads(TorchDispatchMode):
 
 
 def num_reads_while_training(config):
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.setup(cfg)
-    with recipe.loader.epoch(0) as steps, CountReads() as counter:
+    with (
+        set_up(config) as recipe,
+        recipe.loader.epoch(0) as steps,
+        CountReads() as counter,
+    ):
         for step in steps:
             recipe.update(step)
     return counter.num_reads
@@ -100,14 +100,11 @@ def test_metrics_are_read_after_the_next_update_step_is_enqueued(
     every = log_every_n_steps
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True}
     changes = {"max_steps_per_epoch": 7, "batch_size": 1, "log_every_n_steps": every}
-    cfg = OmegaConf.create(make(optimizer=optimizer, **changes))
-    ListLogger.logged.clear()
-    made = recipe_class(recipe=recipe)(cfg)
-    run, reads = made.run, Reads()
-    run.metrics.reads_late = True
+    reads = Reads()
     logged_by, read_between, read_in_advance = [], [], []
-    with run:
-        made.setup(cfg)
+    with set_up(make(optimizer=optimizer, **changes), recipe) as made:
+        run = made.run
+        run.metrics.reads_late = True
         update, advance, profiled = made.update, run.advance, run.profiler.step
 
         def updating(step):

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
-from recipe_runs import STEP_OF_8, ListLogger, keep_messages, recipe_class, slow
+from recipe_runs import STEP_OF_8, ListLogger, keep_messages, set_up, slow
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.run.log import read_metrics
@@ -40,12 +39,6 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
 
     Returns the metrics or the error, the warnings, and whether each update step changed anything.
     """
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
-    recipe = recipe_class()(cfg)
-    recipe.run.metrics.reads_late |= reads_late
-    recipe.setup(cfg)
-    sums, update = recipe.sums, recipe.update
     changed, to_spoil = [], []
 
     def spoilt_sums(microbatch):
@@ -61,9 +54,11 @@ def run_with_spoilt_steps(config, spoilt, factor, reads_late=False):
         changed.append(not all(map(torch.equal, before, after)))
         return result
 
-    recipe.sums, recipe.update = spoilt_sums, watched_update
     try:
-        with keep_messages(logging.WARNING) as warnings, recipe.run:
+        with keep_messages(logging.WARNING) as warnings, set_up(config) as recipe:
+            recipe.run.metrics.reads_late |= reads_late
+            sums, update = recipe.sums, recipe.update
+            recipe.sums, recipe.update = spoilt_sums, watched_update
             recipe.train()
     except RuntimeError as error:
         return str(error), warnings, changed

@@ -9,23 +9,23 @@ import torch
 from arrays import TP_PLAN
 from big_batch import STEP_OF_16
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from recipe_runs import (
     DPO,
     KD,
     RECORDING_SGD,
     SFT,
     ListLogger,
-    recipe_class,
+    losses,
     run_compiled_recipe,
     run_recipe,
+    set_up,
     slow,
+    train_recording_gradients,
     writing_to,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.func import functional_call
 
-from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.build.build import ModelSettings
@@ -41,18 +41,10 @@ RECORDED = {**STEP_OF_16, **MIXED, "batch_size": 2, "optimizer": RECORDING_SGD}
 
 def gradients_and_steps(config):
     """The full gradients of each update step by name, and the update steps."""
-    tiny.RecordingSGD.recorded.clear()
-    cfg = OmegaConf.create(config)
-    made = recipe_class()(cfg)
-    with made.run:
-        made.setup(cfg)
+    with set_up(config) as made:
         with made.loader.epoch(0) as steps:
             steps = list(steps)
-        names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
-        names = [names_by_id[id(p)] for p in made.optimizer.param_groups[0]["params"]]
-        made.train()
-    recorded = tiny.RecordingSGD.recorded
-    return [dict(zip(names, step, strict=True)) for step in recorded], steps
+        return train_recording_gradients(made), steps
 
 
 def of_all(configs):
@@ -180,11 +172,7 @@ def test_on_two_ranks_gradients_are_those_of_weights_cast_by_hand(layout, on_two
 
 def losses_and_dtypes(config, recipe):
     """Losses, and dtypes of trained weights, their optimizer state, frozen weights and frozen models."""
-    cfg = OmegaConf.create(config)
-    ListLogger.logged.clear()
-    made = recipe_class(recipe=recipe)(cfg)
-    with made.run:
-        made.setup(cfg)
+    with set_up(config, recipe) as made:
         made.train()
     optimizer = made.optimizer
     parts = optimizer.optim_map.values() if hasattr(optimizer, "optim_map") else [optimizer]
@@ -198,7 +186,7 @@ def losses_and_dtypes(config, recipe):
         "others": list(frozen.parameters()) if frozen is not made.model else [],
     }
     dtypes = {name: {str(t.dtype) for t in tensors} for name, tensors in of.items()}
-    return [line["loss"] for line in ListLogger.logged], dtypes
+    return losses(ListLogger.logged), dtypes
 
 
 def of_each(configs, recipe):
@@ -247,18 +235,18 @@ def test_all_kinds_train_wider_weights(kind, weights_folder, tmp_path):
 
     # At the first step both have bf16's weights. A bf16 weight below 2 is rounded by up to 2^-9 * 2, 0.4 of AdamW's
     # update at lr 0.01: to first order the losses differ by less than 0.4 of what training changes.
-    (losses, _), (in_bf16, _) = found[0]
-    assert losses[0] == pytest.approx(in_bf16[0], rel=1e-3)
-    assert losses == pytest.approx(in_bf16, abs=0.4 * (max(in_bf16) - min(in_bf16)))
-    assert losses != in_bf16
+    (in_fp32, _), (in_bf16, _) = found[0]
+    assert in_fp32[0] == pytest.approx(in_bf16[0], rel=1e-3)
+    assert in_fp32 == pytest.approx(in_bf16, abs=0.4 * (max(in_bf16) - min(in_bf16)))
+    assert in_fp32 != in_bf16
 
 
 @pytest.mark.slow
 def test_compiled_layers_compute_in_dtype(tiny_config):
     config = tiny_config(**MIXED, max_steps_per_epoch=2)
-    eager = [line["loss"] for line in run_recipe(config)]
+    eager = losses(run_recipe(config))
     (compiled,) = run_distributed(run_compiled_recipe, 1, config)
-    assert [line["loss"] for line in compiled] == pytest.approx(eager, rel=0.01)
+    assert losses(compiled) == pytest.approx(eager, rel=0.01)
 
 
 def loss_and_norm(config):

@@ -11,7 +11,6 @@ import pytest
 import tiny
 import torch
 from checkpoint_runs import resuming_in
-from omegaconf import OmegaConf
 from recipe_runs import (
     DPO,
     KD,
@@ -20,9 +19,9 @@ from recipe_runs import (
     cosine,
     keep_messages,
     losses,
-    recipe_class,
     run_recipe,
     run_recipe_keeping_warnings,
+    set_up,
     slow,
 )
 
@@ -118,17 +117,14 @@ def test_a_run_that_is_refused_leaves_an_earlier_one_s_checkpoints_where_they_ar
 def test_changed_arguments_of_the_optimizer_are_those_of_the_config(
     key, value, has_schedule, trained, resumed
 ):
-    cfg = OmegaConf.create(resumed(has_schedule, optimizer={**ADAMW, key: value}))
-    with keep_messages() as messages:
-        made = recipe_class()(cfg)
-        with made.run:
-            made.setup(cfg)
-            (group,) = made.optimizer.param_groups
-            if key == "lr" and has_schedule:
-                assert group["lr"] < group["initial_lr"] == value
-            else:
-                assert group[key] == (tuple(value) if isinstance(value, list) else value)
-            made.train()
+    config = resumed(has_schedule, optimizer={**ADAMW, key: value})
+    with keep_messages() as messages, set_up(config) as made:
+        (group,) = made.optimizer.param_groups
+        if key == "lr" and has_schedule:
+            assert group["lr"] < group["initial_lr"] == value
+        else:
+            assert group[key] == (tuple(value) if isinstance(value, list) else value)
+        made.train()
     before = ADAMW.get(key, "its default")
     assert any(m.startswith(f"optimizer.{key}: {before} in the checkpoint") for m in messages)
     assert losses(ListLogger.logged)[-4:] != trained[has_schedule][1][4:]

@@ -179,17 +179,24 @@ def refusal(config, recipe=SFT):
     return str(error.value)
 
 
+@contextmanager
+def set_up(config, recipe=SFT):
+    """A recipe that is ready to train, with an empty log."""
+    ListLogger.logged.clear()
+    cfg = OmegaConf.create(config)
+    made = recipe_class(recipe)(cfg)
+    with made.run:
+        made.setup(cfg)
+        yield made
+
+
 def run_recipe(config, recipe=SFT, reads_late=False):
     """Trains with ``config``; the metrics that rank 0 logged, empty on the others.
 
     With ``reads_late`` as on an accelerator, where the device may be behind the host.
     """
-    ListLogger.logged.clear()
-    cfg = OmegaConf.create(config)
-    made = recipe_class(recipe)(cfg)
-    made.run.metrics.reads_late |= reads_late
-    with made.run:
-        made.setup(cfg)
+    with set_up(config, recipe) as made:
+        made.run.metrics.reads_late |= reads_late
         made.train()
     return list(ListLogger.logged)
 
@@ -206,10 +213,15 @@ def run_compiled_recipe(config, recipe=SFT):
         return run_recipe({**config, "compile": True}, recipe)
 
 
-def run_stock_recipe(config, kind="full_finetune", adapters=None):
-    """The metrics that torchtune's own recipe logs; ``adapters`` are what it starts from."""
+def run_stock_recipe(config, kind="full_finetune"):
+    """The metrics that torchtune's own recipe logs.
+
+    It takes given adapters only with a recipe state, so they are put in here.
+    """
     ListLogger.logged.clear()
-    cfg = OmegaConf.create({**STOCK_KEYS, **config})
+    checkpointer = dict(config["checkpointer"])
+    given = checkpointer.pop("adapter_checkpoint", None)
+    cfg = OmegaConf.create({**STOCK_KEYS, **config, "checkpointer": checkpointer})
     on = "distributed" if kind == "full_dpo" else "single_device"  # it has no other
     path = Path(torchtune.__file__).parents[1] / "recipes" / f"{kind}_{on}.py"
     if kind == "full_dpo":
@@ -219,8 +231,8 @@ def run_stock_recipe(config, kind="full_finetune", adapters=None):
     (name,) = [each for each in classes if each.lower().startswith(f"{start}recipe".lower())]
     recipe = classes[name](cfg)
     recipe.setup(cfg)
-    if adapters is not None:
-        recipe._model.load_state_dict(adapters, strict=False)
+    if given is not None:
+        recipe._model.load_state_dict(torch.load(given, weights_only=True), strict=False)
     recipe.train()
     return list(ListLogger.logged)
 
@@ -246,17 +258,19 @@ def keep_messages(level=logging.INFO):
 
 def run_recipe_recording_gradients(config, recipe=SFT):
     """The full float64 gradients of each update step, by parameter name."""
-    tiny.RecordingSGD.recorded.clear()
     recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
-    cfg = OmegaConf.create({**config, "dtype": "fp64", **recording})
-    with tiny.float64_throughout():
-        made = recipe_class(recipe)(cfg)
-        with made.run:
-            made.setup(cfg)
-            names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
-            groups = made.optimizer.param_groups
-            names = [names_by_id[id(p)] for group in groups for p in group["params"]]
-            made.train()
+    config = {**config, "dtype": "fp64", **recording}
+    with tiny.float64_throughout(), set_up(config, recipe) as made:
+        return train_recording_gradients(made)
+
+
+def train_recording_gradients(made):
+    """Trains a recipe that was set up; the full gradients of each update step, by parameter name."""
+    tiny.RecordingSGD.recorded.clear()
+    names_by_id = {id(p): name for name, p in parameters_by_name(made.model).items()}
+    groups = made.optimizer.param_groups
+    names = [names_by_id[id(p)] for group in groups for p in group["params"]]
+    made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
 
 
@@ -264,7 +278,6 @@ def run_recording_gradients_and_metrics(configs, recipe=SFT):
     """For each of the configs, the gradients of each update step and what was logged."""
     found = []
     for config in configs:
-        ListLogger.logged.clear()
         gradients = run_recipe_recording_gradients(config, recipe)
         found.append((gradients, list(ListLogger.logged)))
     return found

@@ -245,19 +245,8 @@ def make_pairs(num_pairs, kind="masked", seed=0):
     return pairs
 
 
-def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0, swaps_sides=False):
-    pairs = make_pairs(num_pairs, kind, seed)
-    if swaps_sides:
-        sides = (("chosen", "rejected"), ("rejected", "chosen"))
-        pairs = [
-            {
-                f"{to}_{what}": pair[f"{side}_{what}"]
-                for side, to in sides
-                for what in ("input_ids", "labels")
-            }
-            for pair in pairs
-        ]
-    return Samples(pairs)
+def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0):
+    return Samples(make_pairs(num_pairs, kind, seed))
 
 
 def pairs_some_of_which_teach_nothing(tokenizer, num_pairs, only_live=False, dead_first=False):
