@@ -81,13 +81,12 @@ def replace_folder(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes partially written and partially removed folders of a killed run, and returns their paths.
+def remove_leftovers(folder: Path) -> None:
+    """Removes partially written and partially removed folders of a killed run.
 
     Only folders with a temporary name of this module, directly inside ``folder``. A complete
     checkpoint or export that was about to be replaced is renamed back.
     """
-    removed = []
     for path in sorted(folder.glob("*.tmp")):
         if not _LEFTOVER.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             continue
@@ -99,8 +98,6 @@ def remove_leftovers(folder: Path) -> list[Path]:
                 path.rename(final)
                 continue
         shutil.rmtree(path, ignore_errors=True)
-        removed.append(path)
-    return removed
 
 
 def move_to_backup(folder: Path, run_id: str) -> Path | None:

@@ -19,6 +19,7 @@ from recipe_runs import (
     STEP_OF_8,
     STOCK_LOSS,
     cosine,
+    exported_model,
     losses,
     run_compiled_recipe,
     run_recipe,
@@ -458,8 +459,7 @@ def test_a_key_without_effect_is_warned_of_once(tiny_config):
 
 
 def exported_dtypes(config):
-    (path,) = Path(config["output_dir"], "epoch_0").glob("*.bin")
-    return {weight.dtype for weight in torch.load(path, weights_only=True).values()}
+    return {weight.dtype for weight in torch.load(exported_model(config)).values()}
 
 
 @pytest.mark.slow

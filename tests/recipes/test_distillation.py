@@ -17,6 +17,7 @@ from recipe_runs import (
     STEP_OF_8,
     STOCK_LOSS,
     cosine,
+    exported_model,
     refusal,
     run_compiled_recipe,
     run_recipe,
@@ -56,11 +57,6 @@ def assert_same(found, expected, rel):
     assert [f[2] for f in found] == pytest.approx([f[2] for f in expected], rel=rel, abs=1e-7)
 
 
-def exported(config):
-    (file,) = Path(config["output_dir"], f"epoch_{config.get('epochs', 1) - 1}").glob("*.bin")
-    return torch.load(file)
-
-
 def curve_config(tiny_kd_config, **changes):
     return tiny_kd_config(
         **{
@@ -93,10 +89,10 @@ def test_a_ratio_of_zero_is_fine_tuning_bitwise_and_opens_no_file_of_a_teacher(
     config = tiny_kd_config(kd_ratio=0.0, kd_loss=OURS, **of_both)
     config["teacher_checkpointer"]["checkpoint_dir"] = "/nowhere"
     ours = figures(run_distributed(run, world_size, config)[0], "loss", "grad_norm", "val_loss")
-    of_ours = exported(config)
+    of_ours = torch.load(exported_model(config))
     theirs = run_distributed(run_recipe, world_size, tiny_config(**of_both), SFT)[0]
     assert ours == figures(theirs, "loss", "grad_norm", "val_loss")
-    for name, weight in exported(config).items():
+    for name, weight in torch.load(exported_model(config)).items():
         assert torch.equal(weight, of_ours[name])
 
 
@@ -280,12 +276,12 @@ def test_a_training_resumes_bitwise_in_the_middle_of_an_epoch(cache, layout, tin
         tiny_kd_config, teacher_cache=cache, save_every_n_steps=2, keep_last_n_checkpoints=None, **changes
     )  # fmt: skip
     whole = figures(run_distributed(run, world_size, config)[0])
-    expected = exported(config)
+    expected = torch.load(exported_model(config))
     for step in ("step_4", "step_5"):
         shutil.rmtree(Path(config["output_dir"], step))
     resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
     assert figures(resumed) == [figure for figure in whole if figure[0] > 2]
-    for name, weight in exported(config).items():
+    for name, weight in torch.load(exported_model(config)).items():
         assert torch.equal(weight, expected[name])
 
 

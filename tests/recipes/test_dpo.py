@@ -11,6 +11,7 @@ from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
     STEP_OF_8,
+    exported_model,
     refusal,
     run_recipe,
     run_recipe_keeping_warnings,
@@ -207,17 +208,12 @@ def test_it_resumes_bitwise_from_the_middle_of_an_epoch(
     )  # fmt: skip
     whole = run_distributed(run, world_size, config)[0]
     assert len(whole) == 10
-    expected = exported(config)
+    expected = exported_model(config).read_bytes()
     for step in (9, 6, 3):
         forget_after(step, config)
         resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
         assert of(resumed, *COMPARED) == of(whole[step:], *COMPARED)
-        assert exported(config) == expected
-
-
-def exported(config):
-    (file,) = Path(config["output_dir"], "epoch_1").glob("*.bin")
-    return file.read_bytes()
+        assert exported_model(config).read_bytes() == expected
 
 
 def forget_after(step, config):

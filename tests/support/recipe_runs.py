@@ -171,6 +171,12 @@ def writing_to(folder, config):
     return {**config, "output_dir": str(folder), "checkpointer": checkpointer}
 
 
+def exported_model(config):
+    """The file of the model that a run has exported at the end of its last epoch."""
+    (file,) = Path(config["output_dir"], f"epoch_{config.get('epochs', 1) - 1}").glob("*.bin")
+    return file
+
+
 def refusal(config, recipe=SFT):
     """The text of the error with which a recipe refuses a config before it trains."""
     cfg = OmegaConf.create(config)

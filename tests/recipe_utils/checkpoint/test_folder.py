@@ -146,13 +146,12 @@ def test_only_folders_with_our_temporary_names_are_removed(folder):
         (folder / name).mkdir()
     (folder / "step_5.tmp").write_text("a file")
     (folder / "step_6.tmp").symlink_to(folder / "step_3")
-    removed = [path.name for path in remove_leftovers(folder)]
-    assert sorted(removed) == ["export.tmp", "step_2.old.tmp", "step_3.tmp", "step_4.tmp"]
+    remove_leftovers(folder)
     left = {path.name for path in folder.iterdir()}
     assert left == {*kept, "step_1", "step_2", "step_5.tmp", "step_6.tmp"}
 
 
 def test_a_checkpoint_that_was_about_to_be_replaced_gets_its_name_back(folder):
     (folder / "step_2").rename(folder / "step_2.old.tmp")
-    assert remove_leftovers(folder) == []
+    remove_leftovers(folder)
     assert check_whole(folder / "step_2", RECIPE) is None
