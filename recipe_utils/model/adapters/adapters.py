@@ -22,7 +22,7 @@ from torchtune.modules.peft import (
 )
 
 from recipe_utils.checkpoint.tensors import describe_mismatch
-from recipe_utils.model.adapters.nf4 import is_quantised
+from recipe_utils.model.adapters.nf4 import scaler_block_size_of
 
 _NUM_SAMPLED = 64
 
@@ -46,8 +46,8 @@ class Adapters:
     """Adapters by the name of the adapted module."""
     trained: frozenset[str]
     """Names of parameters."""
-    frozen: Mapping[str, bool]
-    """Names of the other parameters; True for those in NF4."""
+    frozen: Mapping[str, int]
+    """Names of the other parameters; ``scaler_block_size`` of those in NF4, 0 of plain ones."""
 
 
 def freeze_base(model: nn.Module) -> None:
@@ -74,15 +74,15 @@ def find_adapters(model: nn.Module) -> Adapters:
     """
     parameters = model.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in parameters.items()}
-    modules, quantised = {}, set()
+    modules, scaler_block_sizes = {}, {}
     for module in model.modules():
         if isinstance(module, (LoRALinear, DoRALinear)):
             modules[names[id(module.weight)].removesuffix(".weight")] = _describe(module)
-        if is_quantised(module):
-            quantised.add(names[id(module.weight)])
+        if size := scaler_block_size_of(module):
+            scaler_block_sizes[names[id(module.weight)]] = size
     trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
     frozen = {
-        name: name in quantised
+        name: scaler_block_sizes.get(name, 0)
         for name, p in parameters.items()
         if isinstance(p, nn.Parameter) and not p.requires_grad
     }
@@ -156,8 +156,8 @@ def fresh_adapters(
         fresh[f"{name}.lora_b.weight"] = torch.zeros(num_out, adapter.rank, dtype=torch.float32)
         if adapter.has_magnitude:
             multiplied = weight.to(dtype)
-            if adapters.frozen.get(f"{name}.weight"):
-                multiplied = to_nf4(multiplied).to(dtype)
+            if size := adapters.frozen.get(f"{name}.weight"):
+                multiplied = to_nf4(multiplied, scaler_block_size=size).to(dtype)
             fresh[f"{name}.magnitude"] = torch.linalg.norm(multiplied, dim=1)
     return fresh
 

@@ -87,11 +87,13 @@ def _load(
                 module.rope_init()  # type: ignore[operator]
 
     check_weights(model, weights, names_of_other_stages)
-    is_quantised = find_adapters(model).frozen
+    scaler_block_sizes = find_adapters(model).frozen
     on_cpu = settings.offloads_to_cpu(device)
     weights_device = torch.device("cpu") if on_cpu else device
     shards = {
-        name: _shard_like(like, name, weights[name], weights_device, is_quantised.get(name, False))
+        name: _shard_like(
+            like, name, weights[name], weights_device, scaler_block_sizes.get(name, 0)
+        )
         for name, like in model.state_dict().items()
     }
     model.load_state_dict(shards, assign=True)  # meta tensors cannot be copied to
@@ -168,13 +170,16 @@ def gather_weights(
 
 
 def _shard_like(
-    like: Tensor, name: str, full: Tensor, device: torch.device, is_quantised: bool
+    like: Tensor, name: str, full: Tensor, device: torch.device, scaler_block_size: int
 ) -> Tensor:
-    """Returns this rank's part of ``full`` [shape of ``like``], with the sharding and precision of ``like``."""
+    """Returns this rank's part of ``full`` [shape of ``like``], with the sharding and precision of ``like``.
+
+    With a ``scaler_block_size`` above 0 it is in NF4.
+    """
     dtype = like.dtype
     if not isinstance(like, DTensor):
         whole = full.to(device, dtype, copy=True)
-        return to_nf4(whole) if is_quantised else whole
+        return to_nf4(whole, scaler_block_size=scaler_block_size) if scaler_block_size else whole
     # distribute_tensor does not support tensors sharded by both tensor parallelism and FSDP2.
     shape, offset = compute_local_shape_and_global_offset(
         full.shape, like.device_mesh, like.placements
@@ -184,10 +189,10 @@ def _shard_like(
             f"tensor_parallel_dim: {name} {tuple(full.shape)} does not divide over the mesh "
             f"{tuple(like.device_mesh.shape)}; set smaller dimensions"
         )
-    if is_quantised:
+    if scaler_block_size:
         # Quantized whole, since blocks share a mean; then cut at block borders, see check_nf4.
-        parts = to_nf4(full.to(device, dtype)).split(shape[0])
-        part = parts[offset[0] // shape[0]]
+        whole = to_nf4(full.to(device, dtype), scaler_block_size=scaler_block_size)
+        part = whole.split(shape[0])[offset[0] // shape[0]]
         own = part.new_zeros(part.shape)
         own.copy_(part)
     else:

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from omegaconf import OmegaConf
+from torchao.dtypes.nf4tensor import to_nf4
 from torchtune import config
 from torchtune.modules.low_precision import FrozenNF4Linear
 
@@ -16,7 +17,7 @@ from recipe_utils.model.adapters.adapters import (
 )
 from recipe_utils.model.adapters.merge import contents_of_export, merge
 from recipe_utils.model.adapters.nf4 import without_quantising
-from recipe_utils.model.build.build import ModelSettings
+from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.weights import load_weights
 
 KINDS = {
@@ -124,10 +125,25 @@ def test_nothing_is_quantised_on_the_meta_device_and_what_is_not_default_is_refu
     quantised = config.instantiate(OmegaConf.create(KINDS["qlora"]))
     model = tiny.on_meta(KINDS["qlora"])
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
-    assert sum(find_adapters(model).frozen.values()) == 14
+    assert sum(map(bool, find_adapters(model).frozen.values())) == 14
     assert list(model.state_dict()) == list(quantised.state_dict())
-    with without_quantising(), pytest.raises(ValueError, match="block_size"):
+    with without_quantising(), pytest.raises(ValueError, match="'block_size': 32"):
         FrozenNF4Linear(256, 256, block_size=32)
+
+
+def test_a_weight_is_quantised_in_the_blocks_of_its_layer():
+    model = build_on_meta(
+        lambda: torch.nn.Sequential(FrozenNF4Linear(80, 160, scaler_block_size=100)),
+        ModelSettings(),
+    )
+    weight = torch.randn(160, 80, generator=torch.Generator().manual_seed(0))
+    load_weights(model, {"model": {"0.weight": weight}}, ModelSettings(), torch.device("cpu"))
+    found, expected, other = (
+        each.get_original_weight()
+        for each in (model[0].weight, *(to_nf4(weight, scaler_block_size=n) for n in (100, 200)))
+    )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, other)
 
 
 def test_dora_norms_are_formed_once_until_the_optimizer_steps():
