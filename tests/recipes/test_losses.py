@@ -96,7 +96,7 @@ def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then
     after_warm_up = num_graphs[3:]
     assert len(after_warm_up) > 8
     assert len(set(after_warm_up)) == 1
-    assert num_graphs[0] < after_warm_up[0] <= 16
+    assert num_graphs[0] < after_warm_up[0]
 
 
 @pytest.mark.parametrize("clip_grad_norm", [slow(None), 0.5])

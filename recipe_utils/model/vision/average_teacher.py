@@ -51,6 +51,7 @@ class AverageTeacher:
         self._objective = objective
         self._modules = modules
         self._ranks = ranks
+        self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
         self._pipeline = pipeline
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
@@ -114,7 +115,7 @@ class AverageTeacher:
                 patches = TeacherHidden(of_patches[i], heads.ibot.prototypes, patch_biases[i])
                 views = TeacherViews(crops, patches, anchors.get(i), koleo.get(i))
                 taught.append(microbatch.with_teacher(views))
-            prototypes, group = heads.dino.prototypes.weight, self._ranks.dp_group
+            prototypes, group = heads.dino.prototypes.weight, self._dp_group
             num_used = num_prototypes_used(of_crops, prototypes, temperature, crop_biases, group)
             yield taught, num_used * self._ranks.dims.pp
 
@@ -125,7 +126,7 @@ class AverageTeacher:
         num_iterations = self._objective.sinkhorn_iterations
         if self._objective.sinkhorn_over == "microbatch":
             return [sinkhorn([each], prototypes, temperature, num_iterations) for each in rows]
-        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._ranks.dp_group)
+        dual = sinkhorn(rows, prototypes, temperature, num_iterations, self._dp_group)
         return [dual] * len(rows)
 
     def _koleo_of(
@@ -136,7 +137,7 @@ class AverageTeacher:
         if not found:  # the last stage is on another rank
             return {}
         cls = [found[i] for i in range(len(found))]
-        gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._ranks.dp_group)
+        gradient, mean = gradient_of_all(torch.cat(cls), max_images, self._dp_group)
         parts = gradient.split([len(each) for each in cls])
         return {i: (part, mean) for i, part in enumerate(parts)}
 
