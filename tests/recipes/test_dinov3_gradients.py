@@ -77,9 +77,11 @@ def test_gradient_and_metrics_are_those_of_one_batch(layout, tiny_config):
     world_size, dims, schedules = LAYOUTS[layout]
     dp_degree = world_size // dims.get("pipeline_parallel_dim", 1)
     configs = []
-    for schedule in schedules:
+    for number, schedule in enumerate(schedules):
         of_schedule = {} if schedule is None else {"pipeline_parallel_schedule": schedule}
-        for split in splits_of(dp_degree, schedule):
+        splits = list(splits_of(dp_degree, schedule))
+        # Every other split with a schedule, the others with the next one.
+        for split in splits if schedule is None else splits[number % 2 :: 2]:
             configs.append(step_of_16(tiny_config, **split, **of_schedule, **dims))
     ranks = run_distributed(gradients_and_metrics, world_size, configs, timeout_seconds=300)
     for config, *of_ranks in zip(configs, *ranks, strict=True):
