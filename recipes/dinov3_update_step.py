@@ -95,7 +95,7 @@ class Settings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
-        yield from self.views.problems_with(self.data)
+        yield from self.views.problems_with(self.data, self.objective.ibot_loss_weight)
         yield from self.objective.problems_with(self.data, self.ranks)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
@@ -103,6 +103,12 @@ class Settings:
         yield from self.schedules.problems_with(self.objective.student_temperature)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
         yield from self.run.problems_without_text()
+        if self.dataset_val is not None and self.dataset_val == (self.dataset_knn or self.dataset):
+            text = (
+                "dataset_knn (null: dataset) is the same, so each image would be its own neighbor; set "
+                "one of the two to other images, such as split=train[90%:]"
+            )
+            yield Problem("dataset_val", text, depends_on=("dataset", "dataset_knn"))
         if self.ranks.tensor_parallel_dim > 1:
             yield Problem(
                 "tensor_parallel_dim",
@@ -139,6 +145,8 @@ class DINOv3Recipe:
         self.loader, self.neighbors = build_image_loaders(
             cfg, transform, layout_of(whole), settings, ranks, run
         )
+
+        settings.schedules.warn_if_longer_than(settings.run.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules
         def build_with(head: Any) -> nn.Module:

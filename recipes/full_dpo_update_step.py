@@ -122,8 +122,8 @@ class FullDPORecipe:
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
             self.reference = build("reference", Reference, settings, loss_fn, ranks)
-            ref = cfg.get("ref_checkpointer")
-            build("ref_checkpointer", self.reference.check, ref, whole, run.resumes_from_stock)
+            of_policy = whole, self.tokenizer, run.resumes_from_stock
+            build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), *of_policy)
 
         # ---- Data
         limits = limits_of(whole, ranks.device, modules.compile)

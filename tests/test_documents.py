@@ -87,6 +87,14 @@ def test_key_tables_are_the_command_s_output(recipe):
     assert found == expected_keys(recipe), "run python tests/test_documents.py"
 
 
+@pytest.mark.parametrize("recipe", ["full_dpo_update_step", "dinov3_update_step"])
+def test_a_whole_config_for_own_data_is_accepted(recipe, tmp_path):
+    page = (ROOT / "recipes" / f"{recipe}.md").read_text()
+    (block,) = re.findall(r"^A whole config .*?^```yaml\n(.*?)^```", page, re.M | re.S)
+    cfg = OmegaConf.create(yaml.safe_load(block))
+    read_settings(OmegaConf.merge(cfg, {"output_dir": str(tmp_path)}), settings_of(recipe))
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

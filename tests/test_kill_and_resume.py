@@ -2,9 +2,11 @@
 
 import os
 import signal
-import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 import tiny
@@ -85,7 +87,7 @@ def start(started):
     def start(*arguments, cwd=None):
         process = Popen(
             [TUNE, "run", "--nproc_per_node=2", *map(str, arguments)],
-            cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=cwd, stdout=DEVNULL, stderr=DEVNULL,
         )  # fmt: skip
         started.append(process)
         return process
@@ -144,6 +146,50 @@ def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     assert_gone(workers)
     assert start(*arguments).wait(240) == 0
     assert len(losses_in(tmp_path / "out")) == 50
+
+
+def descendants_of(pid):
+    return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads states of processes from /proc")
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"),
+    [
+        (SFT, 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((DINO, 1), (KD, 2), (DINO, 2))),
+    ],
+)
+def test_no_process_outlives_a_program_that_is_killed(
+    recipe, num_ranks, weights_folder, tmp_path, started
+):
+    """Neither its ranks nor their DataLoader workers."""
+    if recipe == DINO:
+        config = config_of_images(weights_folder, num_workers=2)
+    else:
+        make = tiny_kd_config if recipe == KD else tiny_config
+        config = config_of_text(weights_folder, make, num_workers=2)
+    config["epochs"] = 1000
+    arguments = [recipe, "--config", str(write(config, tmp_path)), *logging_to(tmp_path / "out")]
+    launcher = ["--nproc_per_node=2"] if num_ranks == 2 else []
+    process = Popen([TUNE, "run", *launcher, *arguments], stdout=DEVNULL, stderr=DEVNULL)
+    started.append(process)
+    wait_for(lambda: losses_in(tmp_path / "out"), process)
+    pids = descendants_of(process.pid)
+    assert len(pids) >= 2 * num_ranks
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if is_alive(pid)]
 
 
 DIES_OF_SIGNALS = """

@@ -1,1 +1,12 @@
-"""Step checkpoints, from which training resumes, and exported models."""
+"""Step checkpoints, from which training resumes, and exported models.
+
+Importing it corrects torchtune 0.6.1's names of Gemma 2's weights, for loading and exporting: it
+swaps the norms before and after the feed-forward, so the model that it loads is another one.
+"""
+
+from torchtune.models.gemma2 import _convert_weights
+
+_convert_weights._GEMMA2_FROM_HF |= {
+    "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
+}

@@ -1,14 +1,16 @@
 """Atomic export of a model in the checkpointer's own format."""
 
 import copy
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtune import training
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, replace_folder
-from recipe_utils.checkpoint.peft import write_peft
+from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
 from recipe_utils.files import fsync_tree
 
 ADAPTER_FOLDER = "adapter"
@@ -23,15 +25,18 @@ class ExportError(RuntimeError):
     """The export of a model failed."""
 
 
-def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
+def export(
+    checkpointer: Any, contents: dict[str, Any], name: str, frozen: Mapping[str, str] = {}
+) -> Path:
     """Saves a model, its adapters or both as a folder in the checkpointer's output folder, and returns its path.
 
     The checkpointer writes into a temporary folder, which is synced and then renamed; it replaces
     an existing folder of that name. Files get the mode that the umask allows.
 
     ``checkpointer`` is one of torchtune's that has loaded the initial weights; ``contents`` are
-    full (unsharded) tensors by torchtune's names, under torchtune's keys. If the export fails, it
-    raises ExportError, removes its files and leaves an existing folder unchanged.
+    full (unsharded) tensors by torchtune's names, under torchtune's keys; ``frozen`` are
+    fingerprints of the adapters' base. If the export fails, it raises ExportError, removes its files
+    and leaves an existing folder unchanged.
     """
     output_dir = Path(checkpointer._output_dir)
     temporary = output_dir / TEMPORARY_EXPORT
@@ -50,6 +55,10 @@ def export(checkpointer: Any, contents: dict[str, Any], name: str) -> Path:
         if adapters is not None:
             write_peft(folder, checkpointer, adapters, contents[training.ADAPTER_CONFIG])
         _separate_adapters(folder, keep=adapters is not None)
+        if adapters is not None:
+            alpha = contents[training.ADAPTER_CONFIG]["lora_alpha"]
+            described = {"lora_alpha": alpha, "frozen": dict(frozen)}
+            (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         fsync_tree(temporary)
         replace_folder(folder, output_dir / name)

@@ -97,6 +97,32 @@ def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set
     return changed
 
 
+def changed_keys(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Returns saved and current value of each config key that differs, dotted within components.
+
+    Paths below ``output_dir``, which may have been moved, are the same.
+    """
+    then, now = (_flat(config, "", str(config.get("output_dir"))) for config in (saved, current))
+    unset = "its default"
+    return {
+        key: (then.get(key, unset), now.get(key, unset))
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key, unset) != now.get(key, unset)
+    }
+
+
+def _flat(value: Any, key: str, output_dir: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for name, part in value.items():
+            found |= _flat(part, f"{key}.{name}" if key else str(name), output_dir)
+        return found
+    is_below = isinstance(value, str) and value.startswith(f"{output_dir}/")
+    return {key: value.replace(output_dir, "${output_dir}", 1) if is_below else value}
+
+
 def load(
     path: Path,
     model: nn.Module,
@@ -214,9 +240,10 @@ def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Pa
     if differences:
         named = (key for key in ("ref_checkpointer", TEACHER) if differences[0].startswith(key))
         key = next(named, "checkpointer")
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise CheckpointError(
-            f"{key}: {path} was trained with other frozen weights: {differences[0]} (and "
-            f"{len(differences) - 1} more); set model and {key} as then"
+            f"{key}: {path} was trained with other frozen weights: {differences[0]}{more}; set model and "
+            f"{key} to those that it was trained with"
         )
 
 

@@ -19,6 +19,9 @@ from torchtune.models.convert_weights import (
 )
 from torchtune.training import FullModelHFCheckpointer, ModelType
 
+DESCRIPTION = "trained_with.json"
+"""File beside adapters: their ``lora_alpha``, and fingerprints of the base's weights as ``frozen``."""
+
 _OF_PEFT = {
     "lora_a.weight": "lora_A.weight",
     "lora_b.weight": "lora_B.weight",

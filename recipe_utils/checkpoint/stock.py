@@ -1,6 +1,8 @@
 """Recipe states saved by torchtune's stock recipes, at epoch ends."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import training
 
+from recipe_utils.checkpoint.peft import DESCRIPTION
 from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.optim.optimizer import OptimizerInBackward, trained_parameters
 from recipe_utils.settings.problems import ConfigError
@@ -23,8 +26,9 @@ def finds_stock_state(cfg_checkpointer: Mapping[str, Any]) -> bool:
 def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
     """Loads a checkpoint, with the adapters of ``adapter_checkpoint`` even if nothing is resumed.
 
-    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state. Raises
-    ValueError if the file is missing or unreadable.
+    torchtune's checkpointers read ``adapter_checkpoint`` only with a recipe state. Files beside it
+    describe the training: ``lora_alpha`` and ``frozen``, fingerprints of its base. Raises ValueError
+    if the file is missing or unreadable.
     """
     loaded: dict[str, Any] = checkpointer.load_checkpoint()
     name = cfg_checkpointer.get("adapter_checkpoint")
@@ -40,7 +44,11 @@ def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> d
             f"checkpointer.adapter_checkpoint={name}: it holds no tensors that torch.load takes "
             f"({type(error).__name__}); set it to an adapter_model.pt"
         ) from error
-    return {**loaded, training.ADAPTER_KEY: adapters}
+    described: dict[str, Any] = {}
+    for name in ("adapter_config.json", DESCRIPTION):
+        with suppress(OSError, ValueError):
+            described |= json.loads(path.with_name(name).read_text())
+    return {**loaded, training.ADAPTER_KEY: adapters, training.ADAPTER_CONFIG: described}
 
 
 def check_stock_state(saved: Mapping[str, Any]) -> None:

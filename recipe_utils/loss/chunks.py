@@ -152,6 +152,13 @@ class _SumsOfLogits(torch.autograd.Function):
         return grad_logits * grad_sums[0], None, None
 
 
+def check_chunks(key: str, **sizes: int) -> None:
+    """Raises ValueError for the first of ``sizes``, arguments of a loss at ``key``, that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{key}.{name}={size}: it must be at least 1")
+
+
 def chunks_of(num_tokens: int, tokens_per_chunk: int) -> list[slice]:
     """Returns the rows of each chunk."""
     starts = range(0, num_tokens, tokens_per_chunk)

@@ -15,7 +15,7 @@ from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import chunks_of, sum_dtype, sum_over_chunks
+from recipe_utils.loss.chunks import check_chunks, chunks_of, sum_dtype, sum_over_chunks
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 Kind = Literal["forward", "reverse", "symmetric", "js"]
@@ -192,11 +192,8 @@ class LinearDistillationLoss(nn.Module):
                 f"kd_loss.mixture={mixture}: it must be between 0 and 1, and neither of them with "
                 "divergence=js; set divergence=forward or reverse for one side alone"
             )
-        if tokens_per_chunk < 1 or num_output_chunks < 1:
-            raise ValueError(
-                f"kd_loss.tokens_per_chunk={tokens_per_chunk}, kd_loss.num_output_chunks="
-                f"{num_output_chunks}: both must be at least 1"
-            )
+        sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
+        check_chunks("kd_loss", **sizes)
         self.divergence = divergences[divergence]
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature or temperature

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import compiled_for_all_lengths, sum_over_chunks
+from recipe_utils.loss.chunks import check_chunks, compiled_for_all_lengths, sum_over_chunks
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -26,11 +26,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100
     ) -> None:
         super().__init__()
-        if tokens_per_chunk < 1 or num_output_chunks < 1:
-            raise ValueError(
-                f"loss.tokens_per_chunk={tokens_per_chunk}, loss.num_output_chunks="
-                f"{num_output_chunks}: both must be at least 1"
-            )
+        sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
+        check_chunks("loss", **sizes)
         self.tokens_per_chunk = tokens_per_chunk
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index

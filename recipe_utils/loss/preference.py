@@ -180,8 +180,9 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
     """Makes a preference loss and tests it on a few pairs, together and one by one.
 
     Raises ValueError if the loss does not take log-probabilities of pairs and return a loss and two
-    rewards for each, or if those of a pair depend on other pairs: the recipe sums losses over the
-    pairs of an update step, however they are split over microbatches.
+    rewards for each; if those of a pair depend on other pairs: the recipe sums losses over the
+    pairs of an update step, however they are split over microbatches; or if it does not prefer the
+    chosen answers.
     """
     loss_fn = make()
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -209,4 +210,24 @@ def make_preference_loss(make: Callable[[], Any]) -> Any:
                 f"loss: the loss or rewards that {name} returns of a pair depend on the other pairs of its "
                 "batch, and so on batch_size and the number of ranks; set it to a loss of each pair by itself"
             )
+    _check_direction(loss_fn, name)
     return loss_fn
+
+
+def _check_direction(loss_fn: Any, name: str) -> None:
+    """Raises ValueError unless a loss prefers chosen answers where policy and reference agree."""
+    smoothing = getattr(loss_fn, "label_smoothing", 0)
+    if smoothing < 0 and not isinstance(loss_fn, RobustDPOLoss):
+        raise ValueError(f"loss.label_smoothing={smoothing}: it must be at least 0 and below 0.5")
+    reference = -10 * torch.ones(2, 1, dtype=torch.float64)
+    policy = reference.clone().requires_grad_()
+    loss = loss_fn(*policy, *reference)[0].sum()
+    if loss.requires_grad:
+        loss.backward()
+    slope = 0.0 if policy.grad is None else (policy.grad[0] - policy.grad[1]).item()
+    if not slope < 0:
+        teaches = "nothing" if slope == 0 else "the rejected answers"
+        raise ValueError(
+            f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
+            f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"
+        )

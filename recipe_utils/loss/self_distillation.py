@@ -21,7 +21,7 @@ from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.koleo import koleo_loss
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
 
 HeadArguments = Annotated[
@@ -35,7 +35,8 @@ class PrototypeHead(nn.Module):
 
     The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU
     between them, then normalisation. The prototypes are a plain matrix, as in DINOv3
-    (arXiv:2508.10104). Raises ValueError if an argument is below 1.
+    (arXiv:2508.10104). Raises ValueError if an argument is below 1, or there is one prototype, which
+    all crops would have.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class PrototypeHead(nn.Module):
         num_layers: int = 3,
     ) -> None:
         sizes = dict(locals())
-        for name in ("num_prototypes", "hidden_dim", "bottleneck_dim", "num_layers"):
-            if sizes[name] < 1:
-                raise ValueError(f"{name}={sizes[name]}: it must be at least 1")
+        least = {"num_prototypes": 2, "hidden_dim": 1, "bottleneck_dim": 1, "num_layers": 1}
+        for name, number in least.items():
+            if sizes[name] < number:
+                raise ValueError(f"{name}={sizes[name]}: it must be at least {number}")
         super().__init__()
         widths = [embed_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
@@ -108,15 +110,15 @@ class ObjectiveSettings:
     """Weight of Gram anchoring: similarities of patches should stay those of an earlier teacher."""
     gram_over: Literal["image", "batch"] = "image"
     """Patches that Gram anchoring compares. ``batch`` is an error: it couples the images of a microbatch."""
-    gram_teacher_every_n_steps: Count | None = None
+    gram_teacher_every_n_steps: Annotated[Count | None, OnlyWith("gram_loss_weight")] = None
     """Copies the moving average to the Gram teacher every so many update steps, first at the start."""
     sinkhorn_iterations: Count = 3
     """Number of Sinkhorn-Knopp iterations; each scales prototypes, then crops."""
     sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
     """Crops and patches over which Sinkhorn-Knopp balances the prototypes. With ``microbatch`` the gradient
     depends on how an update step is split."""
-    student_temperature: Positive = 0.1
-    """Temperature of the student's logits."""
+    student_temperature: Annotated[float, Field(gt=0, le=10)] = 0.1
+    """Temperature of the student's logits, cosines from -1 to 1."""
     knn_neighbors: Count = 20
     """``k`` of the k-NN classifier used for validation."""
 

@@ -11,7 +11,7 @@ from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings
 
 
 class NonfiniteError(RuntimeError):
-    """Gradients were not finite. The weights are those before the non-finite update steps."""
+    """Gradients, or outputs of a frozen model, were not finite; they have not changed the weights."""
 
 
 class NonfiniteGuard:
@@ -70,18 +70,28 @@ class NonfiniteGuard:
             return ""
         on_nonfinite = self._settings.on_nonfinite
         max_nonfinite_steps = self._settings.max_nonfinite_steps
+        of_steps = f"{num_skipped} of the last {num_steps} update steps up to {global_step}"
         text = (
-            f"{num_skipped} of the last {num_steps} update steps up to {global_step} had a loss or "
-            "gradient that is not finite; they were skipped, the weights are unchanged"
+            f"{f'update step {global_step}' if num_steps == 1 else of_steps} had a loss or gradient that is "
+            "not finite; skipped, the weights are unchanged"
         )
         if on_nonfinite == "skip" and most_in_a_row <= max_nonfinite_steps:
             return f"{text} (on_nonfinite=skip)"
         self.problem = (
             f"{text}. {on_nonfinite=!s}: {most_in_a_row} in a row, {max_nonfinite_steps=}. "
-            "resume_from_checkpoint=True resumes from here; set a lower learning rate, or "
+            f"resume_from_checkpoint=True resumes from here; {self._advice(num_skipped, global_step)}, or "
             "on_nonfinite=skip and a higher max_nonfinite_steps"
         )
         return ""
+
+    @staticmethod
+    def _advice(num_skipped: int, global_step: int) -> str:
+        if num_skipped == global_step:  # no step has ever changed the weights
+            return (
+                "no update step was finite, so look at the weights of checkpointer, the data and the scale of the "
+                "loss, not at the learning rate"
+            )
+        return "set a lower learning rate"
 
     def check(self, global_step: int) -> None:
         """Judges the steps since :meth:`take_counts`. Synchronizes with the device."""

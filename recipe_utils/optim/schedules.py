@@ -1,6 +1,7 @@
 """Schedules besides the learning rate: functions of the update step, so nothing is saved."""
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
@@ -9,9 +10,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.settings.keys import STRICT, CountOrZero, Positive
 from recipe_utils.settings.problems import Problem
+
+_log = get_logger("INFO")
 
 _Momentum = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0)]
@@ -47,6 +51,18 @@ class ScheduleSettings:
             shown = "null" if start is None else start
             text = f"with {other}={shown} it has no effect; set both or neither"
             yield Problem("teacher_temperature_warmup_steps", text, warmup, (other,))
+
+        if self.ema_momentum == 1 and self.ema_momentum_end in (None, 1):
+            text = "the average, which is exported, would never move; set it below 1"
+            yield Problem("ema_momentum", text, self.ema_momentum, ("ema_momentum_end",))
+
+    def warn_if_longer_than(self, num_steps: int) -> None:
+        """Warns of schedules that do not end within the training's update steps."""
+        for name in ("freeze_last_layer_steps", "teacher_temperature_warmup_steps"):
+            length = getattr(self, name)
+            if length >= num_steps:
+                text = f"{name}={length}: the training has only {num_steps} update steps"
+                log_rank_zero(_log, text, logging.WARNING)
 
     def problems_with(self, student_temperature: float) -> Iterator[Problem]:
         """Problems with the student's temperature."""

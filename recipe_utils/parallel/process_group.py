@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torchtune.training import get_distributed_backend
 
 _POLL_SECONDS = 0.001
+_PARENT_POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 """Timeout of a failing rank that waits for another rank's error message."""
 
@@ -23,6 +25,21 @@ _PATIENCE_SECONDS = 30.0
 def world_size_from_env() -> int:
     """Returns the launcher's ``WORLD_SIZE``; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Ends this process soon after its parent, also if that is killed.
+
+    Ranks would train on without their launcher. PyTorch's DataLoader workers notice, but their exit
+    waits for a queue that nobody reads.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
 
 
 def init_process_group(device: torch.device, timeout_seconds: float | None = None) -> bool:

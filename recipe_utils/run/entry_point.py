@@ -21,7 +21,11 @@ from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
-from recipe_utils.parallel.process_group import print_final_error, world_size_from_env
+from recipe_utils.parallel.process_group import (
+    end_with_parent,
+    print_final_error,
+    world_size_from_env,
+)
 from recipe_utils.run.log import set_up_screen
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
@@ -54,6 +58,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent(os.getppid())  # the launcher
         try:
             return config.parse(start)()
         except OtherRankFailedError:

@@ -29,13 +29,15 @@ def export_model(
     name: str,
     dtype: torch.dtype | None,
     adapters_only: bool,
+    frozen: Mapping[str, str],
     ranks: Ranks,
     group: dist.ProcessGroup,
     log: Log,
 ) -> tuple[Path | None, str | None]:
     """Exports a model atomically in the checkpointer's format, with adapters merged or alone.
 
-    All ranks call it, with a CPU ``group`` of all. ``model`` may be pipeline stages, and sharded.
+    All ranks call it, with a CPU ``group`` of all. ``model`` may be pipeline stages, and sharded;
+    ``frozen`` are fingerprints of its frozen weights.
     Returns the folder, on rank 0 only, and the error message on all ranks, None on success.
     """
     adapters = adapters_of(model)
@@ -48,7 +50,7 @@ def export_model(
     elif ranks.is_zero:
         try:
             contents, lost = contents_of_export(weights, adapters, dtype)
-            folder = export(checkpointer, contents, name)
+            folder = export(checkpointer, contents, name, frozen)
             log.info(f"Exported to {folder}")
             if lost > 0.01:
                 log.warn(
@@ -103,7 +105,8 @@ def write_generation_config(
     """Writes a config of torchtune's ``generate`` recipe for the exported model to ``path``.
 
     ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
-    alone, unknown builders and models without a tokenizer.
+    alone, unknown builders, models without a tokenizer, and Gemma 2, which ``generate`` loads wrong
+    (:mod:`recipe_utils.checkpoint`).
     """
     files = sorted(
         file.name
@@ -111,7 +114,8 @@ def write_generation_config(
         if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
     )
     model = without_adapters(config["model"])
-    if not files or model is None or "tokenizer" not in config:
+    is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
+    if not files or model is None or "tokenizer" not in config or is_gemma2:
         return False
     checkpointer = {
         "_component_": config["checkpointer"]["_component_"],

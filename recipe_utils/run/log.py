@@ -168,6 +168,7 @@ _NOISE = (
     "Adapter checkpoint of size",
     "Saving final epoch checkpoint",
     "The full model checkpoint, including all weights",
+    "Please note that you have set adapter_only=True",
 )
 """Prefixes of torchtune's messages that are not shown."""
 

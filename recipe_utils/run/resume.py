@@ -12,15 +12,22 @@ from torch import nn
 from torchtune import training
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_options, load
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_keys, load
 from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.process_group import gather_objects
-from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError
+
+_WITHOUT_INFLUENCE = (
+    keys_of(RunSettings).keys() | keys_of(RankSettings).keys() | keys_of(PipelineSettings).keys()
+) - {"epochs"}
+"""Keys that may change from run to run without changing what is learned."""
 
 
 @dataclass
@@ -71,7 +78,9 @@ class Resume:
         ranks have different data or old checkpoints cannot be moved, CheckpointError if no
         checkpoint can be used.
         """
-        fingerprint = loader.fingerprint()
+        # Of images the transform is a part of the data.
+        of_transform = self.config.get("transform") or {}
+        fingerprint = loader.fingerprint() | {f"transform.{k}": v for k, v in of_transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
         folder = self.settings.output_dir
         state = TrainingState(
@@ -183,11 +192,9 @@ class Resume:
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
             f"{saved.global_step}"
         )
-        for key in sorted(changed_options(saved.config, now.config)):
-            before, after = (
-                config["optimizer"].get(key, "its default") for config in (saved.config, now.config)
-            )
-            self.log.info(f"optimizer.{key}: {before} in the checkpoint, {after} from now on")
+        for key, (before, after) in changed_keys(saved.config, now.config).items():
+            if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
+                self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
         kept = {
             name: getattr(now, name) for name in ("seed", "data_fingerprint", "config", "frozen")
         }

@@ -65,6 +65,7 @@ class Run:
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
         self._is_best = False
         self._is_stopped = False
+        self._num_unsaved = 0
         self._best_val_loss: float | None = None
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
@@ -89,7 +90,8 @@ class Run:
                 group=self._group,
                 asynchronous=self.settings.enable_async_checkpointing,
             )
-            _ = self._resume  # raises before anything is built
+            # Raises before anything is built.
+            self._has_checkpoint = self._resume.path is not None
         except BaseException:
             self._at_exit.close()
             raise
@@ -314,6 +316,8 @@ class Run:
             self._log.info(
                 f"All {self.epoch} epochs are complete; set epochs={self.epoch + 1} to train longer"
             )
+        if self._num_unsaved:
+            self._log.warn(f"{self._num_unsaved} checkpoints could not be saved, see above")
         if self._last_export is not None:  # on rank 0
             output_dir, device = Path(self.settings.output_dir), self._ranks.device.type
             log_model(self._last_export, output_dir, self._config, device, self._log)
@@ -393,10 +397,8 @@ class Run:
         self._report(self._checkpoints.wait())  # it uses the same group and disk
         dtype = PRECISION_STR_TO_DTYPE.get(self.settings.export_dtype or self._config.get("dtype"))
         adapters_only = self.settings.save_adapter_weights_only
-        own = self._checkpointer, self._exported
-        folder, error = export_model(
-            *own, name, dtype, adapters_only, self._ranks, self._group, self._log
-        )
+        own = self._checkpointer, self._exported, name, dtype, adapters_only, self._state.frozen
+        folder, error = export_model(*own, self._ranks, self._group, self._log)
         self._last_export = folder or self._last_export
         return error
 
@@ -405,10 +407,14 @@ class Run:
         if outcome is None:
             return
         if outcome.error is not None:
+            kept = "the previous one is kept" if self._has_checkpoint else "there is none before"
             self._log.warn(
                 f"update step {outcome.global_step}: no checkpoint could be saved "
-                f"({outcome.error}); the previous one is kept"
+                f"({outcome.error}); {kept}"
             )
+            self._num_unsaved += 1
+        else:
+            self._has_checkpoint = True
         self._log.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:

@@ -35,11 +35,26 @@ AS_WRITTEN = object()
 class OnlyWith:
     """Mark of a key that has an effect only with certain ``values`` of another key.
 
-    Without them any value but the default is an error. Empty ``values``: any but null and False.
+    Without them any value but the default is an error. Empty ``values``: any but null, False and 0;
+    for counts, those above ``above``.
     """
 
     key: str
     values: tuple[Any, ...] = ()
+    above: int | None = None
+
+    def allows(self, other: Any) -> bool:
+        """Returns True if the key has an effect with the value of the other key."""
+        if self.above is not None:
+            return bool(other > self.above)
+        return other in self.values if self.values else other not in (None, False)
+
+    @property
+    def solution(self) -> str:
+        """Returns the values of the other key to set."""
+        if self.above is not None:
+            return f"more than {self.above}"
+        return " or ".join(map(str, self.values)) or "a value"
 
 
 def settings_classes_of(recipe_settings: type) -> list[type]:
@@ -67,7 +82,8 @@ def alternatives_of(spec: FieldInfo) -> list[Any]:
     annotation = spec.annotation
     if get_origin(annotation) in (Union, UnionType):
         return list(get_args(annotation))
-    return [Annotated[annotation, *spec.metadata] if spec.metadata else annotation]
+    bounds = [each for each in spec.metadata if not isinstance(each, OnlyWith)]
+    return [Annotated[annotation, *bounds] if bounds else annotation]
 
 
 def metadata_of(spec: FieldInfo, kind: type[T]) -> Iterator[T]:

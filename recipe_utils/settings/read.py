@@ -186,13 +186,12 @@ def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> 
             if needed.key not in known:
                 continue
             other = good.get(needed.key, known[needed.key].default)
-            if other in needed.values if needed.values else other not in (None, False):
+            if needed.allows(other):
                 continue
             shown = "null" if other is None else other
-            to_set = " or ".join(map(str, needed.values)) if needed.values else "a value"
             yield Problem(
                 key,
-                f"it has no effect with {needed.key}={shown}; set {needed.key} to {to_set}, or remove this key",
+                f"it has no effect with {needed.key}={shown}; set {needed.key} to {needed.solution}, or remove this key",
                 good[key],
                 (needed.key,),
             )

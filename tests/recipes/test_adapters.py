@@ -1,5 +1,6 @@
 """A model whose builder gave it adapters trains only those, exactly, in every layout."""
 
+import json
 import re
 import shutil
 from functools import cache
@@ -368,6 +369,8 @@ def tied(**changes):
 REFUSED = {  # by the number of ranks
     1: {
         "model.lora_rank=0: ": tied(lora_rank=0),
+        "model.lora_alpha=0: ": tied(lora_alpha=0),
+        "model.lora_dropout=1.0: ": tied(lora_dropout=1.0),
         "model: Must pass one or more": tied(lora_attn_modules=[], apply_lora_to_mlp=False),
         r"model.lora_attn_modules=\['o_proj'\]": tied(lora_attn_modules=["o_proj"]),
         "model.lora_alpha: it is missing": tied(lora_alpha=...),
@@ -432,6 +435,32 @@ def test_given_adapters_of_another_model_are_refused_by_name(tiny_config, tmp_pa
         config = tiny_config(model=model, checkpointer={**given, **changes})
         (problem,) = run_distributed(refusal, 1, config)[0]
         assert re.match(f"checkpointer.adapter_checkpoint.*{words}", problem), problem
+
+
+def start_from_exported_adapters(config):
+    """Trains adapters, then starts from them with another alpha, on their merged model, and rightly."""
+    run_recipe(config)
+    out = Path(config["output_dir"])
+    (merged,) = (out / "epoch_0").glob("*.bin")
+    given = {**config["checkpointer"], "adapter_checkpoint": "epoch_0/adapter/adapter_model.pt"}
+    of_merged = {"checkpoint_dir": str(merged.parent), "checkpoint_files": [merged.name]}
+    alpha = json.loads((out / "epoch_0/adapter/trained_with.json").read_text())["lora_alpha"]
+    return [
+        refusal({**config, "checkpointer": given, **changes})
+        for changes in (
+            {"model": {**config["model"], "lora_alpha": 4 * alpha}},
+            {"checkpointer": {**given, **of_merged}},
+            {},
+        )
+    ]
+
+
+def test_adapters_start_with_the_alpha_and_the_base_that_they_were_trained_with(tiny_config):
+    config = tiny_config(model=TIED, max_steps_per_epoch=1)
+    (alpha,), (base,), none = run_distributed(start_from_exported_adapters, 1, config)[0]
+    assert re.search("trained with lora_alpha=6, the model has 24; set model.lora_alpha=6", alpha)
+    assert re.search("trained on another base: 14 of .* weights differ", base)
+    assert none == []
 
 
 def test_a_stage_without_adapters_is_refused(tiny_config):

@@ -47,7 +47,15 @@ REFUSED = {
     ),
     "a mask ratio that is reversed": ({"mask_ratio": [0.5, 0.1]}, r"mask_ratio=\[0.5, 0.1\]"),
     # ---- What is compared
-    "no prototype": ({"dino_head": {**HEAD, "num_prototypes": 0}}, "dino_head.num_prototypes=0: .*1"),
+    "no prototype": ({"dino_head": {**HEAD, "num_prototypes": 1}}, "dino_head.num_prototypes=1: .*2"),
+    "no masked patch": ({"mask_probability": 0.0}, "mask_probability=0.0: .*or ibot_loss_weight=0"),
+    "masks of nothing": ({"mask_ratio": [0, 0]}, r"mask_ratio=\[0.0, 0.0\]: .*or ibot_loss_weight=0"),
+    "an average that stays": ({"ema_momentum": 1.0}, "ema_momentum=1.0: .* would never move; set it below 1"),
+    "a student without contrast": ({"student_temperature": 1e30}, "student_temperature=.*at most 10"),
+    "images that are their own neighbours": (
+        {**HELD_OUT, "dataset_knn": HELD_OUT["dataset_val"]},
+        "dataset_val: dataset_knn .* is the same",
+    ),
     "no such argument of a head": ({"ibot_head": {"width": 3}}, "ibot_head.width: .*PrototypeHead"),
     "a teacher as soft as its student": (
         {"teacher_temperature": 0.1},
@@ -66,9 +74,10 @@ REFUSED = {
         "gram_loss_weight=0.5: there is no Gram teacher; set gram_teacher_every_n_steps",
     ),
     "nothing to learn": (
-        dict.fromkeys(
-            ("dino_loss_weight", "ibot_loss_weight", "koleo_loss_weight", "gram_loss_weight"), 0.0
-        ),
+        {
+            "dino_loss_weight": 0.0, "ibot_loss_weight": 0.0, "koleo_loss_weight": 0.0,
+            "gram_loss_weight": 0.0, "gram_teacher_every_n_steps": None,
+        },
         "dino_loss_weight, .*: all are 0, so nothing would be learned; set one above 0",
     ),
     # ---- Models

@@ -1,6 +1,7 @@
 """The reference's log-probabilities are the same live, offloaded, cached and precomputed."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from recipe_runs import (
     ListLogger,
     exported_model,
     losses,
+    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     set_up,
@@ -19,6 +21,8 @@ from recipe_runs import (
     writing_to,
 )
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.frozen import cache
@@ -46,6 +50,18 @@ def cached_config(tiny_dpo_config, tmp_path):
         return {key: value for key, value in config.items() if value is not ...}
 
     return make
+
+
+def test_a_reference_of_another_tokenizer_is_refused(tiny_dpo_config, tmp_path):
+    config = tiny_dpo_config(tokenizer={"_component_": "tiny.ReadableTokenizer", "max_seq_len": 64})
+    folder = tmp_path / "reference"
+    shutil.copytree(config["checkpointer"]["checkpoint_dir"], folder)
+    vocabulary = tiny.ReadableTokenizer(64).get_vocab()
+    vocabulary |= {"token 5": 6, "token 6": 5}
+    Tokenizer(WordLevel(vocabulary, unk_token="token 0")).save(str(folder / "tokenizer.json"))
+    config["ref_checkpointer"] = {**config["checkpointer"], "checkpoint_dir": str(folder)}
+    expected = "token 5 is 'token 5' in the policy's and 'token 6' in the reference's"
+    assert expected in refusal(config, DPO)
 
 
 LIVE = {"reference": "live", "reference_cache_dir": ...}

@@ -64,8 +64,15 @@ class ViewSettings:
             text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
             yield Problem("mask_ratio", text, ratio)
 
-    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
-        """Yields values of the data keys that views do not support."""
+    def problems_with(self, data: DataSettings, ibot_loss_weight: float) -> Iterator[Problem]:
+        """Yields values of the data keys that views do not support, and masks of no patch."""
+        for key in ("mask_probability", "mask_ratio"):
+            value = getattr(self, key)
+            if ibot_loss_weight and value in (0, [0, 0]):
+                text = (
+                    "no patch is masked, so iBOT has no loss; set it higher, or ibot_loss_weight=0"
+                )
+                yield Problem(key, text, value, depends_on=("ibot_loss_weight",))
         size = self.koleo_group_size
         if size is not None and data.batch_size % size:
             larger = (data.batch_size // size + 1) * size
@@ -158,6 +165,10 @@ class ViewCollator:
         self._layout = layout
 
     def warnings(self) -> Iterator[str]:
+        """Yields nothing."""
+        yield from ()
+
+    def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields nothing."""
         yield from ()
 
@@ -263,6 +274,10 @@ class ImageCollator:
         self.plan = partial(plan_in_order, batch_size=data.batch_size)
 
     def warnings(self) -> Iterator[str]:
+        """Yields nothing."""
+        yield from ()
+
+    def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields nothing."""
         yield from ()
 

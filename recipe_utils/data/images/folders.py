@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, load_dataset
 
+_log = get_logger("INFO")
 _LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a gray image (ITU-R BT.601, as in Pillow)."""
 
@@ -52,9 +55,25 @@ def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
     """Returns images in a folder, labelled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
     Labels are the indices of the sorted names; without subfolders there are none. ``split`` selects
-    ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ...
+    ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ... Logs the number of images
+    and labels, and warns of files that ``datasets`` passes over.
     """
-    return hf_image_dataset("imagefolder", split=split, data_dir=source)
+    dataset = hf_image_dataset("imagefolder", split=split, data_dir=source)
+    name, is_slice, _ = split.partition("[")
+    folder = Path(source, name) if Path(source, name).is_dir() else Path(source)
+    num_labels = 0
+    if dataset.label_column is not None:
+        num_labels = getattr(dataset.rows.features[dataset.label_column], "num_classes", 0)
+    log_rank_zero(_log, f"{folder}, split={split}: {len(dataset)} images, {num_labels} labels")
+    files = [path for path in folder.rglob("*.*") if path.name[0] != "."]
+    if described := [path for path in files if path.stem == "metadata"]:
+        text = f"{described[0]} determines which images are read and what their labels are"
+        log_rank_zero(_log, text, logging.WARNING)
+    elif len(files) > len(dataset) and not is_slice:
+        suffixes = ", ".join(sorted({path.suffix for path in files}))
+        text = f"{folder}: datasets read {len(dataset)} of {len(files)} files, whose suffixes are {suffixes}"
+        log_rank_zero(_log, text, logging.WARNING)
+    return dataset
 
 
 def hf_image_dataset(
@@ -133,7 +152,7 @@ def _decode(content: bytes | None, path: str) -> Any:
         image.load()
     except Exception as error:  # decoders raise various types
         problem = "its file is empty" if content == b"" else f"it cannot be decoded ({error})"
-        raise SampleError(f"image {path or 'without a path'}: {problem}") from error
+        raise SampleError(f"image {path or 'without a path'}: {problem}") from None
     return image
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,9 @@ from recipe_utils.settings.problems import naming
 
 _log = get_logger("INFO")
 
+_NUM_REMARKED = 100
+"""Maximum number of samples that are read for remarks before training."""
+
 
 class Collator(Protocol):
     """Checks, measurement, plans and collation of the samples of one objective.
@@ -73,6 +77,9 @@ class Collator(Protocol):
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings to log before training."""
+
+    def remarks(self, sample: Sample) -> Iterator[str]:
+        """Yields what is doubtful in a prepared sample, in words that are counted over samples."""
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, whose loss is zero and has a graph.
@@ -171,9 +178,13 @@ class UpdateStepLoader:
                 if not (isinstance(error, SampleError) and self.dataset.skips(error)):
                     return  # raised again when its update step is prepared
                 problem = str(error)
+        advice = ""
+        if "labels" in self._collator.fingerprint_keys:
+            advice = (
+                "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
+            )
         raise ValueError(
-            f"none of its {len(self.dataset)} samples can be trained on (the last: {problem}); check its labels, what "
-            "masks them (train_on_input), and tokenizer.max_seq_len"
+            f"none of its {len(self.dataset)} samples can be trained on (the last: {problem}){advice}"
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -196,11 +207,28 @@ class UpdateStepLoader:
             f"Update step: {self.samples_per_rank} samples on each of {self._ranks.dp_degree} data-parallel ranks, "
             f"{self.global_batch_size} in total; {self.steps_per_epoch} update steps per epoch"
         )
+        self._log_remarks()
         num_left_over = len(self.dataset) % self.global_batch_size
         if self.settings.last_update_step == "drop" and num_left_over:
             _log.warning(
                 f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are skipped in every epoch"
             )
+
+    def _log_remarks(self) -> None:
+        """Logs how many of some samples, evenly spaced, are skipped or doubtful, and why."""
+        num_read = min(len(self.dataset), _NUM_REMARKED)
+        remarks: Counter[str] = Counter()
+        for i in range(num_read):
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    sample = self.dataset[i * len(self.dataset) // num_read]
+                remarks.update(self._collator.remarks(sample))
+            except SampleError as error:
+                if not self.dataset.skips(error):
+                    return  # raised again when its update step is prepared
+                remarks[f"skipped ({str(error).rpartition(': ')[2]})"] += 1
+        for remark, number in remarks.most_common():
+            _log.info(f"{self.dataset.name}: {number} of {num_read} samples read: {remark}")
 
     def epoch(
         self, epoch: int, samples_consumed: int = 0, stop: threading.Event | None = None

@@ -94,8 +94,17 @@ class CheckedDataset(Dataset[Sample]):
         except SampleError as error:  # from a dataset that checks its files
             raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
-            raise SampleError(f"{name}: {type(error).__name__}: {error}") from error
+            text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
+            raise SampleError(text) from error
         return self.prepare(sample, name)
+
+    def _row(self, index: int) -> str:
+        """Returns the row that torchtune's datasets make a sample of, shortened; empty for others."""
+        try:
+            row = repr(self.dataset._data[int(index)])
+        except Exception:  # another dataset, or the row itself cannot be read
+            return ""
+        return f"; its row {int(index) + 1} is {row if len(row) < 200 else f'{row[:200]}...'}"
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
         """Returns samples for a DataLoader, with the error in place of a bad one."""
@@ -157,8 +166,27 @@ def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
     """
     given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
-        return ConcatDataset(datasets=[config.instantiate(part, *given) for part in cfg])
-    return config.instantiate(cfg, *given)
+        return ConcatDataset(datasets=[_instantiate(part, *given) for part in cfg])
+    return _instantiate(cfg, *given)
+
+
+def _instantiate(cfg: DictConfig, *given: Any) -> Any:
+    """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
+    try:
+        return config.instantiate(cfg, *given)
+    except Exception as error:
+        is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
+        if not is_of_datasets and not isinstance(error, StopIteration):
+            raise
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)  # type: ignore[arg-type]
+        reason = (
+            "; ".join(dict.fromkeys(str(each) for each in causes[1:] if str(each))) or "it is empty"
+        )
+        raise ValueError(
+            f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}"
+        ) from error
 
 
 def load_samples(

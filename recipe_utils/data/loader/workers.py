@@ -1,14 +1,17 @@
 """DataLoader workers, which are replaced if they are killed."""
 
+import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torchtune.utils import get_logger
+
+from recipe_utils.parallel.process_group import end_with_parent
 
 _log = get_logger("INFO")
 
@@ -42,6 +45,7 @@ def load_batches(
                 batch_sampler=part,
                 num_workers=min(num_workers, len(part)),
                 collate_fn=list,
+                worker_init_fn=_end_with_parent,
                 # Otherwise this background thread draws from the global generator.
                 generator=torch.Generator(),
             )
@@ -71,6 +75,12 @@ def load_batches(
                 f"out; fewer workers than num_workers={num_workers} need less"
             )
         del loading  # ends its workers before others start
+
+
+def _end_with_parent(_: int) -> None:
+    parent = parent_process()
+    assert parent is not None
+    end_with_parent(parent.pid or os.getppid())
 
 
 def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess]) -> str | None:

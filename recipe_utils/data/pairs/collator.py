@@ -147,6 +147,21 @@ class PairCollator:
                 f"tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
+    def remarks(self, sample: Sample) -> Iterator[str]:
+        """Yields whether a pair is truncated, or is not two answers to one prompt."""
+        lengths = {side: len(sample[f"{side}_input_ids"]) for side in SIDES}
+        if self._max_seq_len in lengths.values():
+            yield f"a side of tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
+        prompts = []
+        for side in SIDES:
+            labels = sample[f"{side}_labels"]
+            first_target = int((labels != IGNORE_INDEX).argmax())
+            prompts.append(sample[f"{side}_input_ids"][:first_target].tolist())
+            if (labels[first_target:] != IGNORE_INDEX).sum() <= 2:
+                yield f"the {side} answer has one token or none, besides its end"
+        if prompts[0] != prompts[1]:
+            yield "its two sides have different prompts"
+
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the pair as arrays, with its name and number of shared tokens.
 

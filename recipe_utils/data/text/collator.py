@@ -111,6 +111,11 @@ class TextCollator:
                 f"(tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
+    def remarks(self, sample: Sample) -> Iterator[str]:
+        """Yields whether a sample, not of a packed dataset, has as many tokens as the tokenizer allows."""
+        if "seq_lens" not in sample and len(sample["tokens"]) == self._max_seq_len:
+            yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
+
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample unchanged, after :func:`check_sample`."""
         check_sample(sample, name, self._ignore_index, self._limits)

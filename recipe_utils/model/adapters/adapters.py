@@ -54,17 +54,21 @@ def freeze_base(model: nn.Module) -> None:
     """Freezes all parameters but adapters, if the model has any; call it before the model is cut or wrapped.
 
     Raises:
-        ValueError: an adapter of rank 0.
+        ValueError: an adapter that cannot learn, because of its rank, alpha or dropout.
     """
     parameters = get_adapter_params(model)
     if not parameters:
         return
     set_trainable_params(model, parameters)
     for name, adapter in find_adapters(model).modules.items():
-        if adapter.rank < 1:
-            raise ValueError(
-                f"model.lora_rank={adapter.rank}: {name} has nothing to train; set it to at least 1"
-            )
+        for key, value, trains, instead in (
+            ("lora_rank", adapter.rank, adapter.rank >= 1, "at least 1"),
+            ("lora_alpha", adapter.alpha, adapter.alpha > 0, "above 0"),
+            ("lora_dropout", adapter.dropout, adapter.dropout < 1, "below 1"),
+        ):
+            if not trains:
+                text = f"{name} has nothing to train; set it to {instead}"
+                raise ValueError(f"model.{key}={value}: {text}")
 
 
 def find_adapters(model: nn.Module) -> Adapters:
@@ -160,6 +164,36 @@ def fresh_adapters(
                 multiplied = to_nf4(multiplied, scaler_block_size=size).to(dtype)
             fresh[f"{name}.magnitude"] = torch.linalg.norm(multiplied, dim=1)
     return fresh
+
+
+def check_origin(
+    adapters: Adapters, frozen: Mapping[str, str], described: Mapping[str, Any]
+) -> None:
+    """Raises ValueError if given adapters were trained with another alpha or base.
+
+    ``frozen`` are fingerprints of the base; ``described`` is what
+    :func:`recipe_utils.checkpoint.stock.load_checkpoint` found beside the adapters.
+    """
+    key, alpha = "checkpointer.adapter_checkpoint", described.get("lora_alpha")
+    own = {adapter.alpha for adapter in adapters.modules.values()}
+    if alpha is not None and own and own != {alpha}:
+        raise ValueError(
+            f"{key}: its adapters were trained with lora_alpha={alpha:g}, the model has {min(own):g}; set "
+            f"model.lora_alpha={alpha:g}"
+        )
+    then = described.get("frozen", {})
+    others = [
+        name for name in then if name in frozen and _plain(then[name]) != _plain(frozen[name])
+    ]
+    if others:
+        raise ValueError(
+            f"{key}: its adapters were trained on another base: {len(others)} of {len(then)} weights differ "
+            f"({others[0]}, ...); set checkpointer to that base, or, for a merged model, adapter_checkpoint=null"
+        )
+
+
+def _plain(fingerprint: str) -> str:
+    return fingerprint.removesuffix(" NF4")  # adapters of a quantized base fit the plain one
 
 
 def fingerprint_of_frozen(adapters: Adapters, weights: Mapping[str, Tensor]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torchtune import training
 from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model.adapters.adapters import (
+    check_origin,
     find_adapters,
     fingerprint_of_frozen,
     initial_adapters,
@@ -60,18 +61,21 @@ def load_weights(
     Returns fingerprints of the frozen weights; a resumed training must have the same ones.
 
     Raises:
-        ValueError: weights do not match the model, or do not divide over the ranks that shard them
-            twice (tensor parallel and FSDP2).
+        ValueError: weights do not match the model, adapters were trained with another alpha or base,
+            or weights do not divide over the ranks that shard them twice (tensor parallel and FSDP2).
         RuntimeError: the model has buffers that neither the checkpoint nor ``rope_init`` provides.
     """
     base = checkpoint.pop(training.MODEL_KEY)
     given = checkpoint.pop(training.ADAPTER_KEY, None)
+    described = checkpoint.pop(training.ADAPTER_CONFIG, {})
     adapters = adapters_of(model)
+    frozen = fingerprint_of_frozen(adapters, base)
+    check_origin(adapters, frozen, described)
     weights = {**base, **initial_adapters(adapters, base, given, seed, settings.torch_dtype)}
     names = model.whole.names_of_weights if isinstance(model, Stages) else ()
     for part in model.values() if isinstance(model, Stages) else [model]:
         _load(part, weights, settings, device, names)
-    return fingerprint_of_frozen(adapters, base)
+    return frozen
 
 
 def _load(

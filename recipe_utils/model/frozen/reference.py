@@ -23,8 +23,10 @@ from recipe_utils.model.build.weights import check_weights, crc32_of_weights
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import FrozenModel, policy_without_adapters
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
+from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.stages import adapters_of
+from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, FilePath
 from recipe_utils.settings.problems import Problem, naming, problems_with_folder
@@ -92,12 +94,15 @@ class Reference:
         if not self._is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 
-    def check(self, component: Any, whole: nn.Module, resumes_from_stock: bool) -> None:
+    def check(
+        self, component: Any, whole: nn.Module, tokenizer: Any, resumes_from_stock: bool
+    ) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.
 
         ``whole`` is the policy, on any device. ``resumes_from_stock`` is True if its checkpointer
         reads weights that a stock recipe has trained. Raises ValueError if adapters need no
-        checkpointer, or trained weights need one.
+        checkpointer, trained weights need one, or the ``tokenizer.json`` beside the reference's
+        weights has other tokens than ``tokenizer``.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
@@ -110,6 +115,9 @@ class Reference:
                 "it is missing, and checkpointer holds weights that a stock recipe has trained; set it to the "
                 "checkpointer of the weights that the training began with"
             )
+        folder = getattr(checkpointer, "_checkpoint_dir", None)
+        if folder is not None and Path(folder, "tokenizer.json").is_file():
+            check_same_tokens(tokenizer, None, str(folder), ("policy", "reference"))
         self._whole, self._checkpointer = whole, checkpointer
 
     def set_up(
@@ -177,14 +185,14 @@ class Reference:
     def _to_values(self, log_probs: Tensor, _: Any, microbatch: Microbatch) -> Values:
         """Transposes log-probabilities [2, p] to one row per pair.
 
-        Raises ValueError for NaN or infinite ones where this costs no extra device synchronization:
+        Raises NonfiniteError for NaN or infinite ones where this costs no extra device synchronization:
         on a CPU and for a cache. Otherwise the gradient is not finite.
         """
         if self._is_cached or self._ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs
             for name, of_pair in zip(pairs.names if pairs else (), log_probs.T.cpu(), strict=True):
                 if not of_pair.isfinite().all():
-                    raise ValueError(
+                    raise NonfiniteError(
                         f"{name}: the reference's log-probabilities of its answers are {of_pair.tolist()}; look "
                         "at ref_checkpointer's weights, or set dtype=fp32"
                     )

@@ -36,6 +36,7 @@ from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import FrozenModel, build_frozen_model, output_layer_alone
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
+from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
 from recipe_utils.settings.problems import Build, Problem, naming, problems_with_folder
@@ -60,10 +61,12 @@ class TeacherSettings:
     """``custom_sharded_layers`` of the teacher."""
     teacher_fsdp_cpu_offload: bool = False
     """``fsdp_cpu_offload`` of the teacher."""
-    teacher_pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
+    teacher_pipeline_parallel_split_points: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
+    ] = None
     """First layer of each of the teacher's stages but the first, one stage per rank; null balances
     them by their parameters."""
-    teacher_cache: Literal["hidden", "top_k"] | None = None
+    teacher_cache: Annotated[Literal["hidden", "top_k"] | None, OnlyWith("kd_ratio")] = None
     """``hidden``: hidden states at all targets, computed once before training and stored on disk
     (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
     at every update step."""
@@ -298,10 +301,10 @@ class Teacher:
     def _to_values(self, hidden: Tensor, output: Any, _: Microbatch) -> Values:
         """Returns hidden states [n, d_t], or the most probable tokens.
 
-        Raises ValueError for NaN or infinite ones on a CPU, where this needs no synchronization.
+        Raises NonfiniteError for NaN or infinite ones on a CPU, where this needs no synchronization.
         """
         if self._ranks.device.type == "cpu" and not hidden.isfinite().all():
-            raise ValueError(
+            raise NonfiniteError(
                 "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, "
                 "or set teacher_dtype=fp32"
             )

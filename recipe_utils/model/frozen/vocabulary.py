@@ -64,12 +64,18 @@ def _of_tiktoken(encoding: Any) -> Vocabulary:
     }
 
 
-def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | None) -> str | None:
+def check_same_tokens(
+    student: Any,
+    teacher: Any | None,
+    teacher_folder: str | None,
+    names: tuple[str, str] = ("student", "teacher"),
+) -> str | None:
     """Compares a student's tokenizer with its teacher's, id by id.
 
     Ids above the other side's last one, and tokens that one side only reserves, are ignored.
     Without a ``teacher`` tokenizer the ``tokenizer.json`` in ``teacher_folder`` is used. Raises
-    ValueError with the first id that differs. Returns a warning if they cannot be compared.
+    ValueError with the first id that differs; ``names`` are those of the models in it. Returns a
+    warning if they cannot be compared.
     """
     not_checked = "so it was not checked that student and teacher share one tokenizer"
     name = "teacher_tokenizer"
@@ -100,8 +106,8 @@ def check_same_tokens(student: Any, teacher: Any | None, teacher_folder: str | N
         if pair[0] != pair[1] and not any(map(_is_reserved, pair)):
             of_student, of_teacher = ("missing" if each is None else repr(each) for each in pair)
             raise ValueError(
-                f"{name}: token {index} is {of_student} in the student's and {of_teacher} in the "
-                "teacher's; both must share one tokenizer, since their distributions are compared token by "
+                f"{name}: token {index} is {of_student} in the {names[0]}'s and {of_teacher} in the "
+                f"{names[1]}'s; both must share one tokenizer, since their distributions are compared token by "
                 "token"
             )
     return None

@@ -18,7 +18,7 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import Ranks, RankSettings
-from recipe_utils.settings.keys import STRICT
+from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 
 _log = get_logger("INFO")
@@ -35,11 +35,14 @@ SCHEDULES: dict[str, Any] = {
 class PipelineSettings:
     """Pipeline schedule, and the layers of each stage."""
 
-    pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"
+    pipeline_parallel_schedule: Annotated[
+        Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"],
+        OnlyWith("pipeline_parallel_dim", above=1),
     ] = "1F1B"
     """PyTorch's schedule of that name, one run per update step over all its microbatches."""
-    pipeline_parallel_split_points: list[Annotated[int, Field(ge=1)]] | None = None
+    pipeline_parallel_split_points: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
+    ] = None
     """First layer of each stage but the first; null balances the stages by their parameters."""
 
     @property

@@ -12,7 +12,7 @@ from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recipe_utils.checkpoint.load import fingerprint_differences, load
+from recipe_utils.checkpoint.load import changed_keys, fingerprint_differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, unwrapped
 from recipe_utils.files import CheckpointError
@@ -277,6 +277,17 @@ def test_a_state_that_no_file_can_hold_is_named(tmp_path):
     with pytest.raises(ValueError, match="state: a checkpoint cannot hold it"):
         CheckpointWriter(tmp_path).save(*build(), state(1, config={"a": {1, 2}}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_changed_keys_are_found_within_components_and_not_because_of_a_moved_folder():
+    then = {"output_dir": "/a", "loss": {"_component_": "L", "beta": 0.1}, "path": "/a/x", "lr": 1}
+    now = {"output_dir": "/b", "loss": {"_component_": "L", "beta": 0.5}, "path": "/b/x", "kd": 2}
+    assert changed_keys(then, now) == {
+        "output_dir": ("/a", "/b"),
+        "kd": ("its default", 2),
+        "loss.beta": (0.1, 0.5),
+        "lr": (1, "its default"),
+    }
 
 
 def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp_path):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import trl
 from torch import nn
-from torchtune.rlhf.loss import DPOLoss
+from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
 from recipe_utils.data.loader.microbatch import Pairs, Targets
 from recipe_utils.loss.preference import (
@@ -120,9 +120,15 @@ def centred(*log_probs):
         (lambda: centred, "of a pair depend on the other pairs of its batch"),
         (lambda: IPOLoss(tau=0), "loss.tau=0: it must be above 0"),
         (lambda: RobustDPOLoss(label_smoothing=0.5), "loss.label_smoothing=0.5"),
+        (lambda: DPOLoss(beta=0), "DPOLoss teaches nothing"),
+        (lambda: DPOLoss(label_smoothing=0.5), "DPOLoss teaches nothing"),
+        (lambda: DPOLoss(beta=-0.1), "DPOLoss teaches the rejected answers"),
+        (lambda: DPOLoss(label_smoothing=1.5), "DPOLoss teaches the rejected answers"),
+        (lambda: DPOLoss(label_smoothing=-0.1), "loss.label_smoothing=-0.1: it must be at least 0"),
+        (lambda: RSOLoss(gamma=0), "RSOLoss teaches nothing"),
     ],
 )
-def test_a_loss_that_cannot_be_summed_over_pairs_is_refused(make, text):
+def test_a_loss_that_cannot_be_summed_over_pairs_or_prefers_no_answer_is_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make_preference_loss(make)
 

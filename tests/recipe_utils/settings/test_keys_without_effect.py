@@ -12,6 +12,7 @@ from recipe_utils.settings.read import read_settings
 CONFIGS = Path(__file__).parents[3] / "configs"
 SFT = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
 KD = ("knowledge_distillation_update_step", "llama3_2/5M_to_1M_KD_update_step")
+DINO = ("dinov3_update_step", "vit/digits_dinov3_update_step")
 
 
 def read(recipe, config, folder, **changes):
@@ -29,6 +30,7 @@ def read(recipe, config, folder, **changes):
         (SFT, {"keep_best_checkpoint": True}, {"run_val_every_n_steps": 5}),
         (KD, {"teacher_top_k": 5}, {"teacher_cache": "top_k"}),
         (KD, {"teacher_top_k_at_any_temperature": True}, {"teacher_cache": "top_k"}),
+        (DINO, {"gram_teacher_every_n_steps": 5}, {"gram_loss_weight": 1.0}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[0][:3],
 )
@@ -37,6 +39,8 @@ def test_a_key_without_effect_is_refused_by_name(recipe, changes, needed, tmp_pa
         "run_val_every_n_steps": None, "sample_prompts": None, "sample_every_n_steps": None,
         "microbatching": "packed", "dataset_val": "${dataset}",
     }  # fmt: skip
+    if recipe == DINO:
+        others = {}
     with pytest.raises(ConfigError) as raised:
         read(*recipe, tmp_path, **others, **changes)
     (problem,) = map(str, raised.value.problems)

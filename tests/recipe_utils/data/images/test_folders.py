@@ -121,6 +121,16 @@ def test_subfolders_are_labels_and_broken_files_are_named(folder):
     assert f"image {folder}/train/dog/2.png: its file is empty" in empty
 
 
+def test_what_a_folder_holds_and_what_is_passed_over_is_logged(folder, caplog):
+    (folder / "train" / "cat" / "1.heic").write_bytes(b"")
+    image_folder_dataset(str(folder))
+    assert f"{folder}/train, split=train: 5 images, 2 labels" in caplog.text
+    assert "datasets read 5 of 6 files, whose suffixes are .heic, .png" in caplog.text
+    (folder / "train" / "metadata.csv").write_text("file_name,text\ncat/0.png,a cat\n")
+    image_folder_dataset(str(folder))
+    assert "metadata.csv determines which images are read" in caplog.text
+
+
 def test_a_missing_column_is_named(folder):
     with pytest.raises(ValueError, match="image_column=picture: there are only image, label"):
         hf_image_dataset("imagefolder", data_dir=str(folder), image_column="picture")

@@ -92,6 +92,14 @@ def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
     assert expected["target_tokens"] == 0  # the last update step is one without any target
 
 
+def test_skipped_and_truncated_samples_are_counted_before_training(one_process, caplog):
+    bad = {"tokens": [1, 900], "labels": [1, 1]}
+    long = {"tokens": [1] * 64, "labels": [1] * 64}
+    make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip").log_epoch_size()
+    assert "dataset: 2 of 15 samples read: tokenizer.max_seq_len=64 tokens, probably" in caplog.text
+    assert "dataset: 1 of 15 samples read: skipped (token 900 is outside" in caplog.text
+
+
 def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
     indices = [[0, 1, 2], [3]]
     loader = make_loader(SAMPLES, fill=lambda n: max(n, 4))

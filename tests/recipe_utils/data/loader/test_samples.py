@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+from omegaconf import OmegaConf
 
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import (
@@ -9,6 +10,7 @@ from recipe_utils.data.loader.samples import (
     SampleError,
     SkippedSampleError,
     fingerprint,
+    load_dataset,
     load_samples,
 )
 from recipe_utils.data.text.collator import check_sample
@@ -34,6 +36,24 @@ def test_an_error_of_a_dataset_is_chained_to_one_that_names_the_sample():
     with pytest.raises(SampleError, match=expected) as raised:
         dataset[2]
     assert isinstance(raised.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"input": "a", "output": "b"}\n{"input": \n', "JSON parse error"),
+        ('{"input": "a", "output": "b"}\n'.encode("utf-16"), "utf-8"),
+        (b"", ""),
+    ],
+)
+def test_a_file_that_datasets_cannot_read_is_named_with_the_cause(content, reason, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(content)
+    component = "torchtune.datasets.instruct_dataset"
+    files = {"source": "json", "data_files": str(path), "split": "train"}
+    cfg = OmegaConf.create({"_component_": component, **files})
+    with pytest.raises(ValueError, match=f"{path} cannot be read: .*{reason}"):
+        load_dataset(cfg, tiny.tiny_tokenizer())
 
 
 def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
