@@ -30,6 +30,7 @@ from recipe_runs import (
 from recipe_runs import tiny_kd_config as tiny_kd_config_of
 from safetensors.torch import load_file
 
+from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel import process_group
 from recipe_utils.settings.problems import ConfigError
 
@@ -362,7 +363,9 @@ def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
     take_teacher_weights(config, tmp_path, weights)
-    with pytest.raises(ValueError, match="teacher_checkpointer: the teacher's hidden states are"):
+    with pytest.raises(
+        NonfiniteError, match="teacher_checkpointer: the teacher's hidden states are"
+    ):
         run(config)
 
 

@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.frozen import cache
+from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings.problems import ConfigError
 
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "kind": "alike_beginnings"}
@@ -217,7 +218,7 @@ def test_log_probabilities_that_are_not_finite_name_the_pair(tiny_dpo_config, tm
     torch.save(weights, tmp_path / "nan.pt")
     config = tiny_dpo_config()
     config["ref_checkpointer"] |= {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["nan.pt"]}
-    with pytest.raises(ValueError, match=r"pair \d+ of dataset: the reference's log-prob.*nan"):
+    with pytest.raises(NonfiniteError, match=r"pair \d+ of dataset: the reference's log-prob.*nan"):
         run_recipe(config, DPO)
 
 

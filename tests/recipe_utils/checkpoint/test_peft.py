@@ -29,12 +29,14 @@ QWEN2 = {
     "_component_": "torchtune.models.qwen2.qwen2",
     "tie_word_embeddings": False,
 }
+# torchtune caps hidden states, transformers logits; here neither does.
+GEMMA2 = {**tiny.GEMMA2_MODEL, "final_capping_value": 1e6}
 GEMMA = {**tiny.GEMMA2_MODEL, "_component_": "torchtune.models.gemma.gemma"}
 MODELS = {  # torchtune's model, converter and name of its type
     "llama": (tiny.MODEL, tune_to_hf, "LLAMA3_2"),
     "qwen2": (QWEN2, qwen2_tune_to_hf, "QWEN2"),
     "gemma": (GEMMA, tune_to_hf, "GEMMA"),
-    "gemma2": (tiny.GEMMA2_MODEL, gemma2_tune_to_hf, "GEMMA2"),
+    "gemma2": (GEMMA2, gemma2_tune_to_hf, "GEMMA2"),
 }
 
 
@@ -54,6 +56,7 @@ def hugging_face_config(sizes, kind):
         "rms_norm_eps": 1e-6 if "gemma" in kind else 1e-5,
         "tie_word_embeddings": kind != "qwen2",
         "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": None,
         "hidden_activation": "gelu_pytorch_tanh",
         "torch_dtype": "float32",
     }
