@@ -129,6 +129,7 @@ class KDRecipe:
         if self.teacher.is_used:
             with naming():
                 loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.teacher.kd_ratio)
+                self.teacher.check_student(whole, loss_fn)
         # Without a teacher the loss is that of fine-tuning, with one metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
@@ -154,7 +155,7 @@ class KDRecipe:
         dtype, num_sums = modules.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
-        frozen |= self.teacher.set_up(whole, loss_fn, collator.longest_row, settings.teacher_model)
+        frozen |= self.teacher.set_up(whole, collator.longest_row, settings.teacher_model)
 
         # ---- Optimizer, and resume
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)

@@ -195,9 +195,7 @@ def test_components_can_be_removed_on_the_command_line(override, run, tmp_path):
 @pytest.mark.slow
 def test_the_summary_of_a_training_on_images_is_of_images(tiny_config, tmp_path):
     images = {"_component_": "tiny.tiny_images", "num_images": 16, "num_classes": 3}
-    config = step_of_16(
-        tiny_config, dataset_val=images, dataset_knn=images, knn_neighbors=5, batch_size=4
-    )
+    config = step_of_16(tiny_config, dataset_val=images, knn_neighbors=5, batch_size=4)
     del config["metric_logger"]
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({**config, "dtype": "fp32"}))
     changes = ("run_val_every_n_steps=1", "optimizer=torch.optim.AdamW", "~optimizer.momentum")

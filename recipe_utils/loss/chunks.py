@@ -34,7 +34,7 @@ def sum_over_chunks(
     1390), computing gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
     If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards
-    on its own, an output layer with a bias or of another class), each of ``num_output_chunks``
+    on its own, an output layer with a bias, a fake-quantized weight or of another class), each of ``num_output_chunks``
     chunks is projected by the output layer itself and recomputed in the backward. Their number is
     fixed, because all FSDP ranks must call the layer equally often.
 
@@ -169,7 +169,7 @@ def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
     """Returns the weight [v, d] of an output layer that only multiplies with it, as a plain tensor; else None."""
     if isinstance(output, TiedLinear):
         weight = output.tied_module.weight
-    elif type(output) is nn.Linear and output.bias is None:
+    elif type(output) is nn.Linear and output.bias is None and "forward" not in vars(output):
         weight = output.weight
     else:
         return None  # also an FSDPModule: its weight is sharded until its own forward

@@ -216,7 +216,7 @@ class Run:
 
     def should_log(self) -> bool:
         """Returns True if metrics of this update step are logged."""
-        return self._is_due(self.settings.log_every_n_steps)
+        return self._is_due(self.settings.log_every_n_steps or 1)
 
     def should_validate(self) -> bool:
         """Returns True if a validation is due."""

@@ -27,8 +27,8 @@ class RunSettings:
     ``data_seed``."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
-    log_every_n_steps: Count = 1
-    """Update steps between log lines. On GPUs, metrics are read after the next step is enqueued."""
+    log_every_n_steps: Count | None = 1
+    """Update steps between log lines; null is 1. On GPUs, metrics are read after the next step is enqueued."""
     metric_logger: Component | None = None
     """A torchtune metric logger, such as ``torchtune.training.metric_logging.DiskLogger``."""
     log_peak_memory_stats: bool = False

@@ -359,41 +359,9 @@ QUANTIZER = {
     "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
     "groupsize": 16,
 }
-NOT_FOR_TRAINING = {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"}
-
-
-def tied(**changes):
-    return {"model": {**TIED, **changes}}
 
 
 REFUSED = {  # by the number of ranks
-    1: {
-        "model.lora_rank=0: ": tied(lora_rank=0),
-        "model.lora_alpha=0: ": tied(lora_alpha=0),
-        "model.lora_dropout=1.0: ": tied(lora_dropout=1.0),
-        "model: Must pass one or more": tied(lora_attn_modules=[], apply_lora_to_mlp=False),
-        r"model.lora_attn_modules=\['o_proj'\]": tied(lora_attn_modules=["o_proj"]),
-        "model.lora_alpha: it is missing": tied(lora_alpha=...),
-        r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384": tied(
-            quantize_base=True
-        ),
-        "quantizer=.*this model has none": {"model": tiny.MODEL, "quantizer": QUANTIZER},
-        "quantizer=.*it is for LoRA": {"model": DORA, "quantizer": QUANTIZER},
-        "quantizer=.*NF4": {"model": WIDE, "quantizer": QUANTIZER},
-        "quantizer=.*cannot be trained with": {"quantizer": NOT_FOR_TRAINING},
-        "quantizer.groupsize=24: it does not divide 32": {
-            "quantizer": {**QUANTIZER, "groupsize": 24}
-        },
-        "loraplus_lr_ratio=4.0: the model has no LoRA": {
-            "model": tiny.MODEL,
-            "loraplus_lr_ratio": 4.0,
-        },
-        "loraplus_lr_ratio=4.0: with optimizer_in_bwd": {
-            "loraplus_lr_ratio": 4.0,
-            "optimizer_in_bwd": True,
-        },
-        r"fsdp=\{'offload': True\}": {"fsdp": {"offload": True}},
-    },
     2: {
         "data_parallel_shard_dim=1: FSDP2": {"model": WIDE, "data_parallel_replicate_dim": 2},
         "tensor_parallel_dim=2: .*LoRA": {"model": MODELS["untied"], **TP_2},

@@ -19,52 +19,6 @@ def data(**more):
     return {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8, **more}}
 
 
-PACKED = {"microbatching": "packed"}
-IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
-BAD_CONFIGS = {
-    "batchsize: this recipe has no such key; did you mean batch_": {"batchsize": 3},
-    "device=cuda": {"device": "cuda"},
-    "batch_size=2 * 1 data-parallel ranks = 2": {"global_batch_size": 7},
-    "batch_size=2 * gradient_accumulation_steps=2 * 1 data-parallel ranks = 4": {
-        "global_batch_size": 8, "gradient_accumulation_steps": 2,
-    },
-    "they make 6 ranks, but 1 run": {
-        "data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 3,
-    },
-    "0 samples": data(num_samples=0),
-    "8 samples do not fill one update step of 18 samples": {
-        **data(), "last_update_step": "drop", "batch_size": 9,
-    },
-    "dataset._component_=tiny.no_such: ": {"dataset": {"_component_": "tiny.no_such"}},
-    "max_tokens_per_microbatch=64": {"max_tokens_per_microbatch": 64},
-    "collate_fn=tiny.collate_images": {**PACKED, "collate_fn": "tiny.collate_images"},
-    "microbatching=packed: the model's Gemma2Attention": {**PACKED, "model": tiny.GEMMA2_MODEL},
-    "without max_tokens_per_microbatch": {
-        **PACKED,
-        "compile": True,
-        "tokenizer": {"_component_": "tiny.tiny_tokenizer", "max_seq_len": None},
-    },
-    "balance_over_ranks=True": {"balance_over_ranks": True},
-    "set dataset_val, too": {"run_val_every_n_steps": 2},
-    "collate_fn=": {"collate_fn": "torchtune.data.left_pad_sequence"},
-    "gradient_accumulation_steps=2": {"optimizer_in_bwd": True},
-    "microbatching=least_padding": {**IN_BACKWARD, "microbatching": "least_padding"},
-    "clip_grad_norm=1.0": {**IN_BACKWARD, "clip_grad_norm": 1.0},
-    "it needs device=cuda": {"enable_activation_offloading": True},
-    "ac_mode=full": {"enable_activation_checkpointing": True, "ac_mode": "full"},
-    "optimizer: it is missing": {"optimizer": None},
-    "loss.reduction=none": {
-        "loss": {"_component_": "torch.nn.CrossEntropyLoss", "reduction": "none"},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("expected", BAD_CONFIGS)
-def test_a_bad_config_is_refused_by_the_name_of_its_key(expected, tiny_config, tmp_path):
-    assert expected in refusal(tiny_config(**BAD_CONFIGS[expected]))
-    assert not list(tmp_path.glob("out/*"))
-
-
 def test_unknown_keys_are_accepted_if_they_are_used(tiny_config):
     config = tiny_config(my_length=8)
     assert "my_length: this recipe has no such key" in refusal(config)

@@ -1,6 +1,5 @@
 """Preference tuning through the recipe: curves, metrics, skipped pairs, resume, refusals."""
 
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from recipe_runs import (
     DPO,
     STEP_OF_8,
     exported_model,
-    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipes,
@@ -224,59 +222,6 @@ def forget_after(step, config):
 
 
 # ---- Bad input ---------------------------------------------------------------------------------------
-
-REFUSED = [
-    (
-        {"loss": {"_component_": "recipe_utils.loss.LinearCrossEntropyLoss"}},
-        "loss: LinearCrossEntropyLoss does not take log-probabilities of pairs",
-    ),
-    (
-        {"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 8}},
-        "dataset: its samples have labels, tokens instead of chosen_input_ids",
-    ),
-    (
-        {"prefix_sharing": True, "microbatching": "least_padding"},
-        "prefix_sharing=True: microbatching=least_padding gives each side a row of its own",
-    ),
-    (
-        {"microbatching": "packed", "model": tiny.GEMMA2_MODEL},
-        "microbatching=packed: the model's Gemma2Attention",
-    ),
-    (
-        {"pipeline_parallel_schedule": "InterleavedZeroBubble"},
-        "pipeline_parallel_schedule=InterleavedZeroBubble: this loss has no backward in two parts",
-    ),
-    ({"sft_loss_weight": math.inf}, "sft_loss_weight=inf: it must be"),
-    (
-        {"reference_cache_dir": "/tmp/nowhere"},
-        "reference_cache_dir=/tmp/nowhere: reference=live keeps nothing; set reference=cached",
-    ),
-    ({"precompute_reference": True}, "precompute_reference=True: reference=live keeps"),
-    (
-        {"reference": "cached", "reference_cache_dir": "/proc/nowhere"},
-        "reference_cache_dir=/proc/nowhere: it cannot be written to",
-    ),
-    ({"collate_fn": "tiny.collate_images"}, "collate_fn=tiny.collate_images: pairs are"),
-    (
-        {"model": tiny.adapted(tiny.MODEL), "ref_checkpointer": "as checkpointer"},
-        "ref_checkpointer: the reference of a model with adapters is the model without them",
-    ),
-    (
-        {"loss": {"_component_": "recipe_utils.loss.preference.IPOLoss", "tau": -1.0}},
-        "loss.tau=-1.0: it must be above 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "text"), REFUSED)
-def test_what_cannot_work_is_refused_before_weights_load(changes, text, tiny_dpo_config):
-    config = tiny_dpo_config(**changes)
-    if config.get("ref_checkpointer") == "as checkpointer":
-        config["ref_checkpointer"] = config["checkpointer"]
-    config["checkpointer"] = {**config["checkpointer"], "checkpoint_files": ["torn.pt"]}
-    weights = Path(config["checkpointer"]["checkpoint_dir"], "torn.pt")
-    weights.write_bytes(b"no weights")
-    assert text in refusal(config, DPO)
 
 
 def test_a_stock_training_is_resumed_with_a_reference_of_its_own_only(tiny_dpo_config):

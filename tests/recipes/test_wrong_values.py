@@ -3,7 +3,7 @@
 The table of keys that users read is the oracle: its type column says what is valid.
 """
 
-import itertools
+import math
 import os
 import re
 import traceback
@@ -12,8 +12,10 @@ from functools import cache
 import pytest
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, run_recipe
+from recipe_runs import DINO, DPO, KD, SFT, run_recipe, slow
 
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings.describe import key_table, settings_of
@@ -49,26 +51,48 @@ OWN = {
 """What other recipes share with the first is read by the same code."""
 
 
+def bounds_of(recipe, key):
+    return [float(n) for text in TYPES[recipe][key] for n in re.findall(r">=? (\S+)", text)]
+
+
+def values_for(recipe, key):
+    """Values of every type, of which many are near the key's bounds."""
+    near = [bound + step for bound in bounds_of(recipe, key) for step in (-1, 0, 1, -0.5, 0.5)]
+    near += [most + step for most in (MOST.get(key, 2**31 - 1),) for step in (0, 1)]
+    near += [int(value) for value in near if value == int(value)]
+    numbers = st.sampled_from(near) | st.integers() | st.floats()
+    words = st.sampled_from([part for text in TYPES[recipe][key] for part in text.split()])
+    scalars = st.none() | st.booleans() | numbers | words | st.text("ab1: {}.?", max_size=4)
+    return scalars | st.lists(scalars, max_size=2) | st.just({})
+
+
 def is_documented(recipe, key, value):
     """Whether the type column of the table of keys allows a value."""
-    for part in TYPES[recipe][key]:
-        kind, _, bound = part.partition(" > ")
-        kind, _, least = kind.partition(" >= ")
-        if value is None:
-            fits = kind == "null"
-        elif isinstance(value, str):
-            fits = kind in ("str", "path", value)
-        elif isinstance(value, (int, float)):
-            fits = kind == "float" or (kind == "int" and isinstance(value, int))
-            fits &= value >= float(least or "-inf") and value > float(bound or "-inf")
-            fits &= value <= MOST.get(key, 2**31 - 1 if kind == "int" else float("inf"))
-            fits |= kind == str(value)
-        else:
-            fits = kind.startswith("list of") and value == [] and "component" not in kind
-            fits |= (key in PATHLESS or kind == "mapping") and value == {}
-        if fits:
-            return True
-    return False
+    return any(fits(kind, value, key) for kind in TYPES[recipe][key])
+
+
+def fits(words, value, key):
+    kind, _, bound = words.partition(" > ")
+    kind, _, least = kind.partition(" >= ")
+    if kind.startswith("list of ") and isinstance(value, list):
+        of_items = words.removeprefix("list of ")
+        return "component" not in kind and all(fits(of_items, each, key) for each in value)
+    if value is None:
+        return kind == "null"
+    if isinstance(value, str):
+        return kind in ("str", "path", value)
+    if value == {}:
+        return key in PATHLESS or kind == "mapping"
+    if isinstance(value, list):
+        return False
+    # pydantic compares with the options of a Literal, and False == 0.
+    options = {str(value)} | ({str(bool(value)), str(int(value))} if value in (0, 1) else set())
+    if isinstance(value, bool):
+        return kind == "bool" or kind in options
+    is_number = kind == "float" or (kind == "int" and isinstance(value, int))
+    most = MOST.get(key, 2**31 - 1 if kind == "int" else math.inf)
+    is_number &= value >= float(least or "-inf") and value > float(bound or "-inf")
+    return (is_number and value <= most) or kind in options
 
 
 def test_the_table_has_every_key_once():
@@ -110,16 +134,23 @@ def problems_of(recipe, config):
     return ()
 
 
+@pytest.mark.parametrize("num_values", [8, slow(24)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_value_is_documented_or_refused_by_the_name_of_its_key(recipe, configs):
-    for key, value in itertools.product(OWN[recipe], VALUES):
-        problems = problems_of(recipe, {**configs[recipe], key: value})
-        documented = is_documented(recipe, key, value)
-        assert problems or documented, f"{key}={value!r} is accepted silently"
-        for problem in problems:
-            assert re.search(rf"\b{key}\b", str(problem)), f"{key}={value!r}: {problem}"
-        if not documented:
-            assert len(problems) == 1, problems
+def test_a_value_is_documented_or_refused_by_the_name_of_its_key(recipe, num_values, configs):
+    for key in OWN[recipe]:
+
+        @settings(max_examples=num_values, derandomize=True, database=None)
+        @given(values_for(recipe, key), st.just(key))
+        def check(value, key):
+            problems = problems_of(recipe, {**configs[recipe], key: value})
+            documented = is_documented(recipe, key, value)
+            assert problems or documented, f"{key}={value!r} is accepted silently"
+            for problem in problems:
+                assert re.search(rf"\b{key}\b", problem), f"{key}={value!r}: {problem}"
+            if not documented:
+                assert len(problems) == 1 or isinstance(value, list), problems
+
+        check()
 
 
 def train_each(recipe, config, folder):

@@ -28,6 +28,7 @@ WEIGHTS = {
     "deep.pt": tiny.DEEP_MODEL,
     "deep_untied.pt": tiny.DEEP_UNTIED_MODEL,
     "wide.pt": tiny.WIDE_MODEL,
+    "wide_untied.pt": tiny.WIDE_UNTIED_MODEL,
     "teacher.pt": tiny.TEACHER_MODEL,
     "untied_teacher.pt": tiny.UNTIED_TEACHER_MODEL,
 }

@@ -42,8 +42,10 @@ UNTIED_MODEL = {
 }
 DEEP_MODEL = {**MODEL, "num_layers": 4}
 DEEP_UNTIED_MODEL = {**UNTIED_MODEL, "num_layers": 4}
-WIDE_MODEL = {**MODEL, "num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 256}
-"""Its weights fall into whole NF4 blocks on up to 4 ranks."""
+_WIDE = {"num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 256}
+WIDE_MODEL = {**MODEL, **_WIDE}
+WIDE_UNTIED_MODEL = {**UNTIED_MODEL, **_WIDE}
+"""Their weights fall into whole NF4 blocks on up to 4 ranks."""
 _OF_TEACHER = {"num_layers": 5, "embed_dim": 48, "intermediate_dim": 64}
 TEACHER_MODEL = {**MODEL, **_OF_TEACHER}
 UNTIED_TEACHER_MODEL = {**UNTIED_MODEL, **_OF_TEACHER, "vocab_size": VOCAB_SIZE + 13}

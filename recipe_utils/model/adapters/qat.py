@@ -1,4 +1,4 @@
-"""LoRA for a base that will be quantized: the forward fake-quantizes base weights and their inputs."""
+"""Training for weights that will be quantized: the forward fake-quantizes them and their inputs."""
 
 from collections.abc import Mapping
 from types import MethodType
@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchao.quantization.qat import FakeQuantizerBase
 from torchtune import config
-from torchtune.modules.peft import LoRALinear
+from torchtune.modules.peft import LoRALinear, get_adapter_params
 from torchtune.training.quantization import get_quantizer_mode
 
 from recipe_utils.model.adapters.nf4 import is_quantised
@@ -18,22 +18,24 @@ from recipe_utils.settings.problems import ConfigError
 
 
 def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
-    """Fake-quantizes LoRA's base weights and their inputs, in place.
+    """Fake-quantizes linear layers and their inputs, in place: LoRA's frozen weights, or without adapters all.
 
-    Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.15.
+    As in torchtune, embeddings stay as they are, and so do output layers that are tied to them.
+    Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.15, and computes what
+    torchao's ``prepare`` does, whose layers would have to be allocated.
 
     The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.
 
     Raises:
-        recipe_utils.settings.problems.ConfigError: the model has no LoRA or a quantized base; or
-            the quantizer is not for training, or its group size does not divide a weight.
+        recipe_utils.settings.problems.ConfigError: the model has other adapters or a quantized base;
+            or the quantizer is not for training, or its group size does not divide a weight.
     """
     path = quantizer["_component_"]
-    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    kind = LoRALinear if get_adapter_params(model) else nn.Linear
+    layers = [module for module in model.modules() if isinstance(module, kind)]
     if not layers:
         raise ConfigError(
-            f"quantizer={path}: it is for LoRA, of which this model has none; take it out, or set model to "
-            "a lora_ builder without use_dora"
+            f"quantizer={path}: it is not for DoRA; take it out, or set model.use_dora=False"
         )
     if any(is_quantised(module) for module in model.modules()):
         raise ConfigError(
@@ -49,10 +51,11 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     of_inputs = made.get_activation_fake_quantize_config()
     of_weights = made.get_weight_fake_quantize_config()
     for layer in layers:
-        if of_weights is not None and layer.in_dim % of_weights.group_size:
+        width = layer.weight.shape[1]
+        if of_weights is not None and width % of_weights.group_size:
             raise ConfigError(
-                f"quantizer.groupsize={of_weights.group_size}: it does not divide {layer.in_dim}, a layer's "
-                "width; set a divisor"
+                f"quantizer.groupsize={of_weights.group_size}: it does not divide {width}, a layer's width; "
+                "set a divisor"
             )
         layer.activation_fake_quantizer = _fake_quantizer(of_inputs)
         layer.weight_fake_quantizer = _fake_quantizer(of_weights)
@@ -67,6 +70,6 @@ def _forward_fake_quantized(layer: Any, x: Tensor) -> Tensor:
     """Computes [..., o] from x [..., i]."""
     weight = layer.weight_fake_quantizer(layer.weight)
     base = F.linear(layer.activation_fake_quantizer(x), weight, layer.bias)
-    if layer.disabled:
+    if isinstance(layer, nn.Linear) or layer.disabled:
         return base
     return base + layer.alpha / layer.rank * layer.lora_b(layer.lora_a(layer.dropout(x)))

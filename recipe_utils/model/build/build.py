@@ -78,8 +78,11 @@ class ModelSettings:
     """Frees gathered parameters after each forward; null is True, and False with pipeline
     stages."""
     quantizer: Component | None = None
-    """Quantization-aware LoRA training:
+    """Quantization-aware training of all weights or of LoRA:
     torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
+    memory_efficient_fsdp_wrap: Literal[False] = False
+    """No effect; accepted for torchtune's ``dev/8B_full_experimental``. See
+    ``custom_sharded_layers``."""
     low_cpu_ram: bool = False
     """No effect; accepted for torchtune's QLoRA configs. Exports upcast one NF4 weight at a
     time."""
@@ -171,6 +174,9 @@ class ModelSettings:
             )
             depends_on = ("tensor_parallel_plan",)
             yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim, depends_on)
+        if ranks.tensor_parallel_dim > 1 and self.quantizer is not None:
+            text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
+            yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim, ("quantizer",))
 
     def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
         kernel = self.packed_attention

@@ -185,6 +185,16 @@ class Teacher:
         if warning and self._ranks.is_zero:
             _log.warning(warning)
 
+    def check_student(self, student: nn.Module, loss_fn: LinearDistillationLoss) -> None:
+        """Raises ValueError if it does not take the inputs of the whole ``student``, or cannot be cached."""
+        if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
+            kinds = [type(model).__name__ for model in (self._whole, student)]
+            raise ValueError(
+                f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
+                "does, with or without images"
+            )
+        self._top_k = self._resolve_top_k(num_outputs(student), loss_fn.teacher_temperature)
+
     def intersect(self, limits: ModelLimits) -> ModelLimits:
         """Returns the limits of samples and rows within both models' limits."""
         if not self.is_used:
@@ -205,31 +215,17 @@ class Teacher:
 
     # ---- The model, or its cache -------------------------------------------------------------------
 
-    def set_up(
-        self,
-        student: nn.Module,
-        loss_fn: LinearDistillationLoss,
-        longest_row: int,
-        context: Any,
-    ) -> dict[str, str]:
+    def set_up(self, student: nn.Module, longest_row: int, context: Any) -> dict[str, str]:
         """Builds the model with its weights; with a cache, only if outputs are missing.
 
         ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
         weights, precision and samples. Returns the checksum of the weights, so that a resumed
         training has the same teacher. Raises ConfigError if weights do not fit, or the model cannot
-        be built or cached as configured.
+        be built.
         """
         if not self.is_used:
             return {}
         modules, settings = self._modules, self._settings
-        with naming():
-            if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
-                kinds = [type(model).__name__ for model in (self._whole, student)]
-                raise ValueError(
-                    f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
-                    "does, with or without images"
-                )
-            self._top_k = self._resolve_top_k(num_outputs(student), loss_fn.teacher_temperature)
         with naming("teacher_checkpointer"):
             checkpoint = self._checkpointer.load_checkpoint()
             weights = checkpoint[training.MODEL_KEY]

@@ -1,0 +1,209 @@
+"""Wrong configs of every recipe: refused by key, value and what to set instead, before weights are read.
+
+The first table for a new key. A row is what a user appends to the command and a regular expression that
+the error contains. Wrong types and values out of a key's own bounds: ``test_wrong_values.py``.
+"""
+
+import json
+import re
+
+import pytest
+import tiny
+from big_batch_of_views import HEAD, step_of_16
+from omegaconf import OmegaConf
+from recipe_runs import DINO, DPO, KD, SFT, recipe_class, refusal, run_recipe
+from torchtune.training import FullModelTorchTuneCheckpointer
+
+from recipe_utils.checkpoint.dinov3_vit import DINOv3Checkpointer
+from recipe_utils.settings.problems import ConfigError
+
+LORA = "lora_finetune_update_step"
+GEMMA2 = json.dumps(tiny.GEMMA2_MODEL)
+QUANTIZER = "quantizer._component_=torchtune.training.quantization."
+QAT = f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer quantizer.groupsize"
+HELD_OUT = "run_val_every_n_steps=2 knn_neighbors=3 dataset_val._component_=tiny.{} dataset_val.num_images=9"
+
+REFUSED = {
+    # ---- Fine-tuning
+    (SFT, "batchsize=3"): "batchsize: this recipe has no such key; did you mean batch_size",
+    (SFT, "datasets=[]"): "datasets: this recipe has no such key; did you mean dataset",
+    (SFT, "device=cuda"): "device=cuda",
+    (SFT, "batch_size=null"): "batch_size=null: it must be int >= 1; leave it out for 1",
+    (SFT, "global_batch_size=7 gradient_accumulation_steps=null"): r"=7: .*batch_size=2 \* 1 data-parallel ranks = 2; .* 6 and 8",
+    (SFT, "global_batch_size=8"): r"batch_size=2 \* gradient_accumulation_steps=2 \* 1 data-parallel ranks = 4",
+    (SFT, "data_parallel_replicate_dim=2 data_parallel_shard_dim=3"): "they make 6 ranks, but 1 run",
+    (SFT, "dataset.num_samples=0"): "dataset: it has 0 samples",
+    (SFT, "dataset.num_samples=8 last_update_step=drop batch_size=9"): "8 samples do not fill one update step of 18",
+    (SFT, "dataset._component_=tiny.no_such"): "dataset._component_=tiny.no_such: ",
+    (SFT, "model.intermediate=3"): "model.intermediate: llama3_2 has no such argument; did you mean intermediate_dim",
+    (SFT, "model.num_heads=3"): r"1 problem .*\n.*model: num_heads \(3\) must be divisible by num_kv_heads",
+    (SFT, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: microbatching=in_order counts samples",
+    (SFT, "microbatching=packed collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images",
+    (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
+    (SFT, "microbatching=packed compile=True tokenizer.max_seq_len=null"): "without max_tokens_per_microbatch",
+    (SFT, "microbatch_overhead_slots=5.0"): "=5.0: it has no effect with microbatching=in_order; set microbatching to",
+    (SFT, "balance_over_ranks=True"): "balance_over_ranks=True: ",
+    (SFT, "run_val_every_n_steps=2"): "run_val_every_n_steps=2: set dataset_val, too",
+    (SFT, "batch_size_val=3"): "batch_size_val=3: it has no effect with run_val_every_n_steps=null",
+    (SFT, "keep_best_checkpoint=True"): "keep_best_checkpoint=True: it has no effect with run_val_every_n_steps=null",
+    (SFT, "sample_max_new_tokens=7"): "sample_max_new_tokens=7: it has no effect with sample_prompts=null",
+    (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
+    (SFT, "collate_fn=torchtune.data.left_pad_sequence"): "collate_fn=torchtune.data.left_pad_sequence",
+    (SFT, "optimizer_in_bwd=True"): "gradient_accumulation_steps=2",
+    (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 microbatching=least_padding"): "microbatching=least_padding",
+    (SFT, "optimizer_in_bwd=True gradient_accumulation_steps=1 clip_grad_norm=1.0"): "clip_grad_norm=1.0",
+    (SFT, "enable_activation_offloading=True enable_activation_checkpointing=True"): "_activation_offloading=True: it needs device=cuda",
+    (SFT, "enable_activation_checkpointing=True ac_mode=full"): "ac_mode=full: .* recomputes all layers already",
+    (SFT, "optimizer=null"): "optimizer: it is missing; set it to a component",
+    (SFT, "optimizer.lr=-1"): "optimizer: Invalid learning rate: -1",
+    (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
+    (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
+    (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
+    (SFT, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
+    (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
+    (SFT, f"tensor_parallel_dim=2 {QAT}=16"): "tensor_parallel_dim=2: a quantizer needs whole weights",
+    # ---- Adapters
+    (LORA, "model.lora_rank=0"): "model.lora_rank=0: ",
+    (LORA, "model.lora_alpha=0"): "model.lora_alpha=0: ",
+    (LORA, "model.lora_dropout=1.0"): "model.lora_dropout=1.0: ",
+    (LORA, "model.lora_attn_modules=[] model.apply_lora_to_mlp=False"): "model: Must pass one or more",
+    (LORA, "model.lora_attn_modules=[o_proj]"): r"model.lora_attn_modules=\['o_proj'\]",
+    (LORA, "model.quantize_base=True"): r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384",
+    (LORA, f"{QAT}=16 model.use_dora=True"): "quantizer=.*not for DoRA",
+    (LORA, f"{QAT}=24"): "quantizer.groupsize=24: it does not divide 32",
+    (LORA, f"{QAT}=16 model.quantize_base=True"): "quantizer=.*NF4",
+    (LORA, f"{QUANTIZER}Int4WeightOnlyQuantizer"): "quantizer=.*cannot be trained with",
+    (LORA, "loraplus_lr_ratio=4.0 optimizer_in_bwd=True gradient_accumulation_steps=1"): "ratio=4.0: with optimizer_in_bwd",
+    (LORA, "fsdp={offload: True}"): r"fsdp=\{'offload': True\}",
+    # ---- Preferences
+    (DPO, "loss={_component_: recipe_utils.loss.LinearCrossEntropyLoss}"): "loss: LinearCrossEntropyLoss does not take log-prob",
+    (DPO, "loss.beta=0"): "loss: DPOLoss teaches nothing where policy and reference agree",
+    (DPO, "loss.beta=-0.1"): "loss: DPOLoss teaches the rejected answers",
+    (DPO, "loss.label_smoothing=0.5"): "loss: DPOLoss teaches nothing",
+    (DPO, "loss.label_smoothing=1.5"): "loss: DPOLoss teaches the rejected answers",
+    (DPO, "loss.label_smoothing=-0.1"): "loss.label_smoothing=-0.1: it must be at least 0 and below 0.5",
+    (DPO, "loss={_component_: recipe_utils.loss.preference.IPOLoss, tau: -1.0}"): "loss.tau=-1.0: it must be above 0",
+    (DPO, "dataset={_component_: tiny.tiny_dataset, num_samples: 8}"): "its samples have labels, tokens instead of chosen_input_ids",
+    (DPO, "prefix_sharing=True microbatching=least_padding"): "prefix_sharing=True: microbatching=least_padding gives each",
+    (DPO, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
+    (DPO, "pipeline_parallel_dim=2 pipeline_parallel_schedule=InterleavedZeroBubble"): "Bubble: this loss has no",
+    (DPO, "sft_loss_weight=.inf"): "sft_loss_weight=inf: it must be",
+    (DPO, "reference_cache_dir=/tmp/nowhere"): "=/tmp/nowhere: reference=live keeps nothing; set reference=cached",
+    (DPO, "precompute_reference=True"): "precompute_reference=True: reference=live keeps",
+    (DPO, "reference=cached reference_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",
+    (DPO, "collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images: pairs are",
+    (DPO, f"model={json.dumps(tiny.adapted(tiny.MODEL))}"): "ref_checkpointer: the reference of a model with adapters is",
+    # ---- Distillation
+    (KD, "teacher_model=null"): "teacher_model: it is missing; set it to a component",
+    (KD, "teacher_checkpointer=null"): "teacher_checkpointer: it is missing",
+    (KD, "teacher_checkpointer.checkpoint_files=[none.pt]"): "teacher_checkpointer: .*none.pt",
+    (KD, f"teacher_model={json.dumps(tiny.adapted(tiny.TEACHER_MODEL))}"): "teacher_model: it has adapters",
+    (KD, "teacher_model={_component_: torch.nn.Linear, in_features: 2, out_features: 2}"): "a Linear returns no hidden states",
+    (KD, "loss={_component_: tiny.SquaredLoss}"): "loss: SquaredLoss is no cross-entropy",
+    (KD, "kd_loss.tokens_per_chunk=0"): "kd_loss.tokens_per_chunk=0: it must be at least 1",
+    (KD, "kd_loss.temperature=0"): "kd_loss.temperature=0: it must be above 0",
+    (KD, "tensor_parallel_dim=2"): "tensor_parallel_dim=2",
+    (KD, "optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: not with a teacher",
+    (KD, "teacher_cache=top_k teacher_top_k=1000 kd_loss=null"): f"teacher_top_k=1000: .* have {tiny.VOCAB_SIZE} tokens",
+    (KD, "teacher_cache=top_k"): "teacher_cache=top_k: at kd_loss.temperature=2.0 the 64 most probable tokens",
+    (KD, "teacher_cache=hidden kd_ratio=0"): "teacher_cache=hidden: it has no effect with kd_ratio=0",
+    (KD, "teacher_top_k=5"): "teacher_top_k=5: it has no effect with teacher_cache=null; set teacher_cache to top_k",
+    (KD, "teacher_top_k_at_any_temperature=True"): "=True: it has no effect with teacher_cache=null",
+    (KD, "teacher_pipeline_parallel_split_points=[1]"): r"=\[1\]: it has no effect with pipeline_parallel_dim=1",
+    (KD, "teacher_cache_dir=/tmp/nowhere"): "teacher_cache_dir=/tmp/nowhere: teacher_cache=null keeps nothing",
+    (KD, "teacher_cache=hidden teacher_cache_dir=/proc/nowhere"): "=/proc/nowhere: it cannot be written to",
+    (KD, f"microbatching=packed teacher_model={GEMMA2}"): "microbatching=packed: the (teacher_)?model's Gemma2Attention",
+    # ---- Self-supervised vision: how many
+    (DINO, "batch_size=6 koleo_group_size=2"): r"global_batch_size=16: .* batch_size=6 \* 1 .* = 6; .* 12 and 18",
+    (DINO, "batch_size=8 koleo_group_size=3"): "koleo_group_size=3: .* batch_size=8 is not a multiple .* batch_size to 9",
+    (DINO, "batch_size=1 global_batch_size=1 koleo_group_size=null"): "koleo_loss_weight=0.3: .* 1 image; .* 2 or more",
+    (DINO, "microbatching=packed"): "microbatching=packed: .*in_order",
+    (DINO, "dataset={_component_: tiny.tiny_images, num_images: 0}"): "dataset: it has 0 samples",
+    # ---- Crops, masks and what is compared
+    (DINO, "transform.local_crop_size=7"): "local_crop_size=7: .* patch_size=4; .* 4 and 8",
+    (DINO, "mask_ratio=[0.5,0.1]"): r"mask_ratio=\[0.5, 0.1\]",
+    (DINO, "mask_ratio=[0,0]"): r"mask_ratio=\[0.0, 0.0\]: .*or ibot_loss_weight=0",
+    (DINO, "mask_probability=0.0"): "mask_probability=0.0: .*or ibot_loss_weight=0",
+    (DINO, "dino_head.num_prototypes=1"): "dino_head.num_prototypes=1: .*2",
+    (DINO, "ibot_head={width: 3}"): "ibot_head.width: .*PrototypeHead",
+    (DINO, "ema_momentum=1.0"): "ema_momentum=1.0: .* would never move; set it below 1",
+    (DINO, "student_temperature=1e30"): "student_temperature=.*at most 10",
+    (DINO, "teacher_temperature=0.1"): "teacher_temperature=0.1: student_temperature=0.1 .* set it lower",
+    (DINO, "teacher_temperature_start=0.2 teacher_temperature_warmup_steps=3"): "_start=0.2: student_temperature=0.1 .* lower",
+    (DINO, "teacher_temperature_warmup_steps=3"): "teacher_temperature_warmup_steps=3: .* set both or neither",
+    (DINO, "gram_teacher_every_n_steps=null"): "gram_loss_weight=0.5: there is no Gram teacher; set gram_teacher_every",
+    (DINO, "gram_loss_weight=0"): "gram_teacher_every_n_steps=2: it has no effect with gram_loss_weight=0",
+    (DINO, " ".join(f"{term}_loss_weight=0.0" for term in ("dino", "ibot", "koleo", "gram")) + " gram_teacher_every_n_steps=null"):
+        "dino_loss_weight, .*: all are 0, so nothing would be learned; set one above 0",
+    # ---- Models and runs
+    (DINO, "model._component_=tiny.normalised_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
+    (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
+    (DINO, f"model={json.dumps(tiny.MODEL)}"): "model: it is a TransformerDecoder .*dinov3_vit",
+    (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
+    (DINO, "optimizer_in_bwd=True"): "optimizer_in_bwd=True: .* set it to False",
+    (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",
+    (DINO, "keep_best_checkpoint=True " + HELD_OUT.format("tiny_images")): "keep_best_checkpoint=True: .* export_every_n_steps",
+    # ---- Nearest neighbors
+    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: dataset_knn .* is the same",
+    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn._component_=tiny.unlabelled_images"): "dataset_knn: its images have no",
+    (DINO, HELD_OUT.format("unlabelled_images")): "dataset_val: its images have no labels",
+    (DINO, HELD_OUT.format("tiny_images") + " knn_neighbors=38"): "knn_neighbors=38: dataset_knn has 37 images; set it to fewer",
+}  # fmt: skip
+SEVERAL = ("model={", "tensor_parallel_dim=", "pipeline_parallel_dim=", "device=", "datasets=")
+"""Values that prevent other components from being built, or that are wrong in two ways."""
+
+
+def with_overrides(config, overrides):
+    """A config with ``KEY=VALUE KEY=VALUE`` of a command line, parsed as ``tune run`` does."""
+    cfg = OmegaConf.create(config)
+    for override in re.split(r" (?=[\w.]+=)", overrides):
+        key = override.partition("=")[0]
+        parsed = OmegaConf.from_dotlist([override])
+        value = OmegaConf.to_container(parsed, resolve=False)
+        for part in key.split("."):
+            value = value[part]
+        OmegaConf.update(cfg, key, value, merge=False)
+    return cfg
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), REFUSED, ids=lambda value: value[:80])
+def test_a_wrong_config_is_refused_by_key(
+    recipe, overrides, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path, monkeypatch
+):
+    for checkpointer in (FullModelTorchTuneCheckpointer, DINOv3Checkpointer):
+        monkeypatch.setattr(
+            checkpointer, "load_checkpoint", lambda *_: pytest.fail("reads weights")
+        )
+    kd_loss = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "temperature": 2.0}
+    config = {
+        SFT: tiny_config,
+        LORA: lambda: tiny_config(model=tiny.adapted(tiny.MODEL)),
+        DPO: tiny_dpo_config,
+        KD: lambda: tiny_kd_config(teacher_sizes=tiny.TEACHER_MODEL, kd_loss=kd_loss, kd_ratio=0.5),
+        DINO: lambda: step_of_16(tiny_config, batch_size=16),
+    }[recipe]()
+    found = refusal(with_overrides(config, overrides), SFT if recipe == LORA else recipe)
+    assert re.search(REFUSED[recipe, overrides], found), found
+    assert "1 problem" in found or overrides.startswith(SEVERAL), found
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_all_problems_of_keys_are_reported_at_once(tiny_config):
+    config = step_of_16(tiny_config, batch_size=6, ema_momentum=2, gram_over="batch")
+    with pytest.raises(ConfigError) as error:
+        recipe_class(recipe=DINO)(OmegaConf.create(config))
+    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
+        "ema_momentum=2",
+        "gram_over=batch",
+        "global_batch_size=16",
+    ]
+
+
+def test_heads_of_another_width_than_the_checkpoint_s_are_named(tiny_config):
+    config = step_of_16(tiny_config, batch_size=16, max_steps_per_epoch=1)
+    run_recipe(config, DINO)
+    given = {**config["checkpointer"], "checkpoint_dir": f"{config['output_dir']}/epoch_0"}
+    changed = {"ibot_head": {**HEAD, "bottleneck_dim": 7}, "checkpointer": given}
+    text = refusal({**config, **changed}, DINO)
+    assert "output.ibot" in text
+    assert re.search(r"\(7, 10\).*\(6, 10\)|\(6, 10\).*\(7, 10\)", text), text
