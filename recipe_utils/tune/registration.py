@@ -34,8 +34,9 @@ def register() -> None:
                     f"({type(error).__name__}: {error}). If the checkout was moved, run "
                     "`pip install -e .` in it; to remove it, `pip uninstall torchtune-update-step`\n"
                 )
-    if _IS_OURS in os.environ:
-        # torchao warns about kernels for another torch, which no recipe uses.
+    is_listing = Path(sys.argv[0]).name == "tune" and sys.argv[1:2] != ["run"]
+    if _IS_OURS in os.environ or is_listing:
+        # torchao warns about kernels for another torch, which no recipe here uses.
         logging.getLogger("torchao").addFilter(
             lambda record: "Skipping import of cpp extensions" not in record.getMessage()
         )
