@@ -100,15 +100,11 @@ class Settings:
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.schedules.problems_with(self.objective.student_temperature)
+        yield from self.schedules.problems_with(
+            self.objective.student_temperature, self.updates.optimizer
+        )
         yield from self.run.problems_with(self.ranks, self.dataset_val)
         yield from self.run.problems_without_text()
-        if self.dataset_val is not None and self.dataset_val == (self.dataset_knn or self.dataset):
-            text = (
-                "dataset_knn (null: dataset) is the same, so each image would be its own neighbor; set "
-                "one of the two to other images, such as split=train[90%:]"
-            )
-            yield Problem("dataset_val", text, depends_on=("dataset", "dataset_knn"))
         if self.ranks.tensor_parallel_dim > 1:
             yield Problem(
                 "tensor_parallel_dim",
@@ -140,6 +136,7 @@ class DINOv3Recipe:
             transform = build("transform", config.instantiate, cfg.transform)
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+            build("loraplus_lr_ratio", updates.check_model, whole)
 
         # ---- Data
         self.loader, self.neighbors = build_image_loaders(

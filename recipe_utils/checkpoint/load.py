@@ -92,7 +92,8 @@ def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set
     if not then or not now:
         return set()
     changed = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)}
-    if saved.get("loraplus_lr_ratio") != current.get("loraplus_lr_ratio"):
+    # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.
+    if any(saved.get(k) != current.get(k) for k in ("loraplus_lr_ratio", "lr_scheduler")):
         changed.add("lr")
     return changed
 

@@ -1,6 +1,7 @@
 """k-NN accuracy of a frozen backbone, over all ranks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ stage."""
 class NearestNeighbors:
     """k-NN classification of ``images`` by the states of labeled images, exact over all ranks.
 
-    Images of ``bank`` vote. Raises ValueError for more neighbors than images in the bank.
+    Images of ``bank`` vote. Raises ValueError for more neighbors than images in the bank, or if the
+    bank's images are those to classify.
     """
 
     def __init__(
@@ -31,6 +33,14 @@ class NearestNeighbors:
         if num_neighbors > len(bank.dataset):
             has = f"{bank.dataset.name} has {len(bank.dataset)} images"
             raise ValueError(f"knn_neighbors={num_neighbors}: {has}; set it to fewer")
+        is_same = len(images.dataset) == len(bank.dataset)
+        with suppress(SampleError):  # skipped or raised when it is its turn
+            is_same = is_same and all(images.dataset[0]["digest"] == bank.dataset[0]["digest"])
+        if is_same:
+            raise ValueError(
+                f"{images.dataset.name}: it has the images of {bank.dataset.name}, so each would be its own "
+                "neighbor; set one of the two to other images, such as split=train[90%:]"
+            )
         self._loaders = bank, images
         self._num_neighbors = num_neighbors
         self._ranks = ranks

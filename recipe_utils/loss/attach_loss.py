@@ -107,6 +107,11 @@ class SummedLoss:
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        if isinstance(loss_fn, nn.NLLLoss):
+            raise ValueError(
+                "loss: NLLLoss takes log-probabilities, and a model returns logits; set it to "
+                "torch.nn.CrossEntropyLoss"
+            )
         reduction = getattr(loss_fn, "reduction", "mean")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"loss.reduction={reduction}: set it to 'mean' or 'sum'")

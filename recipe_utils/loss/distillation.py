@@ -185,8 +185,9 @@ class LinearDistillationLoss(nn.Module):
             )
         temperatures = {"temperature": temperature, "teacher_temperature": teacher_temperature}
         for name, value in temperatures.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"kd_loss.{name}={value}: it must be above 0")
+            # Beyond, softmax has no gradient in fp32.
+            if value is not None and not 0.01 <= value <= 1000:
+                raise ValueError(f"kd_loss.{name}={value}: it must be from 0.01 to 1000")
         if not 0 <= mixture <= 1 or (divergence == "js" and mixture in (0, 1)):
             raise ValueError(
                 f"kd_loss.mixture={mixture}: it must be between 0 and 1, and neither of them with "

@@ -1,5 +1,6 @@
 """Optimizers, including one that steps inside the backward."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -13,12 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
+
+_log = get_logger("INFO")
 
 _FASTER = (".lora_b.weight", ".magnitude")
 
@@ -143,6 +147,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
     """Builds optimizer and schedule for one parameter, so that they fail before weights are loaded."""
+    if cfg.get("maximize"):
+        raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
     optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
     config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
 
@@ -175,6 +181,12 @@ def build_lr_scheduler(
 
     ``num_steps`` are those of the whole training, ``global_step`` of them are completed.
     """
+    num_warmup_steps = 0 if cfg is None else cfg.get("num_warmup_steps", 0)
+    if num_warmup_steps >= num_steps:
+        text = (
+            f"num_warmup_steps={num_warmup_steps}: the training has only {num_steps} update steps"
+        )
+        log_rank_zero(_log, f"lr_scheduler.{text}", logging.WARNING)
     if global_step > 0:  # the resumed training may have had no schedule
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -64,8 +64,13 @@ class ScheduleSettings:
                 text = f"{name}={length}: the training has only {num_steps} update steps"
                 log_rank_zero(_log, text, logging.WARNING)
 
-    def problems_with(self, student_temperature: float) -> Iterator[Problem]:
-        """Problems with the student's temperature."""
+    def problems_with(
+        self, student_temperature: float, optimizer: Mapping[str, Any]
+    ) -> Iterator[Problem]:
+        """Yields problems with the student's temperature and with the ``optimizer``'s config."""
+        if self.weight_decay_end is not None and not optimizer.get("weight_decay"):
+            text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
+            yield Problem("weight_decay_end", text, self.weight_decay_end, ("optimizer",))
         for name in ("teacher_temperature", "teacher_temperature_start"):
             temperature = getattr(self, name)
             if temperature is not None and temperature >= student_temperature:

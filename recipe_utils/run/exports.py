@@ -52,6 +52,8 @@ def export_model(
             contents, lost = contents_of_export(weights, adapters, dtype)
             folder = export(checkpointer, contents, name, frozen)
             log.info(f"Exported to {folder}")
+            if (source := checkpointer._checkpoint_dir) is not None and not Path(source).is_dir():
+                log.warn(f"{name}: without config.json and tokenizer, because {source} is gone")
             if lost > 0.01:
                 log.warn(
                     f"{name}: rounding the merged weights loses {lost:.0%} of the adapters' change; "

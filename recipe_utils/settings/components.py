@@ -114,11 +114,18 @@ def _check_arguments(
             similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
             solution = f"did you mean {similar[0]}?" if similar else "take it out"
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
+        elif name in made_with.keywords:
+            yield Problem(f"{key}.{name}", "the recipe sets it; take it out", argument)
         elif name in by_name and argument != by_name[name].default and not fits(argument, hint):
             wanted = str(hint).replace("typing.", "")
             if get_origin(hint) is None:
                 wanted = getattr(hint, "__name__", wanted)
             yield Problem(f"{key}.{name}", f"{name_of_made} takes {wanted}", repr(argument))
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in made_with.keywords:
+            if name not in by_name:
+                text = f"{name_of_made} does not take {name}, which the recipe gives it"
+                yield Problem(f"{key}._component_", text)
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in {*arguments, *from_recipe}:
             yield Problem(f"{key}.{name}", f"it is missing; {name_of_made} needs it")

@@ -2,17 +2,20 @@
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _UNSET: Any = object()
+_LIBRARIES = ("torch", "torchtune", "torchao", "transformers")
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,24 @@ def naming(key: str = "") -> Iterator[None]:
         problem = Problem(named, rest) if separator and is_named else Problem(key, text)
         raise ConfigError(problem) from error
     except Exception as error:
-        if key:
-            error.add_note(f"raised while {key} of the config was made")
+        if not key:
+            raise
+        if _is_of_libraries(error):
+            raise ConfigError(Problem(key, f"{type(error).__name__}: {error}")) from error
+        error.add_note(f"raised while {key} of the config was made")
         raise
+
+
+def _is_of_libraries(error: Exception) -> bool:
+    """Returns True if PyTorch or torchtune rejected values of the config, without a user's code in between."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in frames if name]
+    packages = [name for name in packages if name not in sys.stdlib_module_names]
+    return (
+        bool(packages)
+        and packages[-1] in _LIBRARIES
+        and {*packages} <= {*_LIBRARIES, "recipe_utils"}
+    )
 
 
 class Build:

@@ -17,6 +17,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 from recipe_utils.checkpoint.dinov3_vit import DINOv3Checkpointer
 from recipe_utils.settings.problems import ConfigError
 
+COSINE = "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 LORA = "lora_finetune_update_step"
 GEMMA2 = json.dumps(tiny.GEMMA2_MODEL)
 QUANTIZER = "quantizer._component_=torchtune.training.quantization."
@@ -56,6 +57,13 @@ REFUSED = {
     (SFT, "enable_activation_checkpointing=True ac_mode=full"): "ac_mode=full: .* recomputes all layers already",
     (SFT, "optimizer=null"): "optimizer: it is missing; set it to a component",
     (SFT, "optimizer.lr=-1"): "optimizer: Invalid learning rate: -1",
+    (SFT, "optimizer.maximize=True"): "optimizer.maximize=True: it would raise the loss",
+    (SFT, "optimizer.foreach=True optimizer.fused=True"): "optimizer: RuntimeError: `fused` and `foreach` cannot be",
+    (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.ConstantLR}"): "lr_scheduler._component_: ConstantLR does not take",
+    (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
+    (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: the recipe sets it",
+    (SFT, "checkpointer.model_type=llama3_2"): "checkpointer: KeyError",
+    (SFT, "loss={_component_: torch.nn.NLLLoss}"): "loss: NLLLoss takes log-probabilities",
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
     (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
@@ -66,6 +74,7 @@ REFUSED = {
     (LORA, "model.lora_rank=0"): "model.lora_rank=0: ",
     (LORA, "model.lora_alpha=0"): "model.lora_alpha=0: ",
     (LORA, "model.lora_dropout=1.0"): "model.lora_dropout=1.0: ",
+    (LORA, "model.lora_rank=-1"): "model: RuntimeError: Trying to create tensor with negative dimension",
     (LORA, "model.lora_attn_modules=[] model.apply_lora_to_mlp=False"): "model: Must pass one or more",
     (LORA, "model.lora_attn_modules=[o_proj]"): r"model.lora_attn_modules=\['o_proj'\]",
     (LORA, "model.quantize_base=True"): r"model.quantize_base=True: layers.0.attn.q_proj.weight \(32, 32\) .*16384",
@@ -101,7 +110,8 @@ REFUSED = {
     (KD, "teacher_model={_component_: torch.nn.Linear, in_features: 2, out_features: 2}"): "a Linear returns no hidden states",
     (KD, "loss={_component_: tiny.SquaredLoss}"): "loss: SquaredLoss is no cross-entropy",
     (KD, "kd_loss.tokens_per_chunk=0"): "kd_loss.tokens_per_chunk=0: it must be at least 1",
-    (KD, "kd_loss.temperature=0"): "kd_loss.temperature=0: it must be above 0",
+    (KD, "kd_loss.temperature=0"): "kd_loss.temperature=0: it must be from 0.01 to 1000",
+    (KD, "kd_loss.temperature=1e30"): "kd_loss.temperature=1e\\+30: it must be from",
     (KD, "tensor_parallel_dim=2"): "tensor_parallel_dim=2",
     (KD, "optimizer_in_bwd=True gradient_accumulation_steps=1"): "optimizer_in_bwd=True: not with a teacher",
     (KD, "teacher_cache=top_k teacher_top_k=1000 kd_loss=null"): f"teacher_top_k=1000: .* have {tiny.VOCAB_SIZE} tokens",
@@ -135,6 +145,8 @@ REFUSED = {
     (DINO, "gram_loss_weight=0"): "gram_teacher_every_n_steps=2: it has no effect with gram_loss_weight=0",
     (DINO, " ".join(f"{term}_loss_weight=0.0" for term in ("dino", "ibot", "koleo", "gram")) + " gram_teacher_every_n_steps=null"):
         "dino_loss_weight, .*: all are 0, so nothing would be learned; set one above 0",
+    (DINO, "weight_decay_end=0.4"): "weight_decay_end=0.4: it starts from optimizer.weight_decay; set that above 0",
+    (DINO, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     # ---- Models and runs
     (DINO, "model._component_=tiny.normalised_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
     (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
@@ -144,7 +156,7 @@ REFUSED = {
     (DINO, "sample_prompts=[Hi] sample_every_n_steps=1"): "sample_prompts: .* leave the key out",
     (DINO, "keep_best_checkpoint=True " + HELD_OUT.format("tiny_images")): "keep_best_checkpoint=True: .* export_every_n_steps",
     # ---- Nearest neighbors
-    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: dataset_knn .* is the same",
+    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: it has the images of dataset_knn, so each would",
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn._component_=tiny.unlabelled_images"): "dataset_knn: its images have no",
     (DINO, HELD_OUT.format("unlabelled_images")): "dataset_val: its images have no labels",
     (DINO, HELD_OUT.format("tiny_images") + " knn_neighbors=38"): "knn_neighbors=38: dataset_knn has 37 images; set it to fewer",

@@ -142,6 +142,12 @@ def test_a_schedule_may_begin_where_there_was_none(resumed):
     assert rates[0] < 0.01
 
 
+def test_without_its_schedule_a_training_has_the_rate_of_the_config(resumed):
+    """The checkpoint's is that of the schedule's last update step, near 0."""
+    logged = run_recipe({**resumed(True), "lr_scheduler": None})
+    assert [metrics["lr"] for metrics in logged] == [0.01] * 4
+
+
 def test_another_model_of_equal_shapes_is_refused_with_both_values(trained, resumed):
     model = {**tiny.MODEL, "rope_base": 10_000, "num_heads": 8, "num_kv_heads": 4}
     with pytest.raises(CheckpointError) as error:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torchtune.data import Message
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Microbatch
@@ -65,6 +66,7 @@ class TextCollator:
         self._ignore_index = ignore_index
         self._limits = limits
         self._max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self._num_targets_of_empty = num_targets_of_empty_answer(tokenizer)
         self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, most_samples)
@@ -112,9 +114,14 @@ class TextCollator:
             )
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields whether a sample, not of a packed dataset, has as many tokens as the tokenizer allows."""
-        if "seq_lens" not in sample and len(sample["tokens"]) == self._max_seq_len:
+        """Yields whether a sample, not of a packed dataset, is truncated or has an empty answer."""
+        if "seq_lens" in sample:
+            return
+        if len(sample["tokens"]) == self._max_seq_len:
             yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
+        num_targets = sum(label != self._ignore_index for label in sample["labels"])
+        if num_targets <= self._num_targets_of_empty:
+            yield f"{num_targets} target tokens, as an empty answer has"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample unchanged, after :func:`check_sample`."""
@@ -144,6 +151,18 @@ class TextCollator:
         if self._is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
         return collate_dummy(sample, self._collate, self._ignore_index)
+
+
+def num_targets_of_empty_answer(tokenizer: Any) -> int:
+    """Returns the number of tokens that mark an empty answer; 0 for a tokenizer without messages."""
+    roles = {"user": "Hi", "assistant": ""}
+    messages = [
+        Message(role=role, content=text, masked=role == "user") for role, text in roles.items()
+    ]
+    try:
+        return sum(not is_masked for is_masked in tokenizer({"messages": messages})["mask"])
+    except Exception:  # any: a tokenizer of one's own
+        return 0
 
 
 def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> None:

@@ -32,7 +32,7 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     """
     path = quantizer["_component_"]
     kind = LoRALinear if get_adapter_params(model) else nn.Linear
-    layers = [module for module in model.modules() if isinstance(module, kind)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
     if not layers:
         raise ConfigError(
             f"quantizer={path}: it is not for DoRA; take it out, or set model.use_dora=False"

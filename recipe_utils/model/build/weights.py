@@ -1,8 +1,11 @@
 """Loads a checkpoint's weights into a model's shards, and gathers them from all ranks."""
 
+import json
+import logging
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.checkpoint.stock import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
@@ -28,6 +33,8 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
+_log = get_logger("INFO")
+
 
 def load_model(
     model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int
@@ -40,7 +47,31 @@ def load_model(
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
         frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed)
+    for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
+        log_rank_zero(_log, text, logging.WARNING)
     return checkpoint, frozen
+
+
+def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:
+    """Yields what a model computes otherwise than the ``config.json`` beside its weights says, which exports keep."""
+    try:
+        described = json.loads(Path(folder or "", "config.json").read_text())
+    except (OSError, ValueError):
+        return
+    described = described | (described.get("rope_parameters") or {})
+    for module in model.modules():
+        if isinstance(module, TransformerSelfAttentionLayer):
+            found = {
+                "rope_theta": getattr(module.attn.pos_embeddings, "base", None),
+                "rms_norm_eps": getattr(module.sa_norm, "eps", None),
+            }
+            for name, value in found.items():
+                if value is not None and value != described.get(name, value):
+                    yield (
+                        f"model: {name} is {value:g}, and {described[name]:g} in {folder}/config.json, which "
+                        "exports keep: others will compute other logits"
+                    )
+            return
 
 
 def load_weights(

@@ -167,6 +167,7 @@ class Teacher:
             dtype=settings.teacher_dtype or modules.dtype,
             custom_sharded_layers=settings.teacher_custom_sharded_layers,
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
+            quantizer=None,
         )
         self._whole = build_on_meta(self._make_model, self._modules)
         if not hasattr(getattr(self._whole, "decoder", self._whole), "unembed"):

@@ -90,7 +90,7 @@ class LayerScale(nn.Module):
     def __init__(self, embed_dim: int, initial: float) -> None:
         super().__init__()
         self.initial = initial
-        self.scale = nn.Parameter(torch.full((embed_dim,), initial))
+        self.scale = nn.Parameter(torch.full((embed_dim,), float(initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scales x [..., d]."""

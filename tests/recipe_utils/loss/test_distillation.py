@@ -273,7 +273,7 @@ def test_js_is_trl_s(beta, temperature):
     ("arguments", "text"),
     [
         ({"divergence": "kl"}, "kd_loss.divergence=kl: unknown; set it to one of forward"),
-        ({"temperature": 0.0}, "kd_loss.temperature=0.0: it must be above 0"),
+        ({"temperature": 0.0}, "kd_loss.temperature=0.0: it must be from 0.01"),
         ({"temperature": math.inf}, "kd_loss.temperature=inf"),
         ({"teacher_temperature": -1.0}, "kd_loss.teacher_temperature=-1.0"),
         ({"mixture": 1.5}, "kd_loss.mixture=1.5: it must be between 0 and 1"),

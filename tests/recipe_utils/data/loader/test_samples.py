@@ -1,8 +1,11 @@
 """Samples are checked as they are loaded, by their name; workers change nothing."""
 
+import json
+
 import pytest
 import tiny
 from omegaconf import OmegaConf
+from torchtune.data import Message
 
 from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import (
@@ -13,12 +16,21 @@ from recipe_utils.data.loader.samples import (
     load_dataset,
     load_samples,
 )
-from recipe_utils.data.text.collator import check_sample
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.text.collator import TextCollator, check_sample
 from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.embedded.stdlib_docs import docstring_tokenizer
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 GOOD = tiny.make_samples(2)
 BAD = {"tokens": [1, 2], "labels": [1]}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "questions.json").write_text('[["Does it?", "Yes, it does."]]')
+    return docstring_tokenizer(str(folder / "tokenizer.model"), str(folder / "questions.json"), 512)
 
 
 def prepare(sample, name):
@@ -54,6 +66,40 @@ def test_a_file_that_datasets_cannot_read_is_named_with_the_cause(content, reaso
     cfg = OmegaConf.create({"_component_": component, **files})
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*{reason}"):
         load_dataset(cfg, tiny.tiny_tokenizer())
+
+
+@pytest.mark.parametrize("content", [None, 3])
+def test_a_message_without_text_does_not_train_the_one_before(content, chat_tokenizer, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    answer = {"role": "assistant", "content": content}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, answer]}))
+    cfg = OmegaConf.create(
+        {
+            "_component_": "torchtune.datasets.chat_dataset", "source": "json", "split": "train",
+            "data_files": str(path), "conversation_column": "messages", "conversation_style": "openai",
+        }
+    )  # fmt: skip
+    dataset = CheckedDataset(load_dataset(cfg, chat_tokenizer), "dataset", prepare)
+    with pytest.raises(
+        SampleError, match=r"sample 0 of dataset: .*content of a message is .* row 1"
+    ):
+        dataset[0]
+
+
+def test_an_empty_answer_is_remarked(chat_tokenizer):
+    collator = TextCollator(DataSettings(batch_size=1), chat_tokenizer, tiny.IGNORE, LIMITS)
+    remarks = []
+    for answer in ("", "Yes, it does."):
+        messages = [
+            Message(role="user", content="Does it?", masked=True),
+            Message(role="assistant", content=answer),
+        ]
+        encoded = chat_tokenizer({"messages": messages})
+        masked = zip(encoded["tokens"], encoded["mask"], strict=True)
+        labels = [tiny.IGNORE if is_masked else token for token, is_masked in masked]
+        remarks.append(list(collator.remarks({**encoded, "labels": labels})))
+    assert "as an empty answer has" in remarks[0][0]
+    assert remarks[1] == []
 
 
 def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():

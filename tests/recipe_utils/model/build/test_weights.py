@@ -1,6 +1,7 @@
 """Weights reach a meta model whole and checked, and what does not fit is named."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -17,7 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
 
 from recipe_utils.model.build.build import ModelSettings, build_model
-from recipe_utils.model.build.weights import gather_weights, load_weights
+from recipe_utils.model.build.weights import (
+    differences_from_config,
+    gather_weights,
+    load_weights,
+)
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -124,3 +129,15 @@ def load_with_shards_on_the_cpu():
 
 def test_shards_that_fsdp_keeps_on_the_cpu_stay_there_whatever_the_mesh_is_of():
     assert run_distributed(load_with_shards_on_the_cpu, 1) == [4]
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 10_000}, {"rope_parameters": {"rope_theta": 10_000}}]
+)
+def test_what_a_model_computes_otherwise_than_its_config_json_is_named(rope, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-5, **rope}))
+    (text,) = differences_from_config(tiny.tiny_model(), tmp_path)
+    assert "rope_theta is 500000, and 10000 in" in text
+    same = tiny.tiny_model({**tiny.MODEL, "rope_base": 10_000})
+    assert not list(differences_from_config(same, tmp_path))
+    assert not list(differences_from_config(same, tmp_path / "nowhere"))
