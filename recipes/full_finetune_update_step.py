@@ -31,7 +31,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
-from recipe_utils.loss.attach_loss import attach_loss, compile_loss
+from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -109,7 +109,7 @@ class FullFinetuneRecipe:
         # ---- Components: their problems are raised together
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", config.instantiate, cfg.loss)
+            loss_fn = build("loss", build_loss, cfg.loss)
             self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
-from torchtune import training
+from torchtune import config, training
 
 from recipe_utils.data.loader.microbatch import Targets
 
@@ -30,6 +31,17 @@ class HiddenAtTargets:
     def __call__(self, _: nn.Module, hidden: Tensor, targets: Any, *__: bool) -> Tensor:
         """Returns [n, d] of ``hidden`` [b, s, d]."""
         return hidden.flatten(0, 1).index_select(0, getattr(targets, self._field))
+
+
+def build_loss(cfg: DictConfig) -> Any:
+    """Builds a loss of fine-tuning. Raises ValueError if it has no ``ignore_index``."""
+    loss_fn = config.instantiate(cfg)
+    if not hasattr(loss_fn, "ignore_index"):
+        raise ValueError(
+            f"loss: {type(loss_fn).__name__} has no ignore_index, which marks positions without a target; set it "
+            "to recipe_utils.loss.LinearCrossEntropyLoss"
+        )
+    return loss_fn
 
 
 def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False) -> None:

@@ -74,6 +74,8 @@ def build_image_loaders(
         views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
         collator: Any = ViewCollator(settings.data, settings.views, layout)
         loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
+        if settings.objective.ibot_loss_weight > 0:
+            views.check_masks(loader.global_batch_size)
         loader.log_epoch_size()
         if not validates:
             return loader, None

@@ -370,9 +370,11 @@ class Run:
         problem = self.export(f"epoch_{self.epoch}")
         if problem is not None and self.epoch + 1 == self.settings.epochs:
             self.save()
-            raise ExportError(
-                f"{problem}. Once it can be, resume_from_checkpoint=True exports the trained model"
-            )
+            self._report(self._checkpoints.wait())
+            way_out = "Once it can be, resume_from_checkpoint=True exports the trained model"
+            if not self._has_checkpoint:
+                way_out = "There is no checkpoint of it either"
+            raise ExportError(f"{problem}. {way_out}")
         self.epoch += 1
         self.samples_consumed = 0
         saves = self.settings.save_every_n_steps or self.settings.save_every_n_minutes

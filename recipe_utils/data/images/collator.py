@@ -64,15 +64,8 @@ class ViewSettings:
             text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
             yield Problem("mask_ratio", text, ratio)
 
-    def problems_with(self, data: DataSettings, ibot_loss_weight: float) -> Iterator[Problem]:
-        """Yields values of the data keys that views do not support, and masks of no patch."""
-        for key in ("mask_probability", "mask_ratio"):
-            value = getattr(self, key)
-            if ibot_loss_weight and value in (0, [0, 0]):
-                text = (
-                    "no patch is masked, so iBOT has no loss; set it higher, or ibot_loss_weight=0"
-                )
-                yield Problem(key, text, value, depends_on=("ibot_loss_weight",))
+    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
+        """Yields values of the data keys that views do not support."""
         size = self.koleo_group_size
         if size is not None and data.batch_size % size:
             larger = (data.batch_size // size + 1) * size
@@ -128,13 +121,12 @@ class Views(Dataset[dict[str, Any]]):
         num_crops = 2 + self.transform.num_local_crops
         draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))
         of_step = (self.seed, index.epoch, index.step)
-        mask_range = tuple(settings.mask_ratio or (0.1, 0.5))
-        ratios = mask_ratios(*of_step, 2 * index.step_size, settings.mask_probability, mask_range)
         side = self.transform.global_crop_size // layout.patch_size
         generator = generator_of("masks", *place)
+        first = 2 * index.position
         masks = [
-            block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator)
-            for crop in range(2)
+            block_mask(side, num_masked, generator)
+            for num_masked in self._num_masked(*of_step, index.step_size)[first : first + 2]
         ]
         return {
             **sample,
@@ -147,6 +139,24 @@ class Views(Dataset[dict[str, Any]]):
             "position_factor": position_factor(*of_step, settings.rope_rescale),
             "digest": digest_of(pixels),
         }
+
+    def _num_masked(self, seed: int, epoch: int, step: int, num_images: int) -> list[int]:
+        """Returns the number of masked patches of each global crop of an update step."""
+        mask_range = tuple(self.settings.mask_ratio or (0.1, 0.5))
+        probability = self.settings.mask_probability
+        ratios = mask_ratios(seed, epoch, step, 2 * num_images, probability, mask_range)
+        num_patches = (self.transform.global_crop_size // self.layout.patch_size) ** 2
+        return [round(ratio * num_patches) for ratio in ratios]
+
+    def check_masks(self, num_images: int) -> None:
+        """Raises ValueError if an update step of ``num_images`` masks no patch."""
+        if not any(self._num_masked(self.seed, 0, 0, num_images)):
+            settings, size = self.settings, self.transform.global_crop_size
+            raise ValueError(
+                f"mask_ratio={settings.mask_ratio}: with mask_probability={settings.mask_probability} and crops "
+                f"of {size} pixels, an update step of {num_images} images masks no patch, so iBOT has no loss; set "
+                "them higher, or ibot_loss_weight=0"
+            )
 
 
 class ViewCollator:

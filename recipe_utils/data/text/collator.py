@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torchtune.data import Message
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Microbatch
@@ -190,7 +190,9 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
     for what, ids in (("token", tokens), ("label", targets)):
         outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
         if len(outside):
+            instead = "use the tokenizer that belongs to the model"
+            if outside[0] == CROSS_ENTROPY_IGNORE_IDX:
+                instead = f"set loss.ignore_index={CROSS_ENTROPY_IGNORE_IDX}"
             raise SampleError(
-                f"{name}: {what} {outside[0]} is outside the model's vocabulary of "
-                f"{limits.vocab_size}; use the tokenizer that belongs to the model"
+                f"{name}: {what} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )

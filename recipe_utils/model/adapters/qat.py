@@ -52,7 +52,7 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     of_weights = made.get_weight_fake_quantize_config()
     for layer in layers:
         width = layer.weight.shape[1]
-        if of_weights is not None and width % of_weights.group_size:
+        if of_weights is not None and (of_weights.group_size < 1 or width % of_weights.group_size):
             raise ConfigError(
                 f"quantizer.groupsize={of_weights.group_size}: it does not divide {width}, a layer's width; "
                 "set a divisor"

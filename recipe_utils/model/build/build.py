@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -33,7 +33,7 @@ from recipe_utils.model.pipeline.stages import (
 from recipe_utils.parallel.fsdp import shard_model
 from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
 from recipe_utils.settings.components import Component
-from recipe_utils.settings.keys import STRICT, Count
+from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
 
 _log = get_logger("INFO")
@@ -65,7 +65,7 @@ class ModelSettings:
     ac_mode: Literal["full", "selective"] | None = None
     """Recomputes all layers (``full``) or some (``selective``); replaces
     ``enable_activation_checkpointing``."""
-    ac_option: Count | Literal["op"] | None = None
+    ac_option: Annotated[Count | Literal["op"] | None, OnlyWith("ac_mode", ("selective",))] = None
     """Interval of recomputed layers with ``ac_mode: selective``, or ``op``."""
     custom_sharded_layers: list[str] | None = None
     """Names of modules that FSDP2 shards as separate units, besides each layer."""
@@ -234,6 +234,10 @@ def build_model(
     make = partial(build_on_meta, make_model, settings)
     whole = make()
     adapters = find_adapters(whole)
+    names_of_modules = {name.rpartition(".")[2] for name, _ in whole.named_modules()}
+    for name in settings.custom_sharded_layers or ():
+        if name.rpartition(".")[2] not in names_of_modules:
+            raise ValueError(f"custom_sharded_layers={name}: the model has no such module")
     if ranks.is_zero:
         _log_adapters(whole, adapters, settings)
     if ranks.dims.pp == 1:
