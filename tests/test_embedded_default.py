@@ -43,9 +43,10 @@ def logged(folder, name):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Output folder of the embedded default after 10 of its update steps."""
+    """Output folder of the embedded default after 10 update steps, at a rate that fits so few."""
     folder = tmp_path_factory.mktemp("embedded")
-    each = ("run_val_every_n_steps=3", "export_every_n_steps=9")
+    rate = ("optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=8")
+    each = ("run_val_every_n_steps=3", "export_every_n_steps=9", *rate)
     train(FULL, folder, "max_steps_per_epoch=10", *each)
     return folder
 
@@ -126,7 +127,7 @@ def test_without_the_first_default_the_error_has_its_command(default, key, tmp_p
     recipe, name = default
     folders = (f"output_dir={tmp_path}/out", f"{key}={tmp_path}/not_there")
     code, screen = tune_run_here(recipe, config_path(name), *folders)
-    assert code == 2
+    assert code == 2, screen
     command = "tune run full_finetune_update_step --config llama3_2/5M_full_update_step"
     assert f"first: {command}" in screen
     assert "Traceback" not in screen

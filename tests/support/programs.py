@@ -62,7 +62,7 @@ def tune_run_here(recipe, *arguments, cwd="."):
     inspect.modulesbyfile.clear()
     inspect._filesbymodname.clear()
     for name in set(sys.modules) - known:  # modules of the test's folder
-        if str(cwd) in (getattr(sys.modules[name], "__file__", None) or ""):
+        if cwd != "." and str(cwd) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
     return code, screen.getvalue()
 
