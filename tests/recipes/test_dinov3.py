@@ -228,7 +228,9 @@ def test_a_resume_is_bitwise_with_all_teachers(layout, tiny_config, tmp_path):
 @pytest.mark.slow
 def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_path):
     short = {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}
-    config = config_of(tiny_config, **{**SCHEDULED, "optimizer": SGD, **short})
+    config = config_of(
+        tiny_config, **{**SCHEDULED, "optimizer": {**SGD, "weight_decay": 0.04}, **short}
+    )
     whole = writing_to(tmp_path / "whole", config)
     ((_, expected),) = run_distributed(run_in_float64, 1, whole)
     config = writing_to(tmp_path / "stopped", config)
