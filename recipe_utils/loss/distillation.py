@@ -188,14 +188,14 @@ class LinearDistillationLoss(nn.Module):
             # Beyond, softmax has no gradient in fp32.
             if value is not None and not 0.01 <= value <= 1000:
                 raise ValueError(f"kd_loss.{name}={value}: it must be from 0.01 to 1000")
-        if mixture != 0.5 and divergence in ("forward", "reverse"):
-            raise ValueError(
-                f"kd_loss.mixture={mixture}: it has no effect with divergence={divergence}; remove it"
-            )
         if not 0 <= mixture <= 1 or (divergence == "js" and mixture in (0, 1)):
             raise ValueError(
                 f"kd_loss.mixture={mixture}: it must be between 0 and 1, and neither of them with "
                 "divergence=js; set divergence=forward or reverse for one side alone"
+            )
+        if mixture != 0.5 and divergence in ("forward", "reverse"):
+            raise ValueError(
+                f"kd_loss.mixture={mixture}: it has no effect with divergence={divergence}; remove it"
             )
         sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
         check_chunks("kd_loss", **sizes)

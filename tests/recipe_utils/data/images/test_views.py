@@ -364,7 +364,7 @@ WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identi
 )
 def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data, message):
     views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
-    (problem,) = views.problems_with(DataSettings(**{"batch_size": 4, **data}), 1.0)
+    (problem,) = views.problems_with(DataSettings(**{"batch_size": 4, **data}))
     assert re.search(message, str(problem))
 
 
