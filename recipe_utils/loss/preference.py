@@ -225,8 +225,8 @@ def _check_direction(loss_fn: Any, name: str) -> None:
     if loss.requires_grad:
         loss.backward()
     slope = 0.0 if policy.grad is None else (policy.grad[0] - policy.grad[1]).item()
-    if not slope < 0:
-        teaches = "nothing" if slope == 0 else "the rejected answers"
+    if not slope < -1e-9:
+        teaches = "nothing" if abs(slope) <= 1e-9 else "the rejected answers"
         raise ValueError(
             f"loss: {name} teaches {teaches} where policy and reference agree (its slope along the margin is "
             f"{slope:g}); look at the sign and size of its arguments, such as beta and label_smoothing"

@@ -1,6 +1,7 @@
 """Optimizers, including one that steps inside the backward."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -147,6 +148,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
     """Builds optimizer and schedule for one parameter, so that they fail before weights are loaded."""
+    if not math.isfinite(cfg.get("lr", 0)):
+        raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
     optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])

@@ -67,6 +67,8 @@ REFUSED = {
     (SFT, "custom_sharded_layers=[nope]"): "custom_sharded_layers=nope: the model has no such module",
     (SFT, "ac_option=2"): "ac_option=2: it has no effect with ac_mode=null; set ac_mode to selective",
     (SFT, "loss={_component_: torch.nn.NLLLoss}"): "loss: NLLLoss takes log-probabilities",
+    (SFT, "optimizer.lr=.inf"): "optimizer.lr=inf: it must be finite",
+    (SFT, "dataset={_component_: tiny.endless_dataset}"): "dataset: a generator has no length; set it to a map-style dataset",
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
     (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
@@ -91,6 +93,7 @@ REFUSED = {
     # ---- Preferences
     (DPO, "loss={_component_: recipe_utils.loss.LinearCrossEntropyLoss}"): "loss: LinearCrossEntropyLoss does not take log-prob",
     (DPO, "loss.beta=0"): "loss: DPOLoss teaches nothing where policy and reference agree",
+    (DPO, "loss.beta=1e-30"): "loss: DPOLoss teaches nothing",
     (DPO, "loss.beta=-0.1"): "loss: DPOLoss teaches the rejected answers",
     (DPO, "loss.label_smoothing=0.5"): "loss: DPOLoss teaches nothing",
     (DPO, "loss.label_smoothing=1.5"): "loss: DPOLoss teaches the rejected answers",

@@ -1,5 +1,6 @@
 """Tiny components for configs under test, and gradients computed another way."""
 
+import itertools
 import os
 import random
 import signal
@@ -137,6 +138,11 @@ class Samples(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index):
         return self.samples[index]
+
+
+def endless_dataset(_):
+    """A stream, which has no length."""
+    yield from itertools.count()
 
 
 class KillsItsWorker(Samples):

@@ -173,7 +173,7 @@ def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
 def _instantiate(cfg: DictConfig, *given: Any) -> Any:
     """Builds a dataset; raises ValueError with the files if the library ``datasets`` cannot read them."""
     try:
-        return config.instantiate(cfg, *given)
+        dataset = config.instantiate(cfg, *given)
     except Exception as error:
         is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
         if not is_of_datasets and not isinstance(error, StopIteration):
@@ -187,6 +187,9 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
         raise ValueError(
             f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}"
         ) from error
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(f"a {type(dataset).__name__} has no length; set it to a map-style dataset")
+    return dataset
 
 
 def load_samples(
