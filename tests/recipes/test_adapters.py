@@ -362,6 +362,7 @@ QUANTIZER = {
 
 
 REFUSED = {  # by the number of ranks
+    1: {"model.lora_alpha: it is missing": {"model": {**TIED, "lora_alpha": ...}}},
     2: {
         "data_parallel_shard_dim=1: FSDP2": {"model": WIDE, "data_parallel_replicate_dim": 2},
         "tensor_parallel_dim=2: .*LoRA": {"model": MODELS["untied"], **TP_2},
