@@ -34,9 +34,9 @@ def sum_over_chunks(
     1390), computing gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
     If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards
-    on its own, an output layer with a bias, a fake-quantized weight or of another class), each of ``num_output_chunks``
-    chunks is projected by the output layer itself and recomputed in the backward. Their number is
-    fixed, because all FSDP ranks must call the layer equally often.
+    on its own, that has a bias or a fake-quantized weight, or of another class), each of
+    ``num_output_chunks`` chunks is projected by the output layer itself and recomputed in the
+    backward. Their number is fixed, because all FSDP ranks must call the layer equally often.
 
     If ``hidden`` [n, d] has no rows, the sums are 0, with a graph. With ``backward_in_parts`` the
     backward runs twice, for ``hidden`` and for the weight (zero-bubble schedules), which needs a

@@ -52,7 +52,8 @@ def export_model(
             contents, lost = contents_of_export(weights, adapters, dtype)
             folder = export(checkpointer, contents, name, frozen)
             log.info(f"Exported to {folder}")
-            if (source := checkpointer._checkpoint_dir) is not None and not Path(source).is_dir():
+            source = getattr(checkpointer, "_checkpoint_dir", None)
+            if source is not None and not Path(source).is_dir():
                 log.warn(f"{name}: without config.json and tokenizer, because {source} is gone")
             if lost > 0.01:
                 log.warn(

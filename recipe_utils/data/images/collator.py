@@ -123,10 +123,10 @@ class Views(Dataset[dict[str, Any]]):
         of_step = (self.seed, index.epoch, index.step)
         side = self.transform.global_crop_size // layout.patch_size
         generator = generator_of("masks", *place)
-        first = 2 * index.position
+        ratios = self._mask_ratios(*of_step, index.step_size)
         masks = [
-            block_mask(side, num_masked, generator)
-            for num_masked in self._num_masked(*of_step, index.step_size)[first : first + 2]
+            block_mask(side, round(ratios[2 * index.position + crop] * side**2), generator)
+            for crop in range(2)
         ]
         return {
             **sample,
@@ -140,17 +140,17 @@ class Views(Dataset[dict[str, Any]]):
             "digest": digest_of(pixels),
         }
 
-    def _num_masked(self, seed: int, epoch: int, step: int, num_images: int) -> list[int]:
-        """Returns the number of masked patches of each global crop of an update step."""
+    def _mask_ratios(self, seed: int, epoch: int, step: int, num_images: int) -> np.ndarray:
+        """Returns the share of masked patches of each global crop of an update step."""
         mask_range = tuple(self.settings.mask_ratio or (0.1, 0.5))
         probability = self.settings.mask_probability
-        ratios = mask_ratios(seed, epoch, step, 2 * num_images, probability, mask_range)
-        num_patches = (self.transform.global_crop_size // self.layout.patch_size) ** 2
-        return [round(ratio * num_patches) for ratio in ratios]
+        return mask_ratios(seed, epoch, step, 2 * num_images, probability, mask_range)
 
     def check_masks(self, num_images: int) -> None:
         """Raises ValueError if an update step of ``num_images`` masks no patch."""
-        if not any(self._num_masked(self.seed, 0, 0, num_images)):
+        num_patches = (self.transform.global_crop_size // self.layout.patch_size) ** 2
+        ratios = self._mask_ratios(self.seed, 0, 0, num_images)
+        if not any(round(ratio * num_patches) for ratio in ratios):
             settings, size = self.settings, self.transform.global_crop_size
             raise ValueError(
                 f"mask_ratio={settings.mask_ratio}: with mask_probability={settings.mask_probability} and crops "

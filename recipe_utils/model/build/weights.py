@@ -54,8 +54,10 @@ def load_model(
 
 def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:
     """Yields what a model computes otherwise than the ``config.json`` beside its weights says, which exports keep."""
+    if folder is None:
+        return
     try:
-        described = json.loads(Path(folder or "", "config.json").read_text())
+        described = json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError):
         return
     described = described | (described.get("rope_parameters") or {})
