@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 
@@ -439,7 +440,12 @@ def make_distillation_loss(
             kind,
             mixture=getattr(kd_loss_fn, "sym_kd_ratio", 0.5),
             num_output_chunks=getattr(kd_loss_fn, "num_output_chunks", 8),
+            ignore_index=kd_loss_fn.ignore_index,
         )
+    ignored = kd_loss_fn.ignore_index
+    if ignored not in (CROSS_ENTROPY_IGNORE_IDX, loss_fn.ignore_index):
+        text = f"it has no effect with loss.ignore_index={loss_fn.ignore_index}; remove this key"
+        raise ValueError(f"kd_loss.ignore_index={ignored}: {text}")
     kd_loss_fn.ignore_index = loss_fn.ignore_index
     kd_loss_fn.kd_ratio = kd_ratio
     return kd_loss_fn

@@ -36,17 +36,22 @@ class OnlyWith:
     """Mark of a key that has an effect only with certain ``values`` of another key.
 
     Without them any value but the default is an error. Empty ``values``: any but null, False and 0;
-    for counts, those above ``above``.
+    for counts, those above ``above``; for components, those with an ``argument``. Of several marks
+    one suffices, and errors name the first.
     """
 
     key: str
     values: tuple[Any, ...] = ()
     above: int | None = None
+    argument: str | None = None
 
     def allows(self, other: Any) -> bool:
         """Returns True if the key has an effect with the value of the other key."""
         if self.above is not None:
             return bool(other > self.above)
+        if self.argument is not None:
+            parts = other if isinstance(other, list) else [other]
+            return any(isinstance(part, dict) and part.get(self.argument) for part in parts)
         return other in self.values if self.values else other not in (None, False)
 
     @property

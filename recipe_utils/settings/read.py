@@ -182,16 +182,14 @@ def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> 
     for key, spec in known.items():
         if good.get(key) in (None, spec.default):
             continue
-        for needed in metadata_of(spec, OnlyWith):
-            if needed.key not in known:
-                continue
-            other = good.get(needed.key, known[needed.key].default)
-            if needed.allows(other):
-                continue
-            shown = "null" if other is None else other
-            yield Problem(
-                key,
-                f"it has no effect with {needed.key}={shown}; set {needed.key} to {needed.solution}, or remove this key",
-                good[key],
-                (needed.key,),
-            )
+        marks = [each for each in metadata_of(spec, OnlyWith) if each.key in known]
+        others = [good.get(each.key, known[each.key].default) for each in marks]
+        if not marks or any(map(OnlyWith.allows, marks, others)):
+            continue
+        needed, shown = marks[0], "null" if others[0] is None else others[0]
+        yield Problem(
+            key,
+            f"it has no effect with {needed.key}={shown}; set {needed.key} to {needed.solution}, or remove this key",
+            good[key],
+            tuple(each.key for each in marks),
+        )

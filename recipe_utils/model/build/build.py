@@ -54,7 +54,11 @@ class ModelSettings:
     per parameter (16 in all with AdamW)."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
-    packed_attention: Literal["varlen", "flex", "by_document"] | None = None
+    packed_attention: Annotated[
+        Literal["varlen", "flex", "by_document"] | None,
+        OnlyWith("microbatching", ("packed",)),
+        OnlyWith("dataset", argument="packed"),
+    ] = None
     """Attention within the samples of packed rows: ``by_document`` (one after the other),
     ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA
     ``varlen``, and ``flex`` in fp32 or with ``cudnn_deterministic_mode``."""

@@ -51,3 +51,10 @@ def test_a_key_without_effect_is_refused_by_name(recipe, changes, needed, tmp_pa
 
 def test_a_key_without_effect_may_have_its_default(tmp_path):
     read(*SFT, tmp_path, sample_prompts=None, sample_every_n_steps=None, sample_max_new_tokens=64)
+
+
+def test_rows_of_a_packed_dataset_have_a_packed_attention(tiny_config):
+    packed = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "packed": True}
+    for dataset in (packed, [packed]):
+        config = tiny_config(dataset=dataset, packed_attention="by_document")
+        read_settings(OmegaConf.create(config), settings_of(SFT[0]))
