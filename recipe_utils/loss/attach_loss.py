@@ -7,6 +7,7 @@ the microbatch's :class:`Targets` and ``backward_in_parts`` (the backward runs t
 states and for weights), and returns sums [k] or []. All other losses are called with logits.
 """
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.settings.problems import naming
 
 
 class HiddenAtTargets:
@@ -88,6 +90,8 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
         return
 
     summed_loss = SummedLoss(loss_fn)
+    if hasattr(decoder, "output"):
+        summed_loss.check(getattr(decoder.output, "tied_module", decoder.output).weight.size(0))
     if hasattr(loss_fn, "num_output_chunks"):
         num_chunks: int = loss_fn.num_output_chunks
         model.set_num_output_chunks(num_chunks)  # type: ignore[operator]
@@ -152,6 +156,23 @@ class SummedLoss:
         if self._is_sum:
             return loss if num_targets else loss * 0
         return loss * num_targets
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError unless the sum of 24 targets is that of the first 9 and that of the others."""
+        positions, sums = torch.arange(24), []
+        logits: Any = torch.arange(24.0 * vocab_size).sin().view(1, 24, vocab_size)
+        if hasattr(self._loss_fn, "num_output_chunks"):
+            logits = list(logits.chunk(self._loss_fn.num_output_chunks, dim=1))
+        for kept in (positions >= 0, positions < 9, positions >= 9):
+            labels = (1 + positions % (vocab_size - 1)).where(kept, self.ignore_index)
+            targets = Targets(labels[None], (labels != self.ignore_index).nonzero().squeeze(1))
+            with naming("loss"):
+                sums.append(float(self(logits, targets)))
+        if not math.isclose(sums[0], sums[1] + sums[2], rel_tol=1e-4):
+            raise ValueError(
+                f"loss: {type(self._loss_fn).__name__} is no mean over target tokens: the sum of 24 is {sums[0]:g}, "
+                f"those of 9 and 15 are {sums[1]:g} and {sums[2]:g}; set it to recipe_utils.loss.LinearCrossEntropyLoss"
+            )
 
 
 def compile_loss(loss_fn: Any, verbose: bool = False) -> None:

@@ -64,6 +64,8 @@ REFUSED = {
     (SFT, "custom_sharded_layers=[nope]"): "custom_sharded_layers=nope: the model has no such module",
     (SFT, "ac_option=2"): "ac_option=2: it has no effect with ac_mode=null; set ac_mode to selective",
     (SFT, "loss={_component_: torch.nn.NLLLoss}"): "loss: NLLLoss takes log-probabilities",
+    (SFT, "loss={_component_: tiny.SquaredLoss}"): "loss: RuntimeError: The size of tensor",
+    (SFT, "loss={_component_: tiny.MeanOverPositions}"): "loss: MeanOverPositions is no mean over target tokens",
     (SFT, "optimizer.lr=.inf"): "optimizer.lr=inf: it must be finite",
     (SFT, "dataset={_component_: tiny.endless_dataset}"): "dataset: a generator has no length; set it to a map-style dataset",
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",

@@ -355,6 +355,13 @@ class SquaredLoss(nn.MSELoss):
     ignore_index = IGNORE
 
 
+class MeanOverPositions(nn.CrossEntropyLoss):
+    """Divides by all positions, also those without a target."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum") / labels.numel()
+
+
 class UnsavableSGD(torch.optim.SGD):
     """Its state holds something that is neither a tensor nor a plain value."""
 
