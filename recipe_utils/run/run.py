@@ -134,9 +134,19 @@ class Run:
         self._exported = model if exported is None else exported
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
-        if self.settings.save_adapter_weights_only and not adapters_of(model).modules:
+        adapters = adapters_of(model).modules.values()
+        if self.settings.save_adapter_weights_only and not adapters:
             key = "save_adapter_weights_only=True"
             self._log.warn(f"{key}: the model has no adapters; exports all weights")
+        for name, rates in {
+            "lora_dropout": [adapter.dropout for adapter in adapters],
+            "attn_dropout": [getattr(module, "attn_dropout", 0) for module in model.modules()],
+        }.items():
+            if (rate := max(rates, default=0)) > 0:
+                self._log.warn(
+                    f"model.{name}={rate}: dropout depends on microbatches and ranks, so the losses of "
+                    "two layouts are equal in the mean only; 0 is exact"
+                )
         self._state = self._resume.restore(
             model, optimizer, loader, stock_checkpoint, frozen, self.seed
         )

@@ -288,12 +288,6 @@ def _log_adapters(whole: nn.Module, adapters: Adapters, settings: ModelSettings)
     _log.info(
         f"Trains adapters of {len(adapters.modules)} modules: {num_trained:,} of {num_all:,} parameters"
     )
-    dropout = max(adapter.dropout for adapter in adapters.modules.values())
-    if dropout > 0:
-        _log.warning(
-            f"model.lora_dropout={dropout}: the dropped channels depend on microbatches and ranks, so the "
-            "losses of two layouts are equal in the mean only; 0 is exact"
-        )
     if settings.low_cpu_ram:
         _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
 
