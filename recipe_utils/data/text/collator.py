@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -77,6 +78,7 @@ class TextCollator:
         self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
 
         self._is_packed = settings.is_packed
+        self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._has_warned = False
         self._collate: Collate
         if self._is_packed:
@@ -124,9 +126,15 @@ class TextCollator:
             yield f"{num_targets} target tokens, as an empty answer has"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Returns the sample unchanged, after :func:`check_sample`."""
+        """Returns the sample, tokens and labels of other types as int64, after :func:`check_sample`."""
         check_sample(sample, name, self._ignore_index, self._limits)
-        return sample
+        if self._has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
+            text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
+            raise SampleError(f"{name}: it has 'input_pos'; {text}")
+        # PyTorch lacks operations for uint16, the type of many memory-mapped tokens.
+        others = [k for k in ("tokens", "labels") if np.asarray(sample[k][:1]).dtype != np.int64]
+        converted = {key: whole_numbers(sample, key, name) for key in others}
+        return {**sample, **converted} if converted else sample
 
     def length(self, sample: Sample) -> int:
         """Returns the number of tokens."""

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -330,3 +331,20 @@ def test_samples_are_checked_by_the_limits_of_the_model(make):
     for tokens in ([1, 9], [1, 1, 1, 1]):
         with pytest.raises(SampleError, match=r"^sample 3: "):
             collator.prepare({"tokens": make(tokens), "labels": make(tokens)}, "sample 3")
+
+
+@pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
+def test_every_plan_takes_tokens_of_uint16_and_refuses_positions(name):
+    collator, (sample,) = make_collator(name), tiny.make_samples(1, mask_prompts=False)
+    expected = collator.collate([sample])
+    for make in (
+        np.uint16,
+        lambda ids: list(np.uint16(ids)),
+        lambda ids: torch.from_numpy(np.uint16(ids)),
+    ):
+        ids = {key: make(sample[key]) for key in ("tokens", "labels")}
+        found = collator.collate([collator.prepare(ids, "sample 0")])
+        torch.testing.assert_close(found.inputs["tokens"], expected.inputs["tokens"])
+        torch.testing.assert_close(found.targets.labels, expected.targets.labels)
+    with pytest.raises(SampleError, match="sample 3: it has 'input_pos'"):
+        collator.prepare({**sample, "input_pos": sample["tokens"]}, "sample 3")
