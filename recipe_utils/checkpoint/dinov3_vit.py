@@ -298,6 +298,18 @@ class DINOv3Checkpointer:
             )
 
 
+def check_normalisation(checkpointer: Any, transform: Any) -> None:
+    """Raises ValueError if exports of a :class:`DINOv3Checkpointer` describe another mean or std than the transform's."""
+    described = getattr(checkpointer, "_preprocessor", {})
+    for name in ("mean", "std"):
+        exported, trained = described.get(f"image_{name}"), list(getattr(transform, name, ()))
+        if described and trained and exported != trained:
+            raise ValueError(
+                f"checkpointer.image_{name}={exported}: exports would contradict transform.{name}={trained}; set "
+                f"it to ${{transform.{name}}}, or transform.{name} to that of the checkpoint"
+            )
+
+
 def _check_config(found: Mapping[str, Any], arguments: Mapping[str, Any], folder: Path) -> None:
     if found.get("model_type") != "dinov3_vit":
         raise ValueError(

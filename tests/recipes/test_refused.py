@@ -137,6 +137,7 @@ REFUSED = {
     (DINO, "dataset={_component_: tiny.tiny_images, num_images: 0}"): "dataset: it has 0 samples",
     (DINO, "dataset={_component_: tiny.samples_dataset, tokenizer: null}"): "dataset: .*labels.* and no image; set it to a dataset of",
     # ---- Crops, masks and what is compared
+    (DINO, "transform.std=[0.9]"): r"checkpointer.image_std=\[0.4\]: .* transform.std=\[0.9\]; set it to \$\{transform.std\}",
     (DINO, "transform.local_crop_size=7"): "local_crop_size=7: .* patch_size=4; .* 4 and 8",
     (DINO, "mask_ratio=[0.5,0.1]"): r"mask_ratio=\[0.5, 0.1\]",
     (DINO, "mask_ratio=[0,0]"): r"mask_ratio=\[0.0, 0.0\]: .*or ibot_loss_weight=0",

@@ -70,6 +70,8 @@ def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
             "model": "${model}",
             "checkpoint_dir": None,
             "output_dir": base["output_dir"],
+            "image_mean": TRANSFORM["mean"],
+            "image_std": TRANSFORM["std"],
         },
         "optimizer": {"_component_": "tiny.RecordingSGD", "lr": LR, "momentum": MOMENTUM},
         "global_batch_size": IMAGES_PER_STEP,
