@@ -69,8 +69,10 @@ def fresh_llama_checkpointer(
     made_from = {f"model.{name}": given[name] for name in _HF_NAMES} | {"seed": seed}
 
     def build() -> None:
+        # No weight depends on max_seq_len, which may be too large for the tables of positions.
+        small = config.instantiate(OmegaConf.create({**model, "max_seq_len": 1}))
         state_dict = tune_to_hf(
-            fresh_state_dict(config.instantiate(OmegaConf.create(dict(model))), seed),
+            fresh_state_dict(small, seed),
             num_heads=model["num_heads"],
             num_kv_heads=model["num_kv_heads"],
             dim=model["embed_dim"],

@@ -209,13 +209,22 @@ class ModelSettings:
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:
     """Calls ``make_model`` without allocating or initializing weights; freezes all but the adapters, if any.
 
-    Raises ConfigError if the ``quantizer`` does not fit the model.
+    Raises ConfigError if the ``quantizer`` does not fit the model, ValueError if tables of positions
+    are larger than this machine's memory.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
     with default_dtype, torch.device("meta"), without_quantising():
         model = make_model()
         if settings.quantizer is not None:
             simulate_quantisation(model, settings.quantizer)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Sines and cosines in fp32; on the meta device, scaled RoPE makes no table.
+    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
+    if (tables := sum(4 * rope.dim * getattr(rope, "max_seq_len", 0) for rope in ropes)) > memory:
+        raise ValueError(
+            f"its tables, of max_seq_len positions, take {tables / 2**30:.0f} GiB of the machine's "
+            f"{memory / 2**30:.0f}; set a smaller max_seq_len"
+        )
     drop_upcast_hooks(model)
     freeze_base(model)
     model.packed_attention = settings.packed_attention  # type: ignore[assignment]
