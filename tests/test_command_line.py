@@ -46,6 +46,13 @@ def test_ls_lists_the_recipes_and_their_configs(tmp_path):
     assert "full_finetune_single_device" in listed
 
 
+def test_a_similar_name_is_suggested(tmp_path):
+    done = tune("run", SFT[:-1], "--config", f"{CONFIGS[SFT]}s", cwd=tmp_path)
+    assert done.returncode != 0
+    for name, given in ((SFT, SFT[:-1]), (CONFIGS[SFT], f"{CONFIGS[SFT]}s")):
+        assert f"{given}: unknown; did you mean {name}?" in done.stderr
+
+
 @pytest.mark.slow
 def test_validate_finds_configs_by_name_and_by_path(tmp_path):
     assert tune("cp", CONFIGS[SFT], "copy.yaml", cwd=tmp_path).returncode == 0

@@ -120,6 +120,7 @@ ERRORS = {  # changes in the file and on the command line, exit code, start of t
     "checkpoint": ({}, ["resume_from_checkpoint=True"], 2, "  - resume_from_checkpoint=True: there is no"),
     "key to remove": ({}, ["~lr_schedule"], 2, "  - ~lr_schedule: the config has no such key to"),
     "part to remove": ({}, ["~model.rope_bas"], 2, "  - ~model.rope_bas: the config has no such key to"),
+    "two signs": ({}, ["epochs=1=2"], 2, "  - command line or YAML: Command-line overrides must be in the form of key=value, got epochs=1=2; set a"),
     "override": ({}, ["epochs"], 2, "  - command line or YAML: Command-line overrides must be in the form"),
 }  # fmt: skip
 

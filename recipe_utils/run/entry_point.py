@@ -74,6 +74,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             if has_started:
                 raise
             text = str(ConfigError(f"command line or YAML: {error}"))
+            if "key=value, got" in text and text.count("=") > 2:
+                text += "; set a value with = in the YAML file"
             exit_code = CONFIG_ERROR_EXIT_CODE
         print_final_error(text)
         sys.exit(exit_code)

@@ -79,7 +79,8 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
         return
     path = value.get("_component_", made_with.default) if isinstance(value, dict) else None
     if not isinstance(path, str):
-        yield Problem(key, "it must be a component (_component_: ...)", value)
+        text = f"it must be a component (_component_: ...); set {key}._component_ to its path"
+        yield Problem(key, text, value)
         return
     try:
         made = component_at(path)
@@ -114,6 +115,8 @@ def _check_arguments(
             similar = difflib.get_close_matches(name, by_name.keys() - from_recipe, n=1)
             solution = f"did you mean {similar[0]}?" if similar else "take it out"
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
+        elif name == "checkpoint_files" and argument == []:
+            yield Problem(f"{key}.{name}", "it is empty; list the files of the weights", argument)
         elif name in made_with.keywords:
             yield Problem(f"{key}.{name}", "the recipe sets it; take it out", argument)
         elif name in by_name and argument != by_name[name].default and not fits(argument, hint):

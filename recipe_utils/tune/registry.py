@@ -6,6 +6,7 @@ calls the entry points of the group ``torch.backends`` at the end of ``import to
 line. It is imported with torch (:mod:`recipe_utils.tune.registration`), so it must be light.
 """
 
+import difflib
 import sys
 from pathlib import Path
 
@@ -80,7 +81,8 @@ SAME_FILE = {
 def register() -> bool:
     """Adds :data:`RECIPES` to torchtune's registry. Returns True for ``tune run`` of one of them.
 
-    For such a run, or that of a copy, it also patches the launcher. ``tune validate`` only accepts
+    For such a run, or that of a copy, it also patches the launcher. Suggests names similar to an
+    unknown one of ``tune run``. ``tune validate`` only accepts
     paths, so the name of a config in ``sys.argv`` is replaced by its path.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
@@ -102,6 +104,11 @@ def register() -> bool:
     known = {config for configs in RECIPES.values() for config in configs}
     if command == "validate" and len(arguments) == 1 and arguments[0] in known:
         sys.argv[2] = str(config_path(arguments[0]))
+    of_all = {each.name for recipe in _ALL_RECIPES for each in (recipe, *recipe.configs)}
+    for argument in arguments if command == "run" else ():
+        similar = difflib.get_close_matches(argument, {*RECIPES, *known}, n=1, cutoff=0.9)
+        if similar and argument not in of_all and not Path(argument).exists():
+            sys.stderr.write(f"{argument}: unknown; did you mean {similar[0]}?\n")
     is_run_of_ours = command == "run" and any(map(_is_ours, arguments))
     if is_run_of_ours:
         from recipe_utils.tune.launcher import wait_for_ranks

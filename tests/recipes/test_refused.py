@@ -74,8 +74,10 @@ REFUSED = {
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
     (SFT, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
+    (SFT, "quantizer={groupsize: 16}"): r"quantizer=\{'groupsize': 16\}: it must .* set quantizer._component_ to its path",
     (SFT, f"tensor_parallel_dim=2 {QAT}=16"): "tensor_parallel_dim=2: a quantizer needs whole weights",
     # ---- Adapters
+    (LORA, "checkpointer.checkpoint_files=[]"): r"checkpointer.checkpoint_files=\[\]: it is empty; list",
     (LORA, "model.lora_rank=0"): "model.lora_rank=0: ",
     (LORA, "model.lora_alpha=0"): "model.lora_alpha=0: ",
     (LORA, "model.lora_dropout=1.0"): "model.lora_dropout=1.0: ",
