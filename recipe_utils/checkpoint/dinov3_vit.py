@@ -219,12 +219,6 @@ class DINOv3Checkpointer:
                 "${model}, with a model of recipe_utils.model.vision.vision_transformer"
             )
         num_channels = arguments["num_channels"]
-        for name, values in (("image_mean", image_mean), ("image_std", image_std)):
-            if values is not None and len(values) != num_channels:
-                raise ValueError(
-                    f"checkpointer.{name}={list(values)}: these are {len(values)} channels, the model has "
-                    f"num_channels={num_channels}"
-                )
         self._num_channels: int = num_channels
         self._expected = made.state_dict()
         self._output_dir = Path(output_dir)

@@ -6,7 +6,7 @@ Shapes: p pairs of a microbatch.
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -28,7 +28,7 @@ from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.keys import STRICT, FilePath
+from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, naming, problems_with_folder
 
 _log = get_logger("INFO")
@@ -41,24 +41,15 @@ class ReferenceSettings:
     reference: Literal["live", "offload", "cached"] = "live"
     """``live``: computed by a model that stays on the device; ``offload``: by a model that is on
     the device only during its forwards; ``cached``: computed once per pair and stored on disk."""
-    reference_cache_dir: FilePath | None = None
+    reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
-    precompute_reference: bool = False
+    precompute_reference: Annotated[bool, OnlyWith("reference", ("cached",))] = False
     """Fills the cache in one pass over the data before training, instead of at update steps."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields conflicts between keys, and problems with the folder."""
-        if self.reference != "cached":
-            for key in ("reference_cache_dir", "precompute_reference"):
-                if getattr(self, key):
-                    yield Problem(
-                        key,
-                        f"reference={self.reference} keeps nothing; set reference=cached",
-                        getattr(self, key),
-                        depends_on=("reference",),
-                    )
-        elif self.reference_cache_dir is not None:
+        """Yields problems with the folder."""
+        if self.reference == "cached" and self.reference_cache_dir is not None:
             yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
 
 

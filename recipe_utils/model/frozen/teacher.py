@@ -70,7 +70,9 @@ class TeacherSettings:
     """``hidden``: hidden states at all targets, computed once before training and stored on disk
     (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
     at every update step."""
-    teacher_cache_dir: FilePath | None = None
+    teacher_cache_dir: Annotated[
+        FilePath | None, OnlyWith("teacher_cache", ("hidden", "top_k"))
+    ] = None
     """Folder of the cache, shared by all trainings with this teacher; null is
     ``output_dir``/teacher."""
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
@@ -80,17 +82,8 @@ class TeacherSettings:
     distribution."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields conflicts between keys, and problems with the folder."""
-        if self.teacher_cache_dir is None:
-            return
-        if self.teacher_cache is None:
-            yield Problem(
-                "teacher_cache_dir",
-                "teacher_cache=null keeps nothing; set teacher_cache=hidden",
-                self.teacher_cache_dir,
-                depends_on=("teacher_cache",),
-            )
-        else:
+        """Yields problems with the folder."""
+        if self.teacher_cache is not None and self.teacher_cache_dir is not None:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
 
     def problems_with(self, settings: Any) -> Iterator[Problem]:
