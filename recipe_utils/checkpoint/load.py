@@ -25,7 +25,6 @@ from recipe_utils.checkpoint.folder import (
     read_marker,
 )
 from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
-from recipe_utils.checkpoint.random_state import set_random_state
 from recipe_utils.checkpoint.tensors import (
     AnyOptimizer,
     describe_mismatch,
@@ -34,6 +33,7 @@ from recipe_utils.checkpoint.tensors import (
 )
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.random_state import set_random_state
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """Prefixes of the names of tensors in a checkpoint."""

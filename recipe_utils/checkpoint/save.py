@@ -29,7 +29,6 @@ from recipe_utils.checkpoint.layout import (
     rank_file,
 )
 from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, RANDOM, TrainingState
-from recipe_utils.checkpoint.random_state import get_random_state
 from recipe_utils.checkpoint.tensors import (
     AnyOptimizer,
     merge_descriptions,
@@ -39,6 +38,7 @@ from recipe_utils.checkpoint.tensors import (
 from recipe_utils.files import FileFacts, write_atomically, write_tensors
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.random_state import get_random_state
 
 
 @dataclass(frozen=True)

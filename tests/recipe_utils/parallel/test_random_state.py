@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_utils.checkpoint.random_state import get_random_state, set_random_state
+from recipe_utils.parallel.random_state import get_random_state, set_random_state
 
 
 def draw():
