@@ -47,8 +47,10 @@ def component_at(path: str) -> Any:
     try:
         return _get_component_from_path(path)
     except InstantiationError as error:
-        lines = [line for line in str(error).splitlines() if line]
-        raise ValueError(" ".join(lines)) from error
+        text = " ".join(line for line in str(error).splitlines() if line)
+        if "No module named 'transformers'" in text:
+            text = "it needs transformers; pip install -e '.[hf]'"
+        raise ValueError(text) from error
 
 
 def names_of_paths(component: Mapping[Any, Any]) -> set[str]:

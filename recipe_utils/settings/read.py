@@ -13,7 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from recipe_utils.settings.components import MadeWith, check_component, names_of_paths
+from recipe_utils.settings.components import (
+    MadeWith,
+    check_component,
+    component_at,
+    names_of_paths,
+)
 from recipe_utils.settings.describe import type_in_words
 from recipe_utils.settings.keys import (
     AS_WRITTEN,
@@ -80,7 +85,9 @@ def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], l
     """Returns the resolved values by key, and problems of key names and components only."""
     known = all_keys_of(settings_class)
     _expand_home(cfg, known)
+    of_model = list(_set_defaults_of_model(cfg, known))
     values, problems = _resolve(cfg, known)
+    problems += of_model
     problems += _check_names(OmegaConf.to_container(cfg, resolve=False), known)
     for key, spec in known.items():
         made_with = next(metadata_of(spec, MadeWith), None)
@@ -95,6 +102,20 @@ def _drop_null_components(cfg: DictConfig) -> None:
     for key, part in parts.items():
         if isinstance(part, dict) and part.get("_component_", "") is None:
             cfg[key] = None
+
+
+def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
+    """Sets keys that are missing and that the model's component has in ``recipe_defaults``."""
+    try:
+        arguments: Any = OmegaConf.to_container(cfg["model"], resolve=True)
+        defaults = getattr(component_at(arguments.pop("_component_")), "recipe_defaults", {})
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError, AttributeError):
+        return  # a problem of the model's own
+    for key in (defaults.keys() & known) - cfg.keys():
+        try:
+            cfg[key] = defaults[key](**arguments)
+        except (ValueError, TypeError) as error:
+            yield Problem(key, f"the model chooses it, which cannot be built: {error}")
 
 
 def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
