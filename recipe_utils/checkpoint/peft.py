@@ -7,10 +7,11 @@ silently computes other logits.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchtune.models.convert_weights import (
     _FROM_HF,
@@ -22,6 +23,7 @@ from torchtune.training import FullModelHFCheckpointer, ModelType
 DESCRIPTION = "trained_with.json"
 """File beside adapters: their ``lora_alpha``, and fingerprints of the base's weights as ``frozen``."""
 
+_OF_BASE = "base_model.model."
 _OF_PEFT = {
     "lora_a.weight": "lora_A.weight",
     "lora_b.weight": "lora_B.weight",
@@ -50,18 +52,68 @@ def write_peft(
         )
         for name, tensor in adapters.items()
     }
-    save_file({n: t.contiguous() for n, t in converted.items()}, path, metadata={"format": "pt"})
     # PEFT requires the name of the base model: that on the hub, or else a local folder.
     base = checkpointer.repo_id or str(checkpointer._checkpoint_dir.resolve())
-    content = tune_to_peft_adapter_config(dict(adapter_config), base)
+    _write(folder, converted, tune_to_peft_adapter_config(dict(adapter_config), base))
+
+
+def write_peft_of_transformers(
+    folder: Path, base: Path, adapters: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
+) -> None:
+    """Writes the files for PEFT of full adapters of a model of transformers, whose weights are in the folder ``base``."""
+    # Whole names of modules, because their last parts may also be those of other layers.
+    modules = {name.partition(".lora_")[0].removesuffix(".magnitude") for name in adapters}
+    described = {"target_modules": sorted(modules), "base_model_name_or_path": str(base.resolve())}
+    converted = {_OF_BASE + _renamed(name, _OF_PEFT): t for name, t in adapters.items()}
+    _write(folder, converted, {**adapter_config, **described})
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(content, indent=1))
+
+
+def read_peft_of_transformers(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads adapters, named as for :func:`write_peft_of_transformers`, and the JSON files beside them.
+
+    Products of adapters are multiplied with ``lora_alpha / r``. Raises ValueError if a file is
+    missing or unreadable, or has adapters that LoRA and DoRA here do not compute.
+    """
+    key = f"checkpointer.adapter_checkpoint={path}"
+    try:
+        tensors = load_file(path)
+        described = json.loads(path.with_name("adapter_config.json").read_text())
+    except Exception as error:  # safetensors raises classes of its own
+        text = "set it to an adapter_model.safetensors of PEFT beside its adapter_config.json"
+        raise ValueError(f"{key}: {error}; {text}") from error
+    values: dict[str, Any] = {
+        "alpha_pattern": ({}, None),
+        "init_lora_weights": (True, False, "gaussian", None),
+    }
+    for name, supported in values.items():  # other initial values change the base
+        if described.get(name) not in supported:
+            text = f"its adapter_config.json has {name}={described[name]}, which is not supported"
+            raise ValueError(f"{key}: {text}; set it to adapters that were trained without")
+    if described.get("use_rslora"):
+        described["lora_alpha"] *= described["r"] ** 0.5
+    with suppress(OSError, ValueError):
+        described |= json.loads(path.with_name(DESCRIPTION).read_text())
+    ours = {theirs: ours for ours, theirs in _OF_PEFT.items()}
+    return {_renamed(n.removeprefix(_OF_BASE), ours): t for n, t in tensors.items()}, described
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    """Returns an adapter's name with its last part renamed; other names as they are."""
+    part = next((part for part in parts if name.endswith(f".{part}")), "")
+    return name.removesuffix(part) + parts.get(part, "")
 
 
 def _peft_name(name: str) -> str:
     part = next(part for part in _OF_PEFT if name.endswith(f".{part}"))
     of_weight = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
     weight = get_mapped_key(name.removesuffix(part) + "weight", of_weight)
-    return f"base_model.model.{weight.removesuffix('weight')}{_OF_PEFT[part]}"
+    return f"{_OF_BASE}{weight.removesuffix('weight')}{_OF_PEFT[part]}"
 
 
 def _rows_of_hugging_face(name: str, tensor: Tensor, hf_config: Mapping[str, Any]) -> Tensor:

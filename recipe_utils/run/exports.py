@@ -108,8 +108,8 @@ def write_generation_config(
     """Writes a config of torchtune's ``generate`` recipe for the exported model to ``path``.
 
     ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
-    alone, unknown builders, models without a tokenizer, and Gemma 2, which ``generate`` loads wrong
-    (:mod:`recipe_utils.checkpoint`).
+    alone, unknown builders, models without a tokenizer or of transformers, and Gemma 2, which
+    ``generate`` loads wrong (:mod:`recipe_utils.checkpoint`).
     """
     files = sorted(
         file.name
@@ -118,7 +118,8 @@ def write_generation_config(
     )
     model = without_adapters(config["model"])
     is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
-    if not files or model is None or "tokenizer" not in config or is_gemma2:
+    is_folder = config["checkpointer"]["_component_"].endswith(".FolderCheckpointer")
+    if not files or model is None or "tokenizer" not in config or is_gemma2 or is_folder:
         return False
     checkpointer = {
         "_component_": config["checkpointer"]["_component_"],

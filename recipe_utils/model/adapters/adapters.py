@@ -129,8 +129,8 @@ def initial_adapters(
     problem = describe_mismatch(given, expected, compares_dtypes=False)
     if problem:
         raise ValueError(
-            f"checkpointer.adapter_checkpoint: {problem}; set model.lora_rank and the adapted modules as "
-            "they were trained"
+            f"checkpointer.adapter_checkpoint: {problem}; set rank and adapted modules of model as they "
+            "were trained"
         )
     return given
 

@@ -1,0 +1,159 @@
+"""Checkpoints that are folders in the format of transformers."""
+
+import shutil
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchtune import training
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
+
+_PREFIX = "model."
+"""Of the names of :class:`recipe_utils.model.transformers.decoder.Decoder`."""
+disable_progress_bar()
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+class FolderCheckpointer:
+    """Reads a folder of transformers, and writes exports in the same format.
+
+    An export has the folder's tokenizer and generation files; ``AutoModelForCausalLM`` loads it.
+
+    Args:
+        checkpoint_dir: local folder with ``config.json`` and ``*.safetensors``.
+        output_dir: where exports go.
+        seed: seed of fresh weights, for a folder without any.
+        adapter_checkpoint: adapters to start from: an ``adapter_model.safetensors`` of PEFT, absolute or
+            below ``output_dir``.
+        recipe_checkpoint: not supported; training resumes from this project's checkpoints.
+        should_load_recipe_state: no effect.
+
+    Raises:
+        ValueError: there are no weights and no ``seed``.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        output_dir: str,
+        seed: int | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        should_load_recipe_state: bool = False,
+    ) -> None:
+        self._checkpoint_dir = Path(checkpoint_dir)
+        self._output_dir = Path(output_dir)
+        self._seed = seed
+        self._adapters = Path(output_dir, adapter_checkpoint) if adapter_checkpoint else None
+        if seed is None and not any(self._checkpoint_dir.glob("*.safetensors")):
+            raise ValueError(
+                f"checkpointer.checkpoint_dir={checkpoint_dir}: it has no *.safetensors; set another folder, or "
+                "checkpointer.seed for fresh weights"
+            )
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """Returns full weights and given adapters on the CPU, by the names of ``Decoder``.
+
+        Files with the model's own names are mapped into memory, so a rank reads only its shards.
+        Others, such as experts in separate tensors, are converted by transformers, whole on every
+        rank. Raises ValueError if weights are missing, unexpected or of another shape, or if
+        adapters cannot be read.
+        """
+        weights = self._mapped_weights() or self._converted_weights()
+        loaded: dict[str, Any] = {training.MODEL_KEY: _with_prefix(weights)}
+        if self._adapters is not None:
+            adapters, described = read_peft_of_transformers(self._adapters)
+            loaded |= {
+                training.ADAPTER_KEY: _with_prefix(adapters),
+                training.ADAPTER_CONFIG: described,
+            }
+        return loaded
+
+    def _mapped_weights(self) -> dict[str, Tensor] | None:
+        """Returns the weights of the files; None if the model has others."""
+        found: dict[str, Tensor] = {}
+        for path in sorted(self._checkpoint_dir.glob("*.safetensors")):
+            found |= load_file(path)
+        with torch.device("meta"):
+            names = names_of_weights(_new_model(self._checkpoint_dir))
+        is_whole = names.keys() <= found.keys() <= {*names, *chain(*names.values())}
+        return {name: found[name] for name in names} if is_whole else None
+
+    def _converted_weights(self) -> dict[str, Tensor]:
+        """Returns weights that transformers reads or, without files, initializes."""
+        folder = self._checkpoint_dir
+        if any(folder.glob("*.safetensors")):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype="auto", output_loading_info=True
+            )
+            if any(info.values()):
+                what = "; ".join(
+                    f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:5])}"
+                    for key, found in info.items()
+                    if found
+                )
+                raise ValueError(f"{folder} does not fit its config.json: {what}")
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                model = _new_model(folder)
+        weights = model.state_dict()
+        return {name: weights[name] for name in names_of_weights(model)}
+
+    def save_checkpoint(
+        self, state_dict: Mapping[str, Any], epoch: int, adapter_only: bool = False
+    ) -> None:
+        """Writes a model, its adapters or both to ``epoch_{epoch}`` in the output folder."""
+        folder = self._output_dir / f"epoch_{epoch}"
+        folder.mkdir(parents=True)
+        for path in self._checkpoint_dir.iterdir():
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copy(path, folder)
+        if training.ADAPTER_KEY in state_dict:
+            adapters = _without_prefix(state_dict[training.ADAPTER_KEY])
+            described = state_dict[training.ADAPTER_CONFIG]
+            write_peft_of_transformers(folder, self._checkpoint_dir, adapters, described)
+        if adapter_only:
+            return
+        weights = _without_prefix(state_dict[training.MODEL_KEY])
+        config = AutoConfig.from_pretrained(self._checkpoint_dir, local_files_only=True)
+        if hasattr(config, "quantization_config"):  # of what was read, and dequantized
+            del config.quantization_config
+        (config.dtype,) = {
+            tensor.dtype for tensor in weights.values() if tensor.is_floating_point()
+        }
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def _with_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def names_of_weights(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the name of each weight in the state dict, and the other names of a tied one."""
+    names: dict[str, list[str]] = {}
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (known := first.setdefault(id(tensor), name)) == name:
+            names[name] = []
+        else:
+            names[known].append(name)
+    return names
+
+
+def _new_model(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoModelForCausalLM.from_config(config)
