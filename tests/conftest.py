@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Models this small gain nothing from threads, which get into each other's way. Before torch is imported,
 # and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Proofs of decoders, made once by whichever process comes first, outside the user's folders.
+os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/torchtune_update_step_tests_{os.getuid()}"
 sys.path.insert(0, SUPPORT)
 gc.set_threshold(
     200_000, 20, 20

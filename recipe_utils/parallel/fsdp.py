@@ -32,10 +32,14 @@ def shard_model(
     """
     hsdp = mesh["dp_replicate"].size() > 1
 
+    layers = getattr(model, "layers", None)
+    units = set(map(id, layers)) if isinstance(layers, list) else ()  # of transformers
+
     def is_unit(name: str, module: nn.Module) -> bool:
         # Layers of other pipeline stages have no parameters.
-        return any(True for _ in module.parameters()) and training.get_shard_conditions(
-            name, module, names_to_match=custom_sharded_layers
+        return any(True for _ in module.parameters()) and (
+            id(module) in units
+            or training.get_shard_conditions(name, module, names_to_match=custom_sharded_layers)
         )
 
     options: dict[str, Any] = {

@@ -138,11 +138,12 @@ class Run:
         if self.settings.save_adapter_weights_only and not adapters:
             key = "save_adapter_weights_only=True"
             self._log.warn(f"{key}: the model has no adapters; exports all weights")
-        for name, rates in {
-            "lora_dropout": [adapter.dropout for adapter in adapters],
-            "attn_dropout": [getattr(module, "attn_dropout", 0) for module in model.modules()],
-        }.items():
-            if (rate := max(rates, default=0)) > 0:
+        modules, names = list(model.modules()), ("attn_dropout", "attention_dropout")
+        found = {name: [getattr(module, name, 0) for module in modules] for name in names}
+        found["lora_dropout"] = [adapter.dropout for adapter in adapters]
+        found["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
+        for name, rates in found.items():
+            if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
                 self._log.warn(
                     f"model.{name}={rate}: dropout depends on microbatches and ranks, so the losses of "
                     "two layouts are equal in the mean only; 0 is exact"

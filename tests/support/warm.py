@@ -12,6 +12,7 @@ import recipe_runs
 inspect.stack()
 with contextlib.suppress(Exception):  # a recipe that does not load is for the tests to report
     recipe_runs.recipe_class()
+    import tiny_transformers  # noqa: F401
 
 # What is here stays; a rank's garbage collector would write to all of it, and so make the rank copy it.
 gc.collect()

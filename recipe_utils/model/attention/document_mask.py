@@ -44,7 +44,7 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
     below the original.
     """
     attention = select_kernel(model, device)
-    if attention.kernel != "dense":
+    if attention.kernel not in ("dense", "transformers"):
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
             if attention.kernel == "varlen":
@@ -55,6 +55,8 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
+    if attention.kernel == "transformers":
+        return  # its forward takes documents
 
     def documents_to_mask(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -6,6 +6,7 @@
 | ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width |
 | ``flex`` | flex attention with a block mask | CUDA, Triton, few different row lengths |
 | ``dense`` | the model's own attention with a mask [b, s, s] | an attention other than torchtune's |
+| ``transformers`` | the model's own attention, as proved at start-up | a model of transformers |
 """
 
 import importlib
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
-Kernel = Literal["varlen", "flex", "by_document", "dense"]
+Kernel = Literal["varlen", "flex", "by_document", "dense", "transformers"]
 
 _DTYPES = {
     "varlen": (torch.bfloat16, torch.float16),
@@ -43,6 +44,8 @@ class PackedAttention(NamedTuple):
 
     def with_shared_prefixes(self) -> "PackedAttention":
         """Returns the attention for a microbatch with prefix-shared pairs."""
+        if self.kernel == "transformers":
+            return self._replace(problem=self.problem or self.problem_with_shared_prefixes)
         if self.kernel != "varlen":
             return self
         why = "pairs share prefixes, and FlashAttention has no mask that hides one answer from the other"
@@ -57,6 +60,8 @@ def self_attentions(model: nn.Module) -> list[Any]:
 
 def other_attention(model: nn.Module) -> str | None:
     """Returns the type of a self-attention that is not torchtune's, and needs a dense mask; None if there is none."""
+    if hasattr(model, "proof"):
+        return None
     types = [type(module) for module in self_attentions(model)] or [type(model)]
     return next((each.__name__ for each in types if each is not MultiHeadAttention), None)
 
@@ -67,6 +72,20 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
     On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
     ``flex`` if FlashAttention does not support the model or is not deterministic enough.
     """
+    proof: Any = getattr(model, "proof", None)
+    if proof is not None:
+        text = f"microbatching=packed: {proof.problem} mixes the documents of a row; set microbatching=least_padding"
+        shared = None
+        if not proof.shares_prefixes:
+            of_pairs = f"{', '.join(proof.modules)} computes one document after the other"
+            if not proof.modules:
+                of_pairs = (
+                    "it does not compute pairs with a shared prefix as it computes them without"
+                )
+            name = type(model.model).__name__
+            shared = f"prefix_sharing=True: not with {name}: {of_pairs}; set prefix_sharing=False"
+        why = "it is a model of transformers"
+        return PackedAttention("transformers", why, text if proof.problem else None, shared)
     other = other_attention(model)
     if other is not None:
         return PackedAttention("dense", f"{other} supports only a mask [b, s, s]")

@@ -219,7 +219,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
             simulate_quantisation(model, settings.quantizer)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Sines and cosines in fp32; on the meta device, scaled RoPE makes no table.
-    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
+    ropes: list[Any] = [m for m in model.modules() if hasattr(m, "rope_init") and hasattr(m, "dim")]
     if (tables := sum(4 * rope.dim * getattr(rope, "max_seq_len", 0) for rope in ropes)) > memory:
         raise ValueError(
             f"its tables, of max_seq_len positions, take {tables / 2**30:.0f} GiB of the machine's "
@@ -315,6 +315,11 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
         )
     tp_degree = ranks.dims.tp
+    if tp_degree > 1 and hasattr(model, "proof"):
+        raise ValueError(
+            f"tensor_parallel_dim={tp_degree}: {type(decoder.model).__name__} of transformers cannot be split; "
+            "set tensor_parallel_dim=1"
+        )
     if isinstance(decoder.output, TiedLinear) and tp_degree > 1:
         raise ValueError(
             f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
@@ -334,14 +339,20 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
         raise_recompile_limit()
-        training.compile_model(model, verbose=ranks.is_zero)
+        if isinstance(layers := getattr(model, "layers", None), list):  # of transformers
+            for layer in layers:
+                layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
+        else:
+            training.compile_model(model, verbose=ranks.is_zero)
     else:
         fuse_norms_and_rope(model)
     if tp_degree > 1:
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
         plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
         parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
-    if settings.enable_activation_checkpointing:
+    if settings.enable_activation_checkpointing and hasattr(model, "recompute_layers"):
+        model.recompute_layers()  # type: ignore[operator]
+    elif settings.enable_activation_checkpointing:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
         )

@@ -1,0 +1,121 @@
+"""Builds a decoder from a local folder of transformers."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torchtune.utils import get_logger, log_rank_zero
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from recipe_utils.files import write_atomically
+from recipe_utils.model.transformers.decoder import Decoder, build
+from recipe_utils.model.transformers.probe import proof_of
+
+
+def causal_lm(
+    path: str, attention: str | None = None, config: dict[str, Any] | None = None
+) -> Decoder:
+    """Returns the decoder that a folder's ``config.json`` describes, without its weights.
+
+    It is proved to compute packed rows, see :mod:`recipe_utils.model.transformers.probe`. A recipe
+    without ``microbatching`` packs if that is exact, and pads otherwise.
+
+    Args:
+        path: local folder in the format of transformers; never a name on the hub.
+        attention: attention of transformers, such as ``sdpa`` or ``eager``; null is ``sdpa``, and
+            ``flex_attention`` on CUDA.
+        config: architecture to train from fresh weights: the content of ``config.json``, which is
+            written to the folder. ``checkpointer.seed`` seeds the weights.
+
+    Raises:
+        ValueError: there is no ``config.json``, it is of no causal language model, or its model
+            cannot be trained exactly.
+    """
+    return decoder_of(path, attention, config)
+
+
+def decoder_of(
+    path: str,
+    attention: str | None,
+    config: dict[str, Any] | None,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
+) -> Decoder:
+    """Returns what :func:`causal_lm` does; ``adapt`` replaces linear layers by linear layers."""
+    if config is not None:
+        _write_config(Path(path), config)
+    described = config_of(path)
+    attention = attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+    model = build(described, attention)
+    if adapt is not None:
+        adapt(model)  # before the proof, which takes longer than to find a wrong name
+    proof = proof_of(described, attention)
+    log_once(f"{path}: {proof}")
+    decoder = Decoder(model, proof)
+    if decoder.max_seq_len < (
+        getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
+    ):
+        log_once(
+            f"{path}: samples have at most {decoder.max_seq_len} tokens; beyond, the frequencies of its RoPE "
+            "would depend on the longest sample of a microbatch"
+        )
+    return decoder
+
+
+def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) -> str:
+    """Returns the ``microbatching`` of a recipe that sets none, for arguments of :func:`causal_lm` and adapters'."""
+    with torch.device("meta"):
+        return (
+            "least_padding"
+            if causal_lm(path, attention, config).proof.way == "padded"
+            else "packed"
+        )
+
+
+causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
+
+
+@cache
+def log_once(text: str) -> None:
+    """Logs a line on rank 0, once in a process."""
+    log_rank_zero(get_logger("INFO"), text)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes ``config.json``. Raises ValueError if the folder has weights or the type is unknown."""
+    if any(folder.glob("*.safetensors")):
+        raise ValueError(f"model.config: {folder} has weights and a config.json; remove this key")
+    arguments = dict(config)
+    model_type = arguments.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model.config.model_type={model_type}: transformers {transformers.__version__} does not have it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    content = CONFIG_MAPPING[model_type](**arguments).to_json_string(use_diff=False)
+    write_atomically(folder / "config.json", content)
+
+
+def config_of(path: str) -> Any:
+    """Returns the config of a folder. Raises ValueError if it is of no causal language model."""
+    if not Path(path, "config.json").is_file():
+        raise ValueError(f"model.path={path}: no config.json; set it to a folder of transformers")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model.path={path}: transformers has no causal language model for "
+            f"model_type={config.model_type}"
+        )
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config.get_text_config()):
+        config = (
+            config.get_text_config()
+        )  # as AutoModelForCausalLM does for models of several kinds of data
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "model: output_router_logits=True: the router's loss is no sum over tokens; set it to false in "
+            f"{path}/config.json"
+        )
+    return config

@@ -1,0 +1,289 @@
+"""Decoders of transformers with the interface of torchtune's.
+
+Shapes: b rows, s positions, d width of the model, v vocabulary.
+"""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from recipe_utils.checkpoint.transformers import names_of_weights
+from recipe_utils.data.text.documents import Documents
+from recipe_utils.model.pipeline.stages import NotOnThisStage
+from recipe_utils.model.transformers.documents import (
+    current_documents,
+    documents_of,
+    masked_by_document,
+    run_by_document,
+)
+
+
+def build(config: Any, attention: str) -> PreTrainedModel:
+    """Returns a causal language model on the current device, in the default precision."""
+    config = copy.deepcopy(config)
+    make = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config._attn_implementation = attention if make._supports_sdpa else "eager"
+    config.use_cache = False
+    if torch.get_default_dtype() == torch.float64:
+        for part in (config, config.get_text_config()):
+            part._experts_implementation = "eager"  # grouped_mm has no fp64
+    model: PreTrainedModel = make(config)
+    return model
+
+
+class Decoder(nn.Module):
+    """A causal language model of transformers, called as torchtune's decoders.
+
+    Parameters have the names of transformers with the prefix ``model.``; of tied weights the state
+    dict has the first only. ``proof`` says how it computes packed rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, proof: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.output: Any
+        self.norm = nn.Identity()  # the hidden states are normalised
+        self.proof = proof
+        text: Any = model.config.get_text_config()
+        self.max_seq_len = max_seq_len_of(text)
+        self.num_heads: int = getattr(text, "num_attention_heads", 1)
+        self.head_dim: int = text.hidden_size // self.num_heads
+        attention: str = model.config._attn_implementation
+        self.splits_attention = proof.splits_attention and attention == "sdpa"
+        if proof.way != "positions" or proof.shares_prefixes or self.splits_attention:
+            model.set_attn_implementation(masked_by_document(attention, self.splits_attention))
+        self.axes = {} if proof.axes is None else {int(n): each for n, each in proof.axes.items()}
+        for module in model.modules():
+            if type(module).__name__ in proof.modules:
+                run_by_document(module, self.axes, learns=proof.axes is None)
+        head = model.get_output_embeddings()
+        tail = head if proof.head_is_tail else Tail(model)
+        object.__setattr__(self, "output", tail)  # no module of its own
+        self._ties = {n: first for first, others in names_of_weights(self).items() for n in others}
+        self.register_state_dict_post_hook(_drop_ties)
+        self.register_load_state_dict_pre_hook(_share_ties)
+
+    @property
+    def tok_embeddings(self) -> nn.Module:
+        """Returns the token embeddings [v, d]."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Returns the layers, which are sharded, compiled and recomputed one by one."""
+        return layers_of(self.model)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        input_pos: Tensor | None = None,
+        document_lengths: Documents | None = None,
+        mask: None = None,
+    ) -> Tensor:
+        """Returns logits [b, s, v] of tokens [b, s]. Packed rows have positions that restart [b, s].
+
+        Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
+        Raises ValueError for prefix-shared pairs of a model that is not proved to compute them.
+        """
+        name, documents = decoder_name(self.model), document_lengths
+        shares_prefixes = documents is not None and documents.segments is not None
+        if shares_prefixes and not self.proof.shares_prefixes:
+            raise ValueError(f"{type(self.model).__name__} cannot share prefixes of pairs")
+        has_own_masks = documents is not None and (shares_prefixes or self.splits_attention)
+        needs_documents = has_own_masks or self.proof.way != "positions"
+        with documents_of(documents if needs_documents else None, input_pos):
+            out = getattr(self.model, name)(
+                **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
+                position_ids=input_pos if documents is not None else None,
+                # Without a mask transformers takes every restart of positions for a document.
+                attention_mask=tokens.new_ones(tokens.shape[:2]) if has_own_masks else None,
+                use_cache=False,
+            )
+        return self.unembed(hidden_of(out))
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Returns logits [b, s, v] of hidden states [b, s, d]."""
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+    @property
+    def output_is_tied(self) -> bool:
+        """Returns True if the output layer shares its weight with the token embeddings."""
+        return bool(self._ties)
+
+    def cut_to_stage(self, layers: range) -> None:
+        """Removes all modules with weights but those of one pipeline stage, in place.
+
+        The first stage has the embeddings, the last one has all that is neither embeddings nor layer;
+        see ``proof.can_be_cut``.
+        """
+        whole, embeddings = self.layers, self.tok_embeddings
+        is_last = layers.stop == len(whole)
+        stays = {id(layer): index in layers for index, layer in enumerate(whole)}
+        stays[id(embeddings)] = layers.start == 0
+        weight: Any = embeddings.weight if is_last and self.output_is_tied else None
+
+        def cut(module: nn.Module) -> None:
+            for name, child in list(module.named_children()):
+                if id(child) not in stays and any(id(part) in stays for part in child.modules()):
+                    cut(child)
+                elif any(True for _ in child.parameters()) and not stays.get(id(child), is_last):
+                    other = NotOnThisStage(weight if child is embeddings else None)
+                    # What the loop over layers reads of a layer.
+                    plain = (bool, int, str)
+                    vars(other).update({k: v for k, v in vars(child).items() if type(v) in plain})
+                    module._modules[name] = other
+
+        cut(self.model)
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        self._ties = {n: first for n, first in self._ties.items() if {n, first} <= names}
+        if not is_last:
+            self.unembed = lambda hidden: hidden  # type: ignore[method-assign]
+
+    def recompute_layers(self) -> None:
+        """Recomputes every layer in the backward, with the documents of its forward."""
+        layers = set(map(id, self.layers))
+
+        def contexts() -> tuple[Any, Any]:  # called in the forward
+            return nullcontext(), documents_of(*current_documents())
+
+        apply_activation_checkpointing(
+            self.model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, context_fn=contexts),
+            check_fn=lambda module: id(module) in layers,
+        )
+
+    def rope_init(self) -> None:
+        """Computes the buffers that are not in the state dict, on the current device."""
+        for name, buffer in list(self.model.named_non_persistent_buffers()):
+            parent = self.model.get_submodule(name.rpartition(".")[0])
+            new = torch.empty_like(buffer, device=torch.get_default_device())
+            parent.register_buffer(name.rpartition(".")[2], new, persistent=False)
+        for tensor in self.model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True
+        self.model.initialize_weights()
+
+
+class Tail(nn.Module):
+    """What a model does with its last hidden states: its own forward with the decoder left out."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        name = decoder_name(model)
+        shell = copy.copy(model)
+        shell._modules = {**model._modules, name: _Given(model._modules[name])}
+        self.shell: Any
+        object.__setattr__(self, "shell", shell)
+
+    @property
+    def weight(self) -> Tensor:
+        """Returns the output weight [v, d]."""
+        weight: Tensor = self.shell.get_output_embeddings().weight
+        return weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns logits [b, s, v], or [n, v] for hidden states [n, d]."""
+        rows = hidden if hidden.dim() == 3 else hidden.unsqueeze(0)
+        logits: Tensor = (
+            type(self.shell).forward(self.shell, inputs_embeds=rows, use_cache=False).logits
+        )
+        return logits if hidden.dim() == 3 else logits.squeeze(0)
+
+
+class _Given(nn.Module):
+    """Stands in for the decoder: its output is the hidden states that are given."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "decoder", decoder)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "decoder"), name)
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+class _Output(BaseModelOutputWithPast):
+    """Output of a decoder without what only some decoders return."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def max_seq_len_of(config: Any) -> int:
+    """Returns the longest sample [tokens] whose RoPE does not depend on other samples of its microbatch.
+
+    ``longrope`` and ``dynamic`` frequencies depend on the longest position of a forward beyond their
+    original length (``transformers.modeling_rope_utils.dynamic_rope_update``).
+    """
+    length: int = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if each.get("rope_type") in ("longrope", "dynamic"):
+            own = getattr(config, "original_max_position_embeddings", None)
+            length = min(length, each.get("original_max_position_embeddings") or own or length)
+    return length
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Returns the last hidden states [b, s, d] of a decoder's output."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return hidden
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """Returns the name of the child that computes hidden states.
+
+    Raises ValueError if there is none.
+    """
+    name = model.base_model_prefix
+    if name not in model._modules:
+        children = model._modules.items()
+        decoder = model.get_decoder()
+        found = [n for n, child in children if child is decoder]
+        found += [n for n, child in children if isinstance(child, PreTrainedModel)]
+        if not found:
+            raise ValueError(f"model: {type(model).__name__} has no decoder of its own")
+        name = found[0]
+    return name
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers of a decoder: the items of all lists of modules that must not be split."""
+    whole = set(model._no_split_modules or ())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    marked = [m for m in lists if type(m[0]).__name__ in whole]
+    if not marked:
+        marked = [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
+    return [layer for each in marked for layer in each]
+
+
+def _drop_ties(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in model._ties:
+        state_dict.pop(prefix + name, None)
+
+
+def _share_ties(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes tied weights one parameter, which loading assigns to both names."""
+    for name, first in model._ties.items():
+        if prefix + first in state_dict:
+            weight = state_dict[prefix + first]
+            if not isinstance(weight, nn.Parameter):
+                weight = nn.Parameter(weight)
+            state_dict[prefix + first] = state_dict[prefix + name] = weight

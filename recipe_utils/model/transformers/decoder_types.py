@@ -1,0 +1,132 @@
+"""How the decoders of transformers compute packed rows: the proof of a tiny model of each type.
+
+    python -m recipe_utils.model.transformers.decoder_types            # all types, a table
+    python -m recipe_utils.model.transformers.decoder_types qwen3      # some types
+
+Every type runs in a process of its own for at most 100 seconds.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from recipe_utils.model.transformers.probe import prove
+
+_SECONDS = 100
+_processes = multiprocessing.get_context("fork")  # they share the imports
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 4, "vocab_size": 200, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "is_decoder": True, "n_head": 4, "n_layer": 4,
+    # windows, chunks and selections
+    "sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16,
+    # experts
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 96,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    # state spaces and linear attention
+    "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "mamba_chunk_size": 8, "state_size": 16, "time_step_rank": 4, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+"""Arguments of all configs that have them."""
+WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "cohere2": WINDOWS,
+    "gemma2": {**WINDOWS, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 16},
+    "gpt_oss": WINDOWS,
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "llama4_text": {
+        "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3],
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    },
+    "mamba": {"intermediate_size": 128},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_block_size": 4, "index_topk_blocks": 2,
+        "index_n_heads": 2,
+    },
+    "olmo3": WINDOWS,
+    "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
+}  # fmt: skip
+"""Arguments of one type, so that it has every kind of layer."""
+
+
+def tiny_config_of(model_type: str, **changes: Any) -> Any:
+    """Returns a config of the arguments in :data:`SIZES` and :data:`OF_TYPE` that a type has, and ``changes``.
+
+    Other arguments that are lists of one value per layer keep the first of each value.
+    """
+    make = CONFIG_MAPPING[model_type]
+    default = make()
+    known = {*make.__dataclass_fields__, *make.attribute_map}
+    num_layers = getattr(default, "num_hidden_layers", None)
+    given: dict[str, Any] = {}
+    for name, value in vars(default).items():
+        if name in known and isinstance(value, list) and len(value) == num_layers:
+            kinds = list(dict.fromkeys(value))[:4]
+            given[name] = [*kinds, *value[:4]][:4]
+    given |= {**SIZES, **OF_TYPE.get(model_type, {}), **changes}
+    if "kv_lora_rank" in known:
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    return make(**{key: value for key, value in given.items() if key in known})
+
+
+def result_of(model_type: str) -> dict[str, Any]:
+    """Returns the fields of a type's proof, or its ``error`` as text."""
+    pipe, theirs = _processes.Pipe()
+    process = _processes.Process(target=_prove, args=(model_type, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if pipe.poll(_SECONDS):
+            return dict(pipe.recv())
+        return {"way": "not proved", "error": f"more than {_SECONDS} s"}
+    except EOFError:
+        return {"way": "not proved", "error": "its process died"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _prove(model_type: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(asdict(prove(tiny_config_of(model_type), "sdpa")))
+    except Exception as error:  # any: each type has its own
+        refused = isinstance(error, ValueError) and str(error).startswith("model: ")
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        pipe.send({"way": "refused" if refused else "not built", "error": text})
+
+
+def main(model_types: list[str]) -> None:
+    """Prints a table of ways, their number of types and the types."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        results = dict(zip(model_types, pool.map(result_of, model_types), strict=True))
+    of_way: defaultdict[str, list[str]] = defaultdict(list)
+    for model_type, result in results.items():
+        why = result.get("problem") or ", ".join(result.get("modules", ()))
+        of_way[result["way"]].append(f"{model_type} ({why})" if why else model_type)
+        if "error" in result and isinstance(result["error"], str):
+            print(f"{model_type}: {result['error']}", file=sys.stderr)
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}\n")
+    print("| way | number of types | types |\n| --- | --- | --- |")
+    for way, found in sorted(of_way.items(), key=lambda item: -len(item[1])):
+        print(f"| {way} | {len(found)} | {', '.join(found)} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))

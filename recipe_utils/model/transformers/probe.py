@@ -1,0 +1,508 @@
+"""Proof that a decoder of transformers computes packed rows as it computes their documents one at a time.
+
+Gradients of a cut copy of the model are compared in float64: all kinds of layers, few of each, with
+the real widths and numbers of heads, and documents longer than every window. A gradient of zero
+across documents would prove nothing: models with sparse attention have it and differ by O(1).
+"""
+
+import copy
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import transformers
+from filelock import FileLock
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from recipe_utils.data.text.documents import Document, Documents, segment_lengths
+from recipe_utils.files import write_atomically
+from recipe_utils.model.transformers.decoder import (
+    Decoder,
+    build,
+    decoder_name,
+    hidden_of,
+    layers_of,
+)
+
+Way = Literal["positions", "masks", "by_document", "padded"]
+
+WAYS: tuple[Way, ...] = ("positions", "masks", "by_document")
+"""Ways to compute packed rows, the cheapest first."""
+_MAX_MODULES = 3
+"""Most classes of modules that run by document in one model."""
+_LENGTHS = (17, 29, 1, 22)
+"""Tokens of the documents that are compared: more than the copy's windows, chunks and selections."""
+_SHARED: tuple[Document, ...] = ((11, 17, 20), 7)
+"""A prefix-shared pair, and a document behind it."""
+_WINDOW = 6
+_WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks")
+"""Names of lengths that a copy has shorter than the documents."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_EXPERTS = 16
+_NUM_TOKENS = 96
+_MLP_WIDTH = 256
+_BOUND = 1e-8
+"""Largest relative difference of a parameter's gradient."""
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proved of a decoder.
+
+    Attributes:
+        way: how packed rows are computed. ``positions``: positions that restart with each document
+            are enough; ``masks``: every mask keeps documents apart; ``by_document``: ``modules``
+            run once for each document; ``padded``: they are not, see ``problem``.
+        modules: classes of modules.
+        axes: dimensions of positions in their tensors, see :func:`.documents.run_by_document`; None
+            while it is tried.
+        head_is_tail: the output layer alone makes logits of hidden states.
+        problem: the module that mixes documents.
+        error: largest relative difference of a gradient.
+        seconds: time that the proof took.
+        splits_attention: attention computes one document after the other.
+        shares_prefixes: the sides of a pair may share their prefix in a packed row.
+        can_be_cut: pipeline stages of any layers compute packed rows.
+    """
+
+    way: Way
+    modules: tuple[str, ...]
+    head_is_tail: bool
+    problem: str | None
+    error: float = 0.0
+    seconds: float = 0.0
+    axes: dict[int, list[int]] | None = None
+    splits_attention: bool = False
+    shares_prefixes: bool = False
+    can_be_cut: bool = False
+
+    def __str__(self) -> str:
+        how = {
+            "positions": "packed, positions restart",
+            "masks": "packed, all masks keep documents apart",
+            "by_document": f"packed, {', '.join(self.modules)} runs by document",
+            "padded": f"not packed, {self.problem} mixes documents",
+        }[self.way]
+        return f"{how}; gradients differ by {self.error:.0e} (proved in {self.seconds:.0f} s)"
+
+
+def proof_of(config: Any, attention: str) -> Proof:
+    """Returns the proof for a config, from the user's cache if it was made before.
+
+    Raises ValueError if the model is not causal, its padded rows are not exact, or its logits are
+    not made of its decoder's hidden states.
+    """
+    described = config.to_diff_dict() | {"model_type": config.model_type}
+    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    made_from = [described, attention, torch.__version__, transformers.__version__, code]
+    key = hashlib.sha256(json.dumps(made_from, default=str).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    path = cache / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written
+        return prove(config, attention)
+    with FileLock(path.with_suffix(".lock")):  # one of several processes proves
+        if not path.exists():
+            write_atomically(path, json.dumps(asdict(prove(config, attention))).encode())
+    found = json.loads(path.read_text())
+    return Proof(**found | {"modules": tuple(found["modules"])})
+
+
+def prove(config: Any, attention: str, ways: Sequence[Way] = WAYS) -> Proof:
+    """Compares gradients of padded and packed rows with those of documents one at a time.
+
+    Returns the proof of the first of ``ways`` that is exact; see :func:`proof_of`.
+    """
+    start = time.monotonic()
+    if attention.startswith("flex"):
+        attention = "sdpa"  # flex has no backward on a CPU
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), DoublePrecision():
+            torch.manual_seed(_SEED)
+            make = _copies(cut(config), attention)
+            documents = [torch.randint(3, _NUM_TOKENS, (n,)) for n in _LENGTHS]
+            found = _compare(make, documents, type(make()).__name__, ways)
+    finally:
+        torch.set_default_dtype(default)
+    return replace(found, seconds=time.monotonic() - start)
+
+
+class DoublePrecision(TorchFunctionMode):
+    """Replaces fp32 by fp64 in all functions, so that norms and softmaxes of a model compute in fp64, too."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wider = {torch.float32: torch.float64, "torch.FloatTensor": "torch.DoubleTensor"}
+        args = tuple(wider.get(a, a) if isinstance(a, (torch.dtype, str)) else a for a in args)
+        kwargs = {
+            key: wider.get(a, a) if isinstance(a, torch.dtype) else a
+            for key, a in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)
+
+
+def _copies(config: Any, attention: str) -> Callable[[], Any]:
+    """Returns a function that makes equal models with weights of order 1."""
+    first = build(config, attention).eval()
+    first.double()
+    with torch.no_grad():
+        for parameter in first.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    weights = first.state_dict()
+
+    def make() -> Any:
+        model = build(config, attention).eval().double()
+        model.load_state_dict(weights)
+        return model
+
+    return make
+
+
+def _compare(
+    make: Callable[[], Any], documents: Sequence[Tensor], name: str, ways: Sequence[Way]
+) -> Proof:
+    longest = max(map(len, documents))
+    rows = torch.stack([F.pad(d, (0, longest - len(d)), value=1) for d in documents])
+    one_by_one = partial(_logits_one_by_one, documents=documents)
+    expected = gradients(make(), one_by_one, documents)
+    padded = gradients(make(), lambda model: list(logits_of(model, rows)), documents)
+    error_of_padded = difference(padded, expected)
+    if not error_of_padded <= _BOUND:
+        raise ValueError(
+            f"model: {name}: padding changes gradients by {error_of_padded:.0e}; it is not causal, or its choices "
+            "depend on rounding (ties of a sparse attention's scores), and cannot be trained exactly"
+        )
+    head_is_tail = check_tail(make(), make(), documents[0])
+    for way in ways:
+        proofs: Iterable[Proof] = [Proof(way, (), head_is_tail, None)]
+        if way == "by_document":
+            proofs = _by_document(make, documents, head_is_tail)
+        for proof in proofs:
+            decoder = Decoder(make(), proof)
+            error = _error_of_packed(decoder, documents, expected)
+            if not error <= _BOUND:
+                continue
+            own = replace(proof, axes=decoder.axes)
+            splitting = replace(proof, splits_attention=True)
+            decoder = Decoder(make(), splitting)
+            if _error_of_packed(decoder, documents, expected) <= _BOUND:
+                own = replace(splitting, axes=decoder.axes)
+            sharing = replace(own, shares_prefixes=way != "by_document")
+            if (
+                sharing.shares_prefixes
+                and _error_of_shared(make, sharing) <= _BOUND
+                and _error_of_packed(Decoder(make(), sharing), documents, expected) <= _BOUND
+            ):
+                own = sharing
+            can_be_cut = _error_of_stages(make, documents, own, expected) <= _BOUND
+            return replace(own, error=error, can_be_cut=can_be_cut)
+    last = Proof(ways[-1], (), head_is_tail, None)
+    problem, _ = _modules_that_mix(make, documents, last)
+    return Proof("padded", (), head_is_tail, problem or name, error_of_padded)
+
+
+def _by_document(
+    make: Callable[[], Any], documents: Sequence[Tensor], head_is_tail: bool
+) -> Iterator[Proof]:
+    """Yields proofs to try: each module that mixes documents, innermost first, then more than one."""
+    proof = Proof("by_document", (), head_is_tail, None)
+    for _ in range(_MAX_MODULES):
+        try:
+            _, classes = _modules_that_mix(make, documents, proof)
+        except Exception:  # any: the modules so far cannot run once per document
+            return
+        tries = [replace(proof, modules=(*proof.modules, each)) for each in classes]
+        yield from tries
+        if not tries:
+            return
+        proof = tries[0]
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """Returns logits [b, s, v] by the model's own forward."""
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def _logits_one_by_one(model: Any, documents: Sequence[Tensor]) -> list[Tensor]:
+    return [logits_of(model, document[None])[0] for document in documents]
+
+
+def gradients(
+    model: nn.Module, forward: Callable[[Any], Sequence[Tensor]], documents: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Returns each parameter's gradient of the cross-entropy summed over documents.
+
+    ``forward`` returns logits [n or more, v] of each document [n].
+    """
+    losses = [
+        F.cross_entropy(logits[: len(d) - 1], d[1:], reduction="sum")
+        for logits, d in zip(forward(model), documents, strict=True)
+        if len(d) > 1
+    ]
+    torch.stack(losses).sum().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest difference of a gradient, over the largest element of the expected one.
+
+    A gradient that is zero but for rounding, as a key's bias has, is compared with 1e-6 of the
+    largest of all.
+    """
+    if found.keys() != expected.keys():
+        return float("inf")
+    least = 1e-6 * max(g.abs().max() for g in expected.values())
+    errors = [
+        (found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()
+    ]
+    return torch.stack(errors).nan_to_num(nan=torch.inf).max().item()
+
+
+def _error_of_packed(
+    decoder: Decoder, documents: Sequence[Tensor], expected: Mapping[str, Tensor]
+) -> float:
+    lengths = [len(d) for d in documents]
+
+    def forward(_: Any) -> Sequence[Tensor]:
+        return _of_row(decoder, documents)[0].split(lengths)
+
+    try:
+        return difference(gradients(decoder.model, forward, documents), expected)
+    except Exception:  # any: a module that cannot run once per document
+        return float("inf")
+
+
+def _of_row(decoder: Decoder, documents: Sequence[Tensor], hidden: Any = None) -> Tensor:
+    logits: Tensor = decoder(
+        torch.cat(list(documents))[None] if hidden is None else hidden,
+        input_pos=torch.cat([torch.arange(len(d)) for d in documents])[None],
+        document_lengths=Documents([[len(d) for d in documents]]),
+    )
+    return logits
+
+
+def _error_of_shared(make: Callable[[], Any], proof: Proof) -> float:
+    """Compares a row with a prefix-shared pair with its sides one at a time."""
+    sizes = segment_lengths(_SHARED)
+    prefix, chosen, rejected, other = parts = [torch.randint(3, _NUM_TOKENS, (n,)) for n in sizes]
+    alone = [torch.cat([prefix, chosen]), torch.cat([prefix, rejected]), other]
+    starts = (0, len(prefix), len(prefix), 0)
+    ranges = [torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+    row = {"input_pos": torch.cat(ranges)[None], "document_lengths": Documents([_SHARED])}
+    decoder = Decoder(make(), proof)
+
+    def forward(_: Any) -> Sequence[Tensor]:
+        shared, *answers, last = decoder(torch.cat(parts)[None], **row)[0].split(sizes)
+        return [*(torch.cat([shared, answer]) for answer in answers), last]
+
+    try:
+        found = gradients(decoder.model, forward, alone)
+    except Exception:  # any: a module that cannot run so
+        return float("inf")
+    return difference(found, gradients(make(), partial(_logits_one_by_one, documents=alone), alone))
+
+
+def _error_of_stages(
+    make: Callable[[], Any],
+    documents: Sequence[Tensor],
+    proof: Proof,
+    expected: Mapping[str, Tensor],
+) -> float:
+    """Compares a row through stages of one layer each with its documents one at a time."""
+    stages: list[Decoder] = []
+
+    def forward(_: Any) -> Sequence[Tensor]:
+        hidden = None
+        for stage in stages:
+            hidden = _of_row(stage, documents, hidden)
+        assert hidden is not None
+        return hidden[0].split([len(d) for d in documents])
+
+    try:
+        for index in range(len(layers_of(make()))):
+            stages.append(Decoder(make(), proof))
+            stages[-1].cut_to_stage(range(index, index + 1))
+        gradients(stages[-1], forward, documents)
+    except Exception:  # any: the loop over layers needs more than hidden states
+        return float("inf")
+    found: dict[str, Any] = {}
+    for stage in stages:
+        for name, weight in stage.model.named_parameters():
+            if weight.grad is not None:  # twice for a tied output
+                found[name] = found.get(name, 0) + weight.grad
+    return difference(found, expected)
+
+
+@torch.no_grad()
+def check_tail(model: Any, same: Any, tokens: Tensor) -> bool:
+    """Returns True if the output layer alone makes logits of hidden states, for tokens [s].
+
+    ``same`` is the same model again, of which a decoder is made. Raises ValueError if its logits
+    are not those of ``model``.
+    """
+    expected = logits_of(model, tokens[None])
+    decoder = Decoder(same, Proof("positions", (), False, None))
+    if not torch.equal(decoder(tokens[None]), expected):
+        raise ValueError(
+            f"model: {type(model).__name__}: its logits are not made of its decoder's hidden states; it cannot be trained"
+        )
+    hidden = hidden_of(model._modules[decoder_name(model)](input_ids=tokens[None], use_cache=False))
+    return torch.equal(model.get_output_embeddings()(hidden), expected)
+
+
+@torch.no_grad()
+def _modules_that_mix(
+    make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof
+) -> tuple[str | None, list[str]]:
+    """Compares a document in a row with the same one alone, module by module.
+
+    Returns name and class of the first, innermost module that makes other outputs of equal inputs,
+    and the classes of all that are smaller than a layer.
+    """
+    decoder = Decoder(make(), proof)
+    start, length = len(documents[0]), len(documents[1])
+    num_positions = sum(map(len, documents))
+    with _traced(decoder.model, proof.modules) as in_row:
+        _of_row(decoder, documents)
+    with _traced(decoder.model, proof.modules) as alone:
+        decoder(documents[1][None])
+    layers = set(map(id, decoder.layers))
+    problem, classes = None, []
+    for (module, name, *tensors), (_, other, *own) in zip(in_row, alone, strict=False):
+        if name != other:
+            break
+        inputs, outputs = (
+            _same(*pair, num_positions, start, length) for pair in zip(tensors, own, strict=True)
+        )
+        if inputs and not outputs:
+            problem = problem or f"{name} ({type(module).__name__})"
+            if not any(id(part) in layers for part in module.modules()):
+                classes.append(type(module).__name__)
+    return problem, list(dict.fromkeys(classes))
+
+
+class _traced:  # noqa: N801
+    """Records inputs and outputs of modules, in the order in which the calls end.
+
+    Modules inside of those that run by document are called more often, and left out.
+    """
+
+    def __init__(self, model: nn.Module, by_document: Sequence[str]) -> None:
+        self._model = model
+        of_class = [m for m in model.modules() if type(m).__name__ in by_document]
+        self._inside = {id(part) for m in of_class for part in m.modules() if part is not m}
+        self._calls: list[tuple[nn.Module, str, list[Tensor], list[Tensor]]] = []
+
+    def __enter__(self) -> list[tuple[nn.Module, str, list[Tensor], list[Tensor]]]:
+        self._hooks = [
+            module.register_forward_hook(
+                lambda m, args, kwargs, out, name=name: self._calls.append(
+                    (m, name, _tensors_of((args, kwargs)), _tensors_of(out))
+                ),
+                with_kwargs=True,
+            )
+            for name, module in self._model.named_modules()
+            if name and id(module) not in self._inside
+        ]
+        return self._calls
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.clone()] if value.dtype != torch.bool else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors_of(each)]
+    return []
+
+
+def _same(
+    packed: Sequence[Tensor], alone: Sequence[Tensor], num_positions: int, start: int, length: int
+) -> bool:
+    """Compares tensors with one axis of positions; others say nothing."""
+    for of_row, own in zip(packed, alone, strict=False):
+        if of_row.dim() != own.dim():
+            continue
+        sizes = list(zip(of_row.shape, own.shape, strict=True))
+        axes = [i for i, size in enumerate(sizes) if size == (num_positions, length)]
+        if len(axes) == 1:
+            part = of_row.narrow(axes[0], start, length)
+            if part.shape == own.shape and not torch.allclose(part, own, rtol=1e-9, atol=1e-9):
+                return False
+    return True
+
+
+def cut(config: Any) -> Any:
+    """Returns a config of few layers of each kind, a small vocabulary, and windows shorter than the documents."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        num_layers, needed = (
+            text.num_hidden_layers,
+            _num_layers_with_all_kinds(build(config, "eager")),
+        )
+    for part in {id(config): config, id(text): text}.values():
+        for name, value in list(vars(part).items()):
+            is_pattern = isinstance(value, str) and "pattern" in name
+            is_by_layer = isinstance(value, (list, tuple)) or is_pattern
+            if is_by_layer and len(value) == num_layers > needed:
+                setattr(part, name, value[:needed])
+            elif isinstance(value, bool) or not isinstance(value, int):
+                continue
+            elif name.startswith("vocab_size"):
+                setattr(part, name, min(value, _NUM_TOKENS))
+            elif name.endswith("_token_id"):
+                setattr(part, name, min(value, 2))
+            elif _WINDOWS.search(name):
+                setattr(part, name, min(value, _WINDOW))
+            elif "intermediate_size" in name:
+                setattr(part, name, min(value, _MLP_WIDTH))
+            elif name in _EXPERTS:
+                setattr(part, name, min(value, _NUM_EXPERTS))
+    text.num_hidden_layers = needed
+    return config
+
+
+def _num_layers_with_all_kinds(model: Any) -> int:
+    """Returns the smallest number of first layers, at least 2, with all kinds of layers of a model."""
+    kinds: dict[str, int] = {}
+    layers = layers_of(model)
+    for index, layer in enumerate(layers):
+        kinds.setdefault(json.dumps([_described(n, m) for n, m in layer.named_modules()]), index)
+    return min(len(layers), max(2, max(kinds.values()) + 1))
+
+
+def _described(name: str, module: nn.Module) -> list[Any]:
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and not key.endswith(("_idx", "_id", "index"))
+    }
+    shapes = {key: list(p.shape) for key, p in module._parameters.items() if p is not None}
+    return [name, type(module).__name__, plain, shapes]

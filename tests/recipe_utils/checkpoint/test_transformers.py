@@ -1,0 +1,108 @@
+"""Folders of transformers: what is read is what transformers reads, and reads exports as they were trained."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from distributed_runs import run_distributed
+from recipe_runs import refusal, run_recipe, set_up, slow
+from safetensors.torch import load_file, save_file
+from tiny_transformers import keys_of_folder, save_tiny
+from transformers import AutoModelForCausalLM
+
+TOKENS = torch.arange(3, 43)[None]
+
+
+def logits_of(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(input_ids=TOKENS, use_cache=False).logits
+
+
+def read(config):
+    """All weights and buffers after a recipe's setup, and logits, on a rank of several."""
+    with set_up(config) as made:
+        made.model.eval()
+        tensors = dict([*made.model.named_parameters(), *made.model.named_buffers()])
+        full = {n: getattr(t, "full_tensor", lambda t=t: t)().detach() for n, t in tensors.items()}
+        with torch.no_grad():
+            return {n: t.numpy() for n, t in full.items()}, made.model(TOKENS).numpy()
+
+
+@pytest.mark.parametrize("model_type", [slow("gemma3_text"), "qwen3_moe", slow("llama4_text")])
+def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", model_type))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in").eval()
+    expected = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        logits = model(input_ids=TOKENS, use_cache=False).logits
+    for tensors, found in run_distributed(read, 2, config):
+        assert tensors.keys() == {f"model.{name}" for name in expected}
+        for name, tensor in expected.items():
+            assert torch.equal(torch.from_numpy(tensors[f"model.{name}"]), tensor), name
+        torch.testing.assert_close(torch.from_numpy(found), logits)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("qwen3_moe", "gpt_oss", "lfm2"))])
+def test_an_export_is_a_folder_like_the_first(model_type, tiny_config, tmp_path):
+    """With the same names of weights, tied ones once, and the logits that training would go on with."""
+    tied = {"tie_word_embeddings": model_type == "qwen3"}
+    keys = save_tiny(tmp_path / "in", model_type, **tied)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    config = tiny_config(**keys, max_steps_per_epoch=2)
+    run_recipe(config)
+    exported = tmp_path / "out" / "epoch_0"
+    before, after = (load_file(each / "model.safetensors") for each in (tmp_path / "in", exported))
+    assert before.keys() == after.keys()
+    assert ("lm_head.weight" in after) != tied["tie_word_embeddings"]
+    assert (exported / "tokenizer.json").read_text() == "{}"
+    assert not torch.equal(logits_of(tmp_path / "in"), logits_of(exported))
+    again = {**config, "output_dir": str(tmp_path / "again"), **keys_of_folder(exported)}
+    with set_up(again) as made, torch.no_grad():
+        made.model.eval()
+        torch.testing.assert_close(made.model(TOKENS), logits_of(exported))
+
+
+def test_an_export_of_quantized_weights_is_not_described_as_quantized(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "gpt_oss"), max_steps_per_epoch=1)
+    path = tmp_path / "in" / "config.json"
+    described = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(described))
+    run_recipe(config)
+    assert "quantization_config" not in (tmp_path / "out" / "epoch_0" / "config.json").read_text()
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "missing keys: model.norm.weight"),
+        (lambda w: w.update({"model.extra": torch.ones(1)}), "unexpected keys: model.extra"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight (3,) instead of (64,)"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_named(change, text, tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    change_weights(tmp_path / "in", change)
+    assert text in refusal(config)
+
+
+def test_fresh_weights_come_from_a_config_and_a_seed(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    described = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["model"] = {**config["model"], "config": described}
+    assert "has weights and a config.json; remove this key" in refusal(config)
+    shutil.rmtree(tmp_path / "in")
+    assert "it has no *.safetensors; set another folder, or checkpointer.seed" in refusal(config)
+    config["checkpointer"]["seed"] = 3
+    first, second = (read(config)[0] for _ in range(2))
+    assert all((first[name] == second[name]).all() for name in first)
+    config["checkpointer"]["seed"] = 4
+    other = read(config)[0]
+    assert any((first[name] != other[name]).any() for name in first)
