@@ -44,15 +44,21 @@ def adapters_of(model: nn.Module) -> Adapters:
 
 
 def layers_of_stages(
-    model: nn.Module, num_stages: int, split_points: Sequence[int] | None = None
+    model: Any, num_stages: int, split_points: Sequence[int] | None = None
 ) -> list[range]:
-    """Returns the layers of each of ``num_stages`` (2 or more) stages of a torchtune decoder.
+    """Returns the layers of each of ``num_stages`` (2 or more) stages of a decoder.
 
     ``split_points`` are the first layers of each stage but the first. None balances the stages by
     their number of parameters, to which a token's FLOPs are proportional; the output layer counts,
     the embedding, a lookup, does not. Raises ValueError for models and points that do not fit.
     """
-    if not isinstance(model, TransformerDecoder) or model.output_hidden_states:
+    proof = getattr(model, "proof", None)
+    if proof and not proof.can_be_cut:
+        raise ValueError(
+            f"pipeline_parallel_dim: {type(model.model).__name__} cannot be cut into stages that compute what "
+            "the whole model computes; set pipeline_parallel_dim=1"
+        )
+    if not proof and (not isinstance(model, TransformerDecoder) or model.output_hidden_states):
         raise ValueError(
             f"pipeline_parallel_dim: only a plain TransformerDecoder can be cut into stages, this model "
             f"is a {type(model).__name__}; set pipeline_parallel_dim=1"
@@ -114,7 +120,7 @@ class NotOnThisStage(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns ``hidden``."""
         return hidden
 
@@ -128,6 +134,9 @@ def cut_to_stage(model: Any, layers: range) -> None:
 
     The first stage takes tokens [b, s]; hidden states are [b, s, d].
     """
+    if hasattr(model, "cut_to_stage"):
+        model.cut_to_stage(layers)
+        return
     if layers.start > 0:
         shared = ties_output(model) and layers.stop == len(model.layers)
         model.tok_embeddings = NotOnThisStage(model.tok_embeddings.weight if shared else None)
@@ -144,12 +153,12 @@ def cut_to_stage(model: Any, layers: range) -> None:
 
 def ties_output(model: Any) -> bool:
     """Returns True if the output layer shares its weight with the token embeddings."""
-    return isinstance(model.output, TiedLinear)
+    return isinstance(model.output, TiedLinear) or getattr(model, "output_is_tied", False)
 
 
 def _output_cost(model: Any) -> float:
     """Returns the output layer's parameters; heads count by the fraction of tokens they get."""
-    output = model.output.tied_module if ties_output(model) else model.output
+    output = getattr(model.output, "tied_module", model.output)
     weight = getattr(output, "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
