@@ -143,14 +143,25 @@ def policy_without_adapters(
     return FrozenModel(policy, pipeline, device, without_adapters)
 
 
+def context_of(model: Any) -> dict[str, str]:
+    """Returns what outputs depend on in the folder of a model of transformers, besides weights."""
+    return {"config": model.model.config.to_json_string()} if hasattr(model, "proof") else {}
+
+
 def output_layer_alone(
     whole: Any, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Any:
     """Returns a meta model's output layer [..., d] -> [..., v] alone, with its full ``weights``."""
     output = getattr(whole, "decoder", whole).output
-    holder = output.tied_module if isinstance(output, TiedLinear) else output
-    (prefix,) = [name for name, module in whole.named_modules() if module is holder]
-    own = {name: weights[f"{prefix}.{name}"].to(device, dtype) for name in holder.state_dict()}
+    if hasattr(whole, "proof"):  # of transformers: a last stage without layers
+        num_layers = len(whole.layers)
+        whole.cut_to_stage(range(num_layers, num_layers))
+        holder, prefix = whole, ""
+    else:
+        holder = output.tied_module if isinstance(output, TiedLinear) else output
+        (name,) = [name for name, module in whole.named_modules() if module is holder]
+        prefix = f"{name}."
+    own = {name: weights[prefix + name].to(device, dtype) for name in holder.state_dict()}
     holder.load_state_dict(own, assign=True)
     holder.requires_grad_(False)
     return output

@@ -21,7 +21,7 @@ from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import check_weights, crc32_of_weights
 from recipe_utils.model.frozen.cache import Values
-from recipe_utils.model.frozen.model import FrozenModel, policy_without_adapters
+from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_without_adapters
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.model.pipeline.pipeline import Pipeline
@@ -160,6 +160,7 @@ class Reference:
             checkpoint = {}
         context = {
             **context,
+            **context_of(self._whole),
             "weights": crc32,
             "dtype": str(modules.torch_dtype),
             "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),

@@ -33,7 +33,12 @@ from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
 from recipe_utils.model.build.weights import check_weights, crc32_of_weights
 from recipe_utils.model.frozen.cache import Values
-from recipe_utils.model.frozen.model import FrozenModel, build_frozen_model, output_layer_alone
+from recipe_utils.model.frozen.model import (
+    FrozenModel,
+    build_frozen_model,
+    context_of,
+    output_layer_alone,
+)
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -257,6 +262,7 @@ class Teacher:
             "weights": crc32,
             "dtype": str(modules.torch_dtype),
             "top_k": self._top_k,
+            **context_of(self._whole),
         }
         self.outputs.set_up(build, context, output)
         return {TEACHER: crc32}
