@@ -1,0 +1,471 @@
+"""Targets that chat templates determine: TRL's masks, torchtune's datasets, tool calls, and refusals."""
+
+import json
+import pickle
+import re
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from recipe_runs import run_recipe, slow, tiny_config
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from torchtune.data import Message
+from torchtune.datasets import (
+    alpaca_dataset,
+    chat_dataset,
+    instruct_dataset,
+    preference_dataset,
+    text_completion_dataset,
+)
+
+from recipe_utils.data.chat_template import conversation_dataset, folder_tokenizer
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError
+from recipe_utils.embedded.stdlib_docs import docstring_dataset, docstring_tokenizer
+from recipe_utils.embedded.stdlib_preferences import word_order_dataset
+from recipe_utils.evaluation.generation import _tokens_of
+from recipe_utils.model.frozen.vocabulary import check_same_tokens
+
+MODULE = "recipe_utils.data.chat_template"
+TEMPLATES = Path(find_spec("trl").origin).with_name("chat_templates")
+CONTROL = re.compile(
+    r"<\|[^<>|\s'\"]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|\w+>|<\w+\|>|</?(?:think|s|tool_\w+)>|<\w+_of_\w+>"
+)
+STOPS = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"], "deepseek": ["<\uff5cend▁of▁sentence\uff5c>"], "gptoss": ["<|return|>", "<|call|>"],
+    "diffusion_gemma": ["<eos>", "<turn|>", "<|tool_response>"], "gemma": ["<eos>", "<end_of_turn>"],
+    "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"], "idefics3": ["<end_of_utterance>"],
+    "llama3": ["<|end_of_text|>", "<|eot_id|>"], "llava_next": ["</s>"], "muse_glimmer": ["<|eot|>"],
+    "phi3": ["<|endoftext|>", "<|assistant|>", "<|end|>"], "smolvlm": ["<end_of_utterance>"],
+}  # fmt: skip
+"""Tokens of the models' ``generation_config.json``; of others ``<|im_end|>``. The first is the tokenizer's EOS."""
+
+
+@cache
+def byte_pairs():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["user assistant\n\nIt is sunny, it is 4.\n\n"] * 9, trainer)
+    return tokenizer.to_str()
+
+
+def tokenizer_of(folder, template, stops=("<|im_end|>",), **options):
+    """A tokenizer of a folder with byte pairs, and with the control tokens of a template."""
+    inner = Tokenizer.from_str(byte_pairs())
+    inner.decoder = decoders.ByteLevel()
+    names = dict.fromkeys([*stops, *CONTROL.findall(template or ""), "<bos>"])
+    for name in names:
+        token = AddedToken(name, normalized=False, special=not re.search("think|tool_", name))
+        (inner.add_special_tokens if token.special else inner.add_tokens)([token])
+    folder.mkdir(exist_ok=True, parents=True)
+    inner.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": stops[0],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = {"eos_token_id": [inner.token_to_id(stop) for stop in stops]}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder_tokenizer(str(folder), **options)
+
+
+def say(role, content="", **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(**arguments):
+    return {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "Weather.",
+    "parameters": {"type": "object", "properties": {}},
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+TWO = [
+    say("user", "2 + 2?"), say("assistant", "It is 4."), say("user", "3 + 3?"), say("assistant", "6, I think."),
+]  # fmt: skip
+THINK = [
+    TWO[0],
+    {**TWO[1], "reasoning_content": "Two."},
+    TWO[2],
+    {**TWO[3], "reasoning_content": "Two."},
+]
+USE = [
+    say("user", "Weather in Paris?"), say("assistant", tool_calls=[call(city="Paris")]),
+    say("tool", "sunny", name="weather", tool_call_id="c"), say("assistant", "It is sunny."),
+]  # fmt: skip
+CHATS = [
+    (TWO[:2], None), ([say("system", "Be brief."), *TWO[:2]], None), (TWO, None), (THINK[:2], None), (THINK, None),
+    (USE[:2], TOOLS), (USE, TOOLS), ([*USE, *TWO[2:]], TOOLS),
+    ([USE[0], {**USE[1], "reasoning_content": "I look."}, *USE[2:]], TOOLS),
+]  # fmt: skip
+TABLE = {
+    "cohere": "EEELLLXXX EEELLLXXX", "cohere2": "EEELLLXXX EEELLLXXX", "deepseek_r1_distill": "PPPLLLLLL OOOLLLLLL",
+    "deepseekv3": "PPPLLLLLL PPPLLXXXX", "diffusion_gemma": "WWWWRHHHH WWWWRHHHH", "gemma": "WXWLLLXXX WXWLLLXXX",
+    "gemma3": "WWWLLLXXX WWWLLLXXX", "glm4moe": "EEEEREEEE SSSSRSSSS", "gptoss": "PPRPRPPRR PPRPRPPRR",
+    "idefics3": "WWWLLLLLL WWWLLLLLL", "lfm2": "WWWLLLLLL WWWLLLLLL", "lfm2_v2": "WWWLLWWWL WWWLLWWWL",
+    "llama3": "EEELLLLLL EEELLLLLL", "llava_next": "EEELLLXXX EEELLLXXX", "muse_glimmer": "PPPPPPPPP PPPPPPPPP",
+    "nemotron_3_5_lightning": "BBBBRBBBB BBBBRBBBB", "nemotron_3_nano": "BBBBRBBBB BBBBRBBBB",
+    "nemotron_3_super": "BBBBRBBBB BBBBRBBBB", "nemotron_3_ultra": "BBBBRBBBB BBBBRBBBB",
+    "phi3": "EEWLLLLLL EEWLLLLLL", "phi3_5": "EEWLLLLLL EEWLLLLLL", "qwen2_5": "BBBLLBBBL BBBLLBBBL",
+    "qwen2_5_vl": "WWWLLLLLL WWWLLLLLL", "qwen3": "WWWWWWWWW WWRWRWRRW", "qwen3_5_nothink": "BBBBBBBBB BBRBRBBRB",
+    "qwen3_5_think": "BBBBBBBBB BBRBRBBRB", "qwen3_6": "BBBBBBBBB BBRBRBBRB", "qwen3_8": "BBBBBBBBB BBBBBBBBB",
+    "qwen3_instruct_2507": "WWWLLWWWL WWWLLWWWL", "qwen3_vl": "WWWLLWWWL WWWLLWWWL", "smolvlm": "WWWLLLLLL WWWLLLLLL",
+}  # fmt: skip
+"""Outcomes for CHATS, of TRL's training template and of the stock one; letters as in :func:`outcome`."""
+FAST = ("qwen3", "gptoss", "gemma")
+PROMPT = {"tokenize": False, "add_generation_prompt": True}
+
+
+def trained(tokenizer, messages, tools=None, **options):
+    """The text of every run of targets."""
+    tokens, mask = tokenizer.tokenize_messages(messages, tools=tools, **options)
+    return runs_of(tokenizer, tokens, [not is_masked for is_masked in mask])
+
+
+def runs_of(tokenizer, tokens, are_targets):
+    texts, run = [], []
+    for token, is_target in zip([*tokens, 0], [*are_targets, False], strict=True):
+        if is_target:
+            run.append(token)
+        elif run:
+            texts.append(tokenizer.decode(run, skip_special_tokens=False))
+            run = []
+    return texts
+
+
+def outcome(tokenizer, trains_as, chat, tools):
+    """A letter: how targets differ from those that TRL's training template marks.
+
+    Equal; White space behind the stop token; Prompt, which TRL trains; Both; Header or stop token that the
+    prompt lacks and TRL does not train. Refused: renders history otherwise (R), leaves a key out (L), no stop
+    token (S). The template raises (X), or has another text than TRL's (O).
+    """
+    inner = tokenizer.tokenizer
+    try:
+        theirs = trains_as.apply_chat_template(
+            chat, tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        inner.apply_chat_template(chat, tools)
+    except Exception:
+        return "X"
+    try:
+        tokens, mask = tokenizer.tokenize_messages(chat, tools=tools)
+    except SampleError as error:
+        letters = {"otherwise": "R", "out": "L", "no stop token": "S", "fails": "X"}
+        (letter,) = [letter for word, letter in letters.items() if word in str(error)]
+        return letter
+    if tokens != theirs["input_ids"]:
+        return "O"
+    found = set()
+    ours, theirs = [not is_masked for is_masked in mask], theirs["assistant_masks"]
+    answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    prompts = [inner.apply_chat_template(chat[:i], tools, **PROMPT)[-60:] for i in answers]
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a == b:
+            continue
+        following = next((j for j in range(i, len(ours)) if ours[j] and theirs[j]), i)
+        last = max((j for j in range(i) if ours[j]), default=0)
+        text = inner.decode(tokens[i:following])
+        if a:
+            assert tokens[i] in tokenizer.stop_tokens or (text and all(ours[i:following]))
+            found.add("H")
+        elif (
+            tokens[last] in tokenizer.stop_tokens
+            and inner.decode(tokens[last + 1 : i + 1]).isspace()
+        ):
+            found.add("W")
+        else:
+            assert all(theirs[i:following])
+            assert any(text and text in prompt for prompt in prompts)
+            found.add("P")
+    return {"": "E", "PW": "B", "HW": "H"}.get("".join(sorted(found)), "".join(sorted(found)))
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in TABLE])
+def test_targets_are_those_of_trl_but_for_named_differences(name, tmp_path):
+    found = [stops for start, stops in STOPS.items() if name.startswith(start)]
+    stops = found[0] if found else ["<|im_end|>", "<|endoftext|>"]
+    texts = [(TEMPLATES / f"{name}{which}.jinja").read_text() for which in ("_training", "")]
+    both = [
+        tokenizer_of(tmp_path / str(len(text)), text, stops, date="2026-01-31") for text in texts
+    ]
+    chats = CHATS
+    if name in ("llava_next", "idefics3", "smolvlm"):
+        chats = [([in_blocks(message) for message in chat], tools) for chat, tools in CHATS]
+    rows = ["".join(outcome(each, both[0].tokenizer, *chat) for chat in chats) for each in both]
+    assert " ".join(rows) == TABLE[name]
+
+
+def in_blocks(message):
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def test_the_table_has_every_pair_of_trl():
+    pairs = {path.stem.removesuffix("_training") for path in TEMPLATES.glob("*_training.jinja")}
+    assert set(TABLE) == pairs
+    rows = [row.split() for row in TABLE.values()]
+    training, stock = (Counter("".join(column)) for column in zip(*rows, strict=True))
+    assert training == {"E": 24, "W": 50, "P": 20, "B": 74, "H": 4, "R": 10, "L": 81, "X": 16}
+    assert stock == {
+        **training,
+        "E": 16,
+        "W": 46,
+        "P": 17,
+        "B": 65,
+        "R": 23,
+        "L": 77,
+        "X": 20,
+        "S": 8,
+        "O": 3,
+    }
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    """Drops thinking of earlier turns, so that history is rendered otherwise."""
+    return tokenizer_of(tmp_path / "qwen3", (TEMPLATES / "qwen3.jinja").read_text())
+
+
+@pytest.fixture
+def chatml(tmp_path):
+    return tokenizer_of(tmp_path / "chatml", CHATML)
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_tools_and_thinking_are_trained_as_they_are_rendered(qwen3):
+    assert trained(qwen3, CHATS[8][0], TOOLS) == [
+        '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
+        "</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nIt is sunny.<|im_end|>",
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def targets(tokenizer, sample, keys=("tokens", "labels")):
+    """The texts that a sample's labels train."""
+    tokens, labels = (list(sample[key]) for key in keys)
+    assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
+    return runs_of(tokenizer, tokens, [label != -100 for label in labels])
+
+
+def test_a_conversation_dataset_keeps_tool_calls_and_weights(qwen3, write):
+    """Arguments are OpenAI's JSON strings; those of one row do not get keys of another's."""
+    as_json = {**USE[1], "tool_calls": [call(city="Paris")]}
+    as_json["tool_calls"][0]["function"]["arguments"] = '{"city":"Paris"}'
+    other = [USE[0], {**say("assistant"), "content": None, "tool_calls": [call(days=2)]}]
+    weighted = [*CHATS[8][0][:3], {**USE[3], "weight": 0}]
+    path = write(*({"messages": m, "tools": TOOLS} for m in ([USE[0], as_json], other, weighted)))
+    dataset = conversation_dataset(qwen3, path)
+    assert len(dataset) == 3
+    for row in range(3):
+        text = qwen3.decode(dataset[row]["tokens"], skip_special_tokens=False)
+        arguments = re.findall(r'"arguments": (\{".*?\})\}', text)
+        assert arguments == ['{"days": 2}' if row == 1 else '{"city": "Paris"}']
+        assert "# Tools" in text
+    (only,) = targets(qwen3, dataset[2])
+    assert only == trained(qwen3, CHATS[8][0], TOOLS)[0]
+
+
+def test_history_rendered_otherwise_is_refused_and_split_turns_trains_every_turn(qwen3, write):
+    path = write({"messages": TWO}, {"messages": THINK})
+    whole = CheckedDataset(conversation_dataset(qwen3, path), "dataset", lambda sample, _: sample)
+    with pytest.raises(
+        SampleError, match=r"sample 1 of dataset: line 2 of .*: turn 1 \(assistant\): .*split_turns"
+    ):
+        whole[1]
+    split = conversation_dataset(qwen3, path, split_turns=True)
+    found = [targets(qwen3, split[i]) for i in range(len(split))]
+    empty, two = "<think>\n\n</think>\n\n", "<think>\nTwo.\n</think>\n\n"
+    ends = [f"{text}<|im_end|>" for text in ("It is 4.", "6, I think.")]
+    assert found == [[f"{thought}{end}"] for thought in (empty, two) for end in ends]
+    last = folder_tokenizer(str(qwen3._path), train_on_last=True)
+    assert trained(last, THINK) == found[3]
+
+
+def test_turns_may_be_masked_and_inputs_trained(chatml):
+    messages = [Message(role=each["role"], content=each["content"], masked=True) for each in TWO]
+    assert trained(chatml, messages) == []
+    messages[3].masked = False
+    assert trained(chatml, messages) == ["6, I think.<|im_end|>"]
+    messages[2].masked = False
+    user = "<|im_start|>user\n3 + 3?<|im_end|>\n"
+    assert trained(chatml, messages) == [user, "6, I think.<|im_end|>"]
+    tokens, mask = chatml.tokenize_messages(messages)
+    short = folder_tokenizer(str(chatml._path), max_seq_len=50)
+    assert short.tokenize_messages(messages) == (tokens[:50], mask[:50])
+    assert len(tokens) > 50
+
+
+def test_the_start_does_not_depend_on_what_an_answer_begins_with(tmp_path):
+    """The prompt opens a thought that no answer has; the answer begins with a part of its text."""
+    chat = [TWO[0], say("assistant", "[the 4]")]
+    thought = CHATML.replace("assistant\n'", "assistant\n[thought]'")
+    assert trained(tokenizer_of(tmp_path / "a", thought), chat) == ["[the 4]<|im_end|>"]
+    plain = thought.replace("<|im_start|>", "").replace("\n", " ").replace("'<|im_end|> '", END)
+    # The token " assistant" begins before the turn and ends in it.
+    assert trained(tokenizer_of(tmp_path / "b", plain), chat) == [" assistant [the 4]<|im_end|>"]
+
+
+END = "('<|im_end|>' if m.role == 'assistant' else ' ')"
+MORE = "{% if loop.last and m.role == 'assistant' %}Bye.<|im_end|>{% endif %}{% endfor %}"
+TAIL = "{% endfor %}{% if not add_generation_prompt %}{{ (messages | last).content | length }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("change", "chat", "error"),
+    [
+        (("{% endfor %}", TAIL), TWO[:2], r"turn 1 \(assistant\): its content changes tokens or targets"),
+        (("+ m.content", "+ (m.content if messages[0].content | length < 8 else 'x')"), TWO[:2], "turn 0 .*its content"),
+        (("+ m.content", "+ (m.content if m.role == 'assistant' else '')"), TWO[:2], r"turn 0 \(user\): .*content out"),
+        (("+ m.content", "+ (m.content if loop.last else m.content | upper)"), TWO, "turn 1 .* renders it otherwise"),
+        (("{% endfor %}", MORE), TWO, "turn 1 .* renders it otherwise"),
+        (("{% for m", "{{ messages | length }}{% for m"), TWO, "turn 1 .* renders what precedes it otherwise"),
+        (("<|im_end|>", "<|end|>"), TWO[:2], r"turn 1 .* no stop token .*generation_config\.json"),
+        (("{% for m", "{{ raise_exception('no') }}{% for m"), TWO[:2], "chat template fails: no"),
+        (("", ""), [TWO[0], say("assistant", "a<|im_end|>")], r"turn 1 .* special token <\|im_end\|>"),
+        (("", ""), [TWO[0], {**TWO[1], "reasoning_content": "a"}], "leaves its reasoning_content out"),
+        (("", ""), TWO[1:2], "chat template fails"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_determine_targets_is_refused(change, chat, error, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, CHATML.replace(*change))
+    with pytest.raises(SampleError, match=error):
+        tokenizer.tokenize_messages(chat)
+
+
+def test_datasets_of_torchtune_train_answers(chatml, write):
+    chats = {"messages": TWO, "conversations": [
+        {"from": {"user": "human", "assistant": "gpt"}[each["role"]], "value": each["content"]} for each in TWO
+    ]}  # fmt: skip
+    pair = {"instruction": "2 + 2?", "input": "", "output": "It is 4."}
+    path = {
+        "source": "json",
+        "data_files": write({**chats, **pair}, name="a.json"),
+        "split": "train",
+    }
+    answers = ["It is 4.<|im_end|>", "6, I think.<|im_end|>"]
+    for style, column in (("openai", "messages"), ("sharegpt", "conversations")):
+        dataset = chat_dataset(chatml, **path, conversation_style=style, conversation_column=column)
+        assert targets(chatml, dataset[0]) == answers
+    columns = {"input": "instruction", "output": "output"}
+    instructed = instruct_dataset(chatml, **path, column_map=columns)
+    assert targets(chatml, instructed[0]) == answers[:1]
+    user, answer = targets(chatml, alpaca_dataset(chatml, **path)[0])  # trains on its input
+    assert (user[:17], answer) == ("<|im_start|>user\n", answers[0])
+    text = text_completion_dataset(chatml, **path, column="output")
+    assert targets(chatml, text[0]) == ["It is 4.<|im_end|>"]
+    sides = {"chosen": TWO[:2], "rejected": [TWO[0], say("assistant", "5")]}
+    path["data_files"] = write(sides, name="b.json")
+    (pair,) = preference_dataset(chatml, **path)
+    for side, expected in (("chosen", answers[0]), ("rejected", "5<|im_end|>")):
+        assert targets(chatml, pair, (f"{side}_input_ids", f"{side}_labels")) == [expected]
+    path["data_files"] = write({"messages": USE[:3]}, name="c.json")
+    used = chat_dataset(chatml, **path, conversation_style="openai", conversation_column="messages")
+    with pytest.raises(SampleError, match=r"lose tool calls.*conversation_dataset"):
+        used[0]
+
+
+def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
+    """With workers, which are forked after the tokenizer was used."""
+    model = {**tiny.MODEL, "vocab_size": chatml.vocab_size}
+    (weights := tmp_path / "weights").mkdir()
+    torch.save(tiny.tiny_model(model).state_dict(), weights / "weights.pt")
+    config = tiny_config(
+        tmp_path,
+        model=model,
+        tokenizer={
+            "_component_": f"{MODULE}.folder_tokenizer",
+            "path": str(chatml._path),
+            "max_seq_len": 60,
+        },
+        dataset={
+            "_component_": f"{MODULE}.conversation_dataset",
+            "path": write(*[{"messages": TWO}] * 8),
+        },
+        sample_prompts=["2 + 2?"],
+        sample_every_n_steps=1,
+        sample_max_new_tokens=3,
+        num_workers=2,
+    )
+    config["checkpointer"]["checkpoint_files"] = ["weights.pt"]
+    logged = run_recipe(config)
+    assert len([each for each in logged if "loss" in each]) == 2
+    assert "forked" not in capfd.readouterr().err
+
+
+def test_embedded_data_have_the_tokens_of_torchtunes_tokenizer(tmp_path):
+    """Targets differ by the header, which torchtune trains, and by the EOS, which ends a generation, too."""
+    rows = [(f"What does `f{i}` do?", f"Returns {i} of  many.\n\nOr none.") for i in range(60)]
+    path = tmp_path / "docstrings.json"
+    path.write_text(json.dumps(rows))
+    theirs = docstring_tokenizer(str(tmp_path / "tokenizer.model"), str(path), 560)
+    stops = {"eos_token_id": theirs.stop_tokens}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stops))
+    both = ours, theirs = folder_tokenizer(str(tmp_path)), theirs
+    assert check_same_tokens(ours, theirs, None) is None
+    for same in ("pad_id", "bos_id", "eos_id", "vocab_size"):
+        assert getattr(ours, same) == getattr(theirs, same)
+    assert set(ours.stop_tokens) == set(theirs.stop_tokens)
+    assert ours.encode("One f.") == theirs.encode("One f.")
+    assert _tokens_of(ours, "Why?") == _tokens_of(theirs, "Why?")
+    eot, end = "<|eot_id|>", "<|end_of_text|>"
+    assert trained(ours, TWO) == [f"It is 4.{eot}", f"6, I think.{eot}{end}"]
+    for make, sides in ((docstring_dataset, ("",)), (word_order_dataset, ("chosen_", "rejected_"))):
+        samples = [list(make(each, str(path), num_validation_samples=9)) for each in both]
+        for side in sides:
+            keys = ("tokens" if side == "" else f"{side}input_ids", f"{side}labels")
+            for a, b in zip(*samples, strict=True):
+                assert list(a[keys[0]]) == list(b[keys[0]])
+                (answer,), (with_header,) = (targets(ours, each, keys) for each in (a, b))
+                header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+                assert header + answer == with_header + end
+
+
+def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
+    with pytest.raises(ValueError, match=r"^tokenizer\.path=.*no tokenizer\.json"):
+        folder_tokenizer(str(tmp_path))
+    base = tokenizer_of(tmp_path / "base", None)
+    assert base.decode(base.encode("It is.")) == "It is."
+    with pytest.raises(SampleError, match=r"tokenizer\.path=.*no chat template.*text_completion"):
+        base({"messages": TWO})
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    with pytest.raises(ValueError, match=r"^tokenizer\.date=None: .*2\d\d\d-\d\d-\d\d"):
+        tokenizer_of(tmp_path / "dated", dated)
+    again = pickle.loads(pickle.dumps(tokenizer_of(tmp_path / "dated", dated, date="2026-01-31")))
+    assert again.decode(again({"messages": TWO})["tokens"]).startswith("31 Jan 2026")
+    with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
+        conversation_dataset(object(), write())
+    Path(write()).write_text('\n{"messages": 3}\n{"mess')
+    for split_turns in (False, True):
+        dataset = conversation_dataset(base, str(tmp_path / "rows.jsonl"), split_turns)
+        for index, line in enumerate((2, 3)):
+            with pytest.raises(
+                SampleError, match=f"^line {line} of .*: (TypeError|JSONDecodeError): "
+            ):
+                dataset[index]
