@@ -9,7 +9,7 @@ import torchtune
 from omegaconf import OmegaConf
 from programs import tune_run_here
 from torchtune import config
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from recipe_utils.run.log import read_metrics
 from recipe_utils.tune.registry import config_path
@@ -18,6 +18,8 @@ FULL = ("full_finetune_update_step", "llama3_2/5M_full_update_step")
 LORA = ("lora_finetune_update_step", "llama3_2/5M_lora_update_step")
 DPO = ("full_dpo_update_step", "llama3_2/5M_full_dpo_update_step")
 KD = ("knowledge_distillation_update_step", "llama3_2/5M_to_1M_KD_update_step")
+QWEN3 = ("full_finetune_update_step", "qwen3/5M_full_update_step")
+QWEN3_LORA = ("lora_finetune_update_step", "qwen3/5M_lora_update_step")
 GENERATION = config_path("llama3_2/5M_generation")
 GENERATE = str(Path(torchtune.__file__).parents[1] / "recipes" / "generate.py")
 
@@ -95,6 +97,26 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
     assert "Write `shlex.join`.\n\n" in answer(
         GENERATION, *folders, "prompt.user=Write `shlex.join`."
     )
+
+
+@pytest.mark.slow
+def test_a_folder_of_transformers_is_trained_from_scratch_and_then_with_adapters(tmp_path):
+    """Fresh weights, exported with the tokenizer; adapters by its chat template, merged and for PEFT."""
+    first, second = tmp_path / "full", tmp_path / "lora"
+    each = ("run_val_every_n_steps=5", "optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=4")
+    train(QWEN3, first, "max_steps_per_epoch=10", *each)
+    train(QWEN3_LORA, second, f"checkpoint_dir={first}/epoch_0", "max_steps_per_epoch=10", *each)
+    for folder in (first, second):
+        val_losses = logged(folder, "val_loss")
+        assert val_losses[-1] < val_losses[0] - 0.1
+        model = AutoModelForCausalLM.from_pretrained(folder / "epoch_0")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "epoch_0")
+        prompt = [{"role": "user", "content": "What does `os.path.join` do?"}]
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
+    assert (second / "epoch_0" / "adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ import json
 import re
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torchtune
 import yaml
 from omegaconf import OmegaConf
@@ -14,10 +16,14 @@ from torchtune.modules import MultiHeadAttention
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+from transformers import AutoConfig
 
 from recipe_utils.data.images.multi_crop import check_fits
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.model.transformers import decoder
+from recipe_utils.model.transformers.decoder_types import tiny_config_of
+from recipe_utils.model.transformers.probe import prove
 from recipe_utils.model.vision.vision_transformer import with_heads
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import all_keys_of
@@ -31,7 +37,34 @@ TRAINING = [
     for name in configs
     if "benchmark" not in name and "generation" not in name
 ]
-TEXT = [name for name in TRAINING if "B_" in name]
+OF_TRANSFORMERS: dict[str, tuple[float, str, dict[str, Any]]] = {  # published size, way, config.json
+    "qwen3/0.6B_full_update_step": (0.596e9, "positions", {
+        "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True,
+    }),
+    "qwen3/8B_full_update_step": (8.19e9, "positions", {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+    }),
+    "gemma3/1B_full_update_step": (1.00e9, "positions", {
+        "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "sliding_window": 512,
+        "vocab_size": 262144,
+    }),
+    "smollm3/3B_full_update_step": (3.08e9, "positions", {
+        "model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "intermediate_size": 11008, "tie_word_embeddings": True, "vocab_size": 128256,
+    }),
+    "lfm2/1.2B_full_update_step": (1.17e9, "by_document", {
+        "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "vocab_size": 65536,
+    }),
+    "gpt_oss/20B_lora_update_step": (20.9e9, "masks", {
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
+    }),
+}  # fmt: skip
+TEXT = [name for name in TRAINING if "B_" in name and name not in OF_TRANSFORMERS]
 PREFERENCES = [name for name in TEXT if "B_full_dpo_" in name]
 PARAMETERS = {  # as published
     "llama3_2/1B_full_update_step": 1.24e9,
@@ -129,7 +162,7 @@ def test_configs_are_registered_and_tested_here():
     assert sorted(f"{name}.yaml" for name in registered) == sorted(files)
     assert all(recipe_path(recipe).is_file() for recipe in RECIPES)
     assert {*PARAMETERS, *ADAPTERS, *PREFERENCES, *TEACHERS} == {*TEXT}
-    embedded = {*TRAINING} - {*TEXT, *BACKBONES}
+    embedded = {*TRAINING} - {*TEXT, *BACKBONES, *OF_TRANSFORMERS}
     assert all(re.search("/(5M|digits)_", name) for name in embedded)
 
 
@@ -141,6 +174,9 @@ def test_a_config_is_short_accepted_and_names_its_commands(name, tmp_path):
     assert f"# All keys: python -m recipe_utils.settings {recipe}\n" in text
     assert f"{recipe} --config {name}\n" in text
     here = {"output_dir": str(tmp_path), "device": "cpu", "dtype": "fp32"}
+    if "lora_causal_lm" in text or name in OF_TRANSFORMERS:  # the model chooses the plan
+        tiny_config_of("qwen3").save_pretrained(tmp_path / "in")
+        here["checkpoint_dir"] = str(tmp_path / "in")
     read_settings(OmegaConf.merge(load(name), here), settings_of(recipe))
     for key in ("checkpoint_dir", "teacher_dir"):
         assert (
@@ -267,6 +303,34 @@ def test_a_model_has_its_published_size_and_the_memory_in_its_header(name):
         expected += [2 * PARAMETERS[TEACHERS[name]], 2 * num_outputs(teacher) * width]
     gigabytes = [pytest.approx(number / 1e9, rel=0.02, abs=0.05) for number in expected]
     assert memory_in_header(name) == gigabytes
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_header(name):
+    parameters, _, described = OF_TRANSFORMERS[name]
+    with torch.device("meta"):
+        model = decoder.build(AutoConfig.for_model(**described), "eager")
+    assert size(model) == pytest.approx(parameters, rel=0.01)
+    cfg = load(name)
+    assert cfg.max_tokens_per_microbatch == cfg.batch_size * cfg.tokenizer.max_seq_len
+    assert cfg.batch_size * cfg.gradient_accumulation_steps == SAMPLES
+    trained = size(model)
+    if "_lora_" in name:
+        linears = [
+            m for n, m in model.named_modules() if n.endswith(tuple(cfg.model.target_modules))
+        ]
+        trained = 8 * sum(m.in_features + m.out_features for m in linears)
+    expected = [trained * 4 * {"fp32": 4, None: 2}[cfg.get("weights_dtype")]]
+    expected += [2 * size(model)] if "_lora_" in name else []
+    found = memory_in_header(name)
+    assert found == [pytest.approx(number / 1e9, rel=0.02, abs=0.05) for number in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_model_of_transformers_is_packed_in_its_way_at_its_real_widths(name):
+    _, way, described = OF_TRANSFORMERS[name]
+    assert prove(AutoConfig.for_model(**described), "sdpa").way == way
 
 
 @pytest.mark.parametrize("name", BACKBONES)

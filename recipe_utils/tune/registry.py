@@ -26,6 +26,12 @@ RECIPES = {
         "gemma2/2B_full_update_step",
         "mistral/7B_full_update_step",
         "phi4/14B_full_update_step",
+        "qwen3/5M_full_update_step",
+        "qwen3/0.6B_full_update_step",
+        "qwen3/8B_full_update_step",
+        "gemma3/1B_full_update_step",
+        "smollm3/3B_full_update_step",
+        "lfm2/1.2B_full_update_step",
     ),
     "lora_finetune_update_step": (
         "llama3_2/5M_lora_update_step",
@@ -37,6 +43,8 @@ RECIPES = {
         "llama3_1/8B_qlora_update_step",
         "qwen2_5/0.5B_lora_update_step",
         "qwen2_5/7B_lora_update_step",
+        "qwen3/5M_lora_update_step",
+        "gpt_oss/20B_lora_update_step",
     ),
     "full_dpo_update_step": (
         "llama3_2/5M_full_dpo_update_step",
@@ -67,6 +75,7 @@ RECIPES = {
         "llama3_2/5M_to_1M_KD_lora_benchmark",
         "llama3_2/5M_benchmark_packed_dataset",
         "llama3_2/5M_benchmark_saving",
+        "llama3_2/5M_transformers_benchmark",
     ),
 }
 """Recipe name -> its configs (``configs/NAME.yaml``), the default first."""
