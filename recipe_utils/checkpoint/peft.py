@@ -89,6 +89,12 @@ def read_peft_of_transformers(path: Path) -> tuple[dict[str, Tensor], dict[str, 
         raise ValueError(f"{key}: {error}; {text}") from error
     values: dict[str, Any] = {
         "alpha_pattern": ({}, None),
+        "bias": ("none", None),
+        "fan_in_fan_out": (False, None),
+        "layers_to_transform": (None,),
+        "modules_to_save": (None, []),
+        "peft_type": ("LORA", None),
+        "trainable_token_indices": (None,),
         "init_lora_weights": (True, False, "gaussian", None),
     }
     for name, supported in values.items():  # other initial values change the base

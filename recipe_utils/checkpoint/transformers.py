@@ -1,5 +1,7 @@
 """Checkpoints that are folders in the format of transformers."""
 
+import json
+import re
 import shutil
 from collections.abc import Mapping
 from itertools import chain
@@ -18,7 +20,8 @@ from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_o
 _PREFIX = "model."
 """Of the names of :class:`recipe_utils.model.transformers.decoder.Decoder`."""
 disable_progress_bar()
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""How the names of files with weights end."""
 
 
 class FolderCheckpointer:
@@ -36,7 +39,8 @@ class FolderCheckpointer:
         should_load_recipe_state: no effect.
 
     Raises:
-        ValueError: there are no weights and no ``seed``.
+        ValueError: there are no weights and no ``seed``, weights and a ``seed``, or an export would
+            replace the folder.
     """
 
     def __init__(
@@ -52,11 +56,23 @@ class FolderCheckpointer:
         self._output_dir = Path(output_dir)
         self._seed = seed
         self._adapters = Path(output_dir, adapter_checkpoint) if adapter_checkpoint else None
-        if seed is None and not any(self._checkpoint_dir.glob("*.safetensors")):
+        key = f"checkpointer.checkpoint_dir={checkpoint_dir}"
+        if self._checkpoint_dir.exists() and not self._checkpoint_dir.is_dir():
+            raise ValueError(f"{key}: it is no folder; set it to a folder of transformers")
+        found = sorted(
+            path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS)
+        )
+        if seed is None and not any(name.endswith(".safetensors") for name in found):
             raise ValueError(
-                f"checkpointer.checkpoint_dir={checkpoint_dir}: it has no *.safetensors; set another folder, or "
-                "checkpointer.seed for fresh weights"
+                f"{key}: it has no *.safetensors; set another folder, or checkpointer.seed for fresh weights"
             )
+        if seed is not None and found:
+            raise ValueError(
+                f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({found[0]}); remove this key"
+            )
+        is_export = re.fullmatch(r"epoch_\d+|export_step_\d+|best", self._checkpoint_dir.name)
+        if is_export and self._checkpoint_dir.resolve().parent == self._output_dir.resolve():
+            raise ValueError(f"{key}: an export would replace it; set another output_dir")
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Returns full weights and given adapters on the CPU, by the names of ``Decoder``.
@@ -79,12 +95,31 @@ class FolderCheckpointer:
     def _mapped_weights(self) -> dict[str, Tensor] | None:
         """Returns the weights of the files; None if the model has others."""
         found: dict[str, Tensor] = {}
-        for path in sorted(self._checkpoint_dir.glob("*.safetensors")):
-            found |= load_file(path)
+        for path in self._files():
+            try:
+                found |= load_file(path)
+            except Exception as error:  # safetensors has a class of its own
+                raise ValueError(f"{path}: it cannot be read ({error})") from error
         with torch.device("meta"):
             names = names_of_weights(_new_model(self._checkpoint_dir))
         is_whole = names.keys() <= found.keys() <= {*names, *chain(*names.values())}
-        return {name: found[name] for name in names} if is_whole else None
+        if not is_whole or not all(found[name].is_floating_point() for name in names):
+            return None
+        for name, others in names.items():
+            for other in others:
+                if other in found and not torch.equal(found[other], found[name]):
+                    raise ValueError(
+                        f"{other} and {name} differ, and config.json ties them; set tie_word_embeddings to false there"
+                    )
+        return {name: found[name] for name in names}
+
+    def _files(self) -> list[Path]:
+        """Returns the files that ``from_pretrained`` reads: those of the index, or the one without."""
+        index = self._checkpoint_dir / "model.safetensors.index.json"
+        names = {"model.safetensors"}
+        if not (self._checkpoint_dir / "model.safetensors").is_file() and index.is_file():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        return [path for name in sorted(names) if (path := self._checkpoint_dir / name).is_file()]
 
     def _converted_weights(self) -> dict[str, Tensor]:
         """Returns weights that transformers reads or, without files, initializes."""
@@ -114,7 +149,7 @@ class FolderCheckpointer:
         folder = self._output_dir / f"epoch_{epoch}"
         folder.mkdir(parents=True)
         for path in self._checkpoint_dir.iterdir():
-            if path.is_file() and not path.name.endswith(_WEIGHTS):
+            if path.is_file() and not path.name.endswith(WEIGHTS):
                 shutil.copy(path, folder)
         if training.ADAPTER_KEY in state_dict:
             adapters = _without_prefix(state_dict[training.ADAPTER_KEY])

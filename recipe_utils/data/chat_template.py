@@ -21,6 +21,8 @@ Owned = list[tuple[int, int | None]]
 """Tokens, each with the index of the message whose target it is; None if masked."""
 _TEXT = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
 _NO_TEXT = ("name", "id", "type")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_KEYS = {"role", "weight", "name", "tool_call_id", *_TEXT}
 
 
 class FolderTokenizer:
@@ -48,6 +50,8 @@ class FolderTokenizer:
         if not Path(path, "tokenizer.json").is_file():
             text = "no tokenizer.json; set it to a folder of transformers with a fast tokenizer"
             raise ValueError(f"tokenizer.path={path}: {text}")
+        if max_seq_len is not None and max_seq_len < 1:
+            raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
         self.tokenizer = inner = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self.max_seq_len, self.vocab_size = max_seq_len, len(inner)
         self._path, self._train_on_last = Path(path), train_on_last
@@ -206,7 +210,8 @@ class FolderTokenizer:
         """
         for index, message in enumerate(chat):
             keys = [key for key in _TEXT if message.get(key)]
-            kind = (message["role"], *keys, trains[index], index + 1 == len(chat), tools is None)
+            types = [(key, type(message[key])) for key in keys]
+            kind = (message["role"], *types, trains[index], index + 1 == len(chat), tools is None)
             for key in () if kind in self._proved else keys:
                 changed = [*chat]
                 changed[index] = {**message, key: _changed(message[key])}
@@ -303,6 +308,23 @@ def _in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
             text = "torchtune's messages lose tool calls, and images are not supported"
             raise SampleError(f"{text}; set dataset to a conversation_dataset")
         return {"role": message.role, "content": message.text_content}, not message.masked
+    role, content, weight = (message.get(key) for key in ("role", "content", "weight"))
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    has_text = bool(content) or any(message.get(key) for key in _TEXT)
+    for is_wrong, text in (
+        (role not in _ROLES, f"role={role!r}: set it to one of {', '.join(_ROLES)}"),
+        (message.keys() - _KEYS, f"unknown keys {sorted(message.keys() - _KEYS)}; remove them"),
+        (
+            weight not in (None, 0, 1) or isinstance(weight, str),
+            f"weight={weight!r}: set it to 0 or 1",
+        ),
+        (weight == 1 and role != "assistant", f"weight=1 of a {role}: only assistants train"),
+        (not has_text and content != "", f"content={content!r}: it has no text"),
+        (not isinstance(content, str | list | None), f"content={content!r}: it is no text"),
+        (any(part.get("type") != "text" for part in parts), "content: only text is supported"),
+    ):
+        if is_wrong:
+            raise SampleError(text)
     openai = {key: value for key, value in message.items() if key != "weight"}
     openai["tool_calls"] = calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:

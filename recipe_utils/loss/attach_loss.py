@@ -92,6 +92,11 @@ def attach_loss(model: nn.Module, loss_fn: Any, backward_in_parts: bool = False)
     summed_loss = SummedLoss(loss_fn)
     if hasattr(decoder, "output"):
         summed_loss.check(getattr(decoder.output, "tied_module", decoder.output).weight.size(0))
+    if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
+        raise ValueError(
+            f"loss: {type(loss_fn).__name__} needs a torchtune TransformerDecoder, {type(model).__name__} is "
+            "none; use recipe_utils.loss.LinearCrossEntropyLoss"
+        )
     if hasattr(loss_fn, "num_output_chunks"):
         num_chunks: int = loss_fn.num_output_chunks
         model.set_num_output_chunks(num_chunks)  # type: ignore[operator]

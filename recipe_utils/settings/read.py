@@ -114,8 +114,9 @@ def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> I
     for key in (defaults.keys() & known) - cfg.keys():
         try:
             cfg[key] = defaults[key](**arguments)
-        except (ValueError, TypeError) as error:
-            yield Problem(key, f"the model chooses it, which cannot be built: {error}")
+        except Exception as error:  # any: transformers raises many classes for a wrong config.json
+            text = str(error) or type(error).__name__
+            yield Problem(key, f"the model chooses it, which cannot be built: {text}")
 
 
 def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:

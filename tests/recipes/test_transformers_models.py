@@ -29,6 +29,7 @@ HSDP = {"data_parallel_replicate_dim": 2}
     [
         (OF_WAYS, [PACKED], 1),
         (("lfm2",), [RECOMPUTED], 2),
+        slow(("qwen3",), [{**PACKED, "ac_mode": "selective", "ac_option": 2}], 2),
         slow((*OF_WAYS, "gemma3_text", "qwen3_moe"), [PADDED, RECOMPUTED, {}], 1),
         slow(
             (*OF_WAYS, "gemma3_text", "qwen3_moe"),

@@ -350,8 +350,11 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         model = training.prepare_mha_for_tp(model, ranks.mesh["tp"])
         plan = dict(config.instantiate(OmegaConf.create(settings.tensor_parallel_plan)))
         parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
-    if settings.enable_activation_checkpointing and hasattr(model, "recompute_layers"):
-        model.recompute_layers()  # type: ignore[operator]
+    recomputes = settings.enable_activation_checkpointing or settings.ac_mode is not None
+    if recomputes and hasattr(model, "recompute_layers"):
+        if settings.ac_option == "op":
+            raise ValueError("ac_option=op: not with a model of transformers; set it to a number")
+        model.recompute_layers(settings.ac_option or 1)  # type: ignore[operator]
     elif settings.enable_activation_checkpointing:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}

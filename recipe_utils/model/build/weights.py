@@ -46,10 +46,20 @@ def load_model(
     """
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
-        frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed)
+        described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
+        frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
         log_rank_zero(_log, text, logging.WARNING)
     return checkpoint, frozen
+
+
+def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[str, str]:
+    """Returns a fingerprint of the ``config.json`` of a model of transformers; empty for another model.
+
+    Raises ValueError if that in the ``folder`` of its weights describes another model.
+    """
+    decoder: Any = next((m for m in model.modules() if hasattr(m, "proof")), None)  # or a stage
+    return {} if decoder is None else {"config.json": decoder.fingerprint(folder)}
 
 
 def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:

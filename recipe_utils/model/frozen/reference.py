@@ -19,7 +19,11 @@ from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.weights import check_weights, crc32_of_weights
+from recipe_utils.model.build.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+)
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_without_adapters
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
@@ -143,6 +147,8 @@ class Reference:
             crc32 = crc32_of_weights(weights, self._ranks.cpu_group)
             if not adapters.modules:
                 check_weights(self._whole, weights)
+                own = self._checkpointer or policy_checkpointer
+                fingerprint_of_config(self._whole, getattr(own, "_checkpoint_dir", None))
 
         def own_model() -> FrozenModel:
             nonlocal checkpoint

@@ -31,7 +31,11 @@ from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
-from recipe_utils.model.build.weights import check_weights, crc32_of_weights
+from recipe_utils.model.build.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+)
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import (
     FrozenModel,
@@ -230,6 +234,7 @@ class Teacher:
             weights = checkpoint[training.MODEL_KEY]
             crc32 = crc32_of_weights(weights, self._ranks.cpu_group)
             check_weights(self._whole, weights)
+            fingerprint_of_config(self._whole, getattr(self._checkpointer, "_checkpoint_dir", None))
             output = None
             if settings.teacher_cache == "hidden" and self._ranks.has_last_stage:
                 output = output_layer_alone(

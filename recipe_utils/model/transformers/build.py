@@ -1,5 +1,6 @@
 """Builds a decoder from a local folder of transformers."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from recipe_utils.checkpoint.transformers import WEIGHTS
 from recipe_utils.files import write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.model.transformers.probe import proof_of
@@ -55,6 +57,7 @@ def decoder_of(
     proof = proof_of(described, attention)
     log_once(f"{path}: {proof}")
     decoder = Decoder(model, proof)
+    decoder.path = path
     if decoder.max_seq_len < (
         getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
     ):
@@ -86,7 +89,7 @@ def log_once(text: str) -> None:
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes ``config.json``. Raises ValueError if the folder has weights or the type is unknown."""
-    if any(folder.glob("*.safetensors")):
+    if folder.is_dir() and any(path.name.endswith(WEIGHTS) for path in folder.iterdir()):
         raise ValueError(f"model.config: {folder} has weights and a config.json; remove this key")
     arguments = dict(config)
     model_type = arguments.pop("model_type", None)
@@ -94,8 +97,15 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model.config.model_type={model_type}: transformers {transformers.__version__} does not have it"
         )
+    make = CONFIG_MAPPING[model_type]
+    known = {*make.__dataclass_fields__, *make.attribute_map}
+    for name in arguments:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "take it out"
+            raise ValueError(f"model.config.{name}: {make.__name__} has no such argument; {hint}")
     folder.mkdir(parents=True, exist_ok=True)
-    content = CONFIG_MAPPING[model_type](**arguments).to_json_string(use_diff=False)
+    content = make(**arguments).to_json_string(use_diff=False)
     write_atomically(folder / "config.json", content)
 
 

@@ -4,6 +4,8 @@ Shapes: b rows, s positions, d width of the model, v vocabulary.
 """
 
 import copy
+import json
+import zlib
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -27,6 +29,12 @@ from recipe_utils.model.transformers.documents import (
     masked_by_document,
     run_by_document,
 )
+
+_NOT_COMPUTED = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Keys of ``config.json`` that change no logits."""
 
 
 def build(config: Any, attention: str) -> PreTrainedModel:
@@ -53,6 +61,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self.output: Any
+        self.path: str | None = None
         self.norm = nn.Identity()  # the hidden states are normalised
         self.proof = proof
         text: Any = model.config.get_text_config()
@@ -152,9 +161,9 @@ class Decoder(nn.Module):
         if not is_last:
             self.unembed = lambda hidden: hidden  # type: ignore[method-assign]
 
-    def recompute_layers(self) -> None:
-        """Recomputes every layer in the backward, with the documents of its forward."""
-        layers = set(map(id, self.layers))
+    def recompute_layers(self, interval: int = 1) -> None:
+        """Recomputes every ``interval``-th layer in the backward, with the documents of its forward."""
+        layers = set(map(id, self.layers[::interval]))
 
         def contexts() -> tuple[Any, Any]:  # called in the forward
             return nullcontext(), documents_of(*current_documents())
@@ -164,6 +173,21 @@ class Decoder(nn.Module):
             checkpoint_wrapper_fn=partial(checkpoint_wrapper, context_fn=contexts),
             check_fn=lambda module: id(module) in layers,
         )
+
+    def fingerprint(self, folder: str | None) -> str:
+        """Returns the CRC-32 of what ``config.json`` describes. Raises ValueError if that in ``folder`` differs."""
+        own, of_weights = (
+            AutoConfig.from_pretrained(each, local_files_only=True).get_text_config().to_dict()
+            for each in (self.path, folder)
+        )
+        for name in sorted((own.keys() | of_weights.keys()) - _NOT_COMPUTED):
+            if own.get(name) != of_weights.get(name):
+                raise ValueError(
+                    f"{folder}: its config.json has {name}={of_weights.get(name)}, and that of "
+                    f"model.path={self.path} has {own.get(name)}; set both to folders of one architecture"
+                )
+        described = {name: own[name] for name in sorted(own.keys() - _NOT_COMPUTED)}
+        return f"{zlib.crc32(json.dumps(described, default=str).encode()):08x}"
 
     def rope_init(self) -> None:
         """Computes the buffers that are not in the state dict, on the current device."""

@@ -58,7 +58,9 @@ def masked_by_document(attention: str, splits: bool) -> str:
         return attention
     name = f"{attention}_{'split' if splits else 'masked'}_by_document"
     make_mask = partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[attention], splits=splits)
-    attend = _attend_within_documents if splits else ALL_ATTENTION_FUNCTIONS[attention]
+    attend = ALL_ATTENTION_FUNCTIONS[attention]
+    if splits:  # compiled, it would be compiled again for each length
+        attend = torch.compiler.disable(_attend_within_documents)
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
     return name
@@ -91,7 +93,6 @@ def _mask(
     )
 
 
-@torch.compiler.disable  # it would be compiled again for each length
 def _attend_within_documents(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:

@@ -133,8 +133,9 @@ def prove(config: Any, attention: str, ways: Sequence[Way] = WAYS) -> Proof:
         torch.set_default_dtype(torch.float64)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), DoublePrecision():
             torch.manual_seed(_SEED)
-            make = _copies(cut(config), attention)
-            documents = [torch.randint(3, _NUM_TOKENS, (n,)) for n in _LENGTHS]
+            copied = cut(config)
+            make, num_tokens = _copies(copied, attention), copied.get_text_config().vocab_size
+            documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in _LENGTHS]
             found = _compare(make, documents, type(make()).__name__, ways)
     finally:
         torch.set_default_dtype(default)
@@ -210,7 +211,7 @@ def _compare(
             sharing = replace(own, shares_prefixes=way != "by_document")
             if (
                 sharing.shares_prefixes
-                and _error_of_shared(make, sharing) <= _BOUND
+                and _error_of_shared(make, documents, sharing) <= _BOUND
                 and _error_of_packed(Decoder(make(), sharing), documents, expected) <= _BOUND
             ):
                 own = sharing
@@ -302,10 +303,10 @@ def _of_row(decoder: Decoder, documents: Sequence[Tensor], hidden: Any = None) -
     return logits
 
 
-def _error_of_shared(make: Callable[[], Any], proof: Proof) -> float:
+def _error_of_shared(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> float:
     """Compares a row with a prefix-shared pair with its sides one at a time."""
     sizes = segment_lengths(_SHARED)
-    prefix, chosen, rejected, other = parts = [torch.randint(3, _NUM_TOKENS, (n,)) for n in sizes]
+    prefix, chosen, rejected, other = parts = torch.cat(list(documents))[: sum(sizes)].split(sizes)
     alone = [torch.cat([prefix, chosen]), torch.cat([prefix, rejected]), other]
     starts = (0, len(prefix), len(prefix), 0)
     ranges = [torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]

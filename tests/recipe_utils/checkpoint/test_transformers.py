@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_transformers import keys_of_folder, save_tiny
 from transformers import AutoModelForCausalLM
 
+from recipe_utils.files import CheckpointError
+
 TOKENS = torch.arange(3, 43)[None]
 
 
@@ -73,6 +75,32 @@ def test_an_export_of_quantized_weights_is_not_described_as_quantized(tiny_confi
     assert "quantization_config" not in (tmp_path / "out" / "epoch_0" / "config.json").read_text()
 
 
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_path):
+    """Between the save and the resume, and beside the weights that the model gets."""
+    config = tiny_config(
+        **save_tiny(tmp_path / "in", "qwen3"), save_every_n_steps=1, max_steps_per_epoch=2
+    )
+    run_recipe(config)
+    change_config(tmp_path / "in", rms_norm_eps=0.5)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        run_recipe({**config, "resume_from_checkpoint": True, "epochs": 2})
+    other = save_tiny(tmp_path / "other", "qwen3")["checkpointer"]
+    text = refusal({**config, "checkpointer": other, "output_dir": str(tmp_path / "out_2")})
+    assert "its config.json has rms_norm_eps=1e-06, and that of model.path" in text
+
+
+def test_files_beside_the_weights_are_not_read(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    weights = load_file(tmp_path / "in" / "model.safetensors")
+    save_file({n: t + 1 for n, t in weights.items()}, tmp_path / "in" / "zz_average.safetensors")
+    assert all((tensor < 0.9).any() for tensor in read(config)[0].values() if tensor.ndim > 1)
+
+
 def change_weights(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -85,10 +113,13 @@ def change_weights(folder, change):
         (lambda w: w.pop("model.norm.weight"), "missing keys: model.norm.weight"),
         (lambda w: w.update({"model.extra": torch.ones(1)}), "unexpected keys: model.extra"),
         (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight (3,) instead of (64,)"),
+        (lambda w: w.update({"lm_head.weight": w["lm_head.weight"] + 1}), "lm_head.weight and model.embed_tokens.weight differ"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_named(change, text, tiny_config, tmp_path):
     config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    if "lm_head" in text:
+        change_config(tmp_path / "in", tie_word_embeddings=True)
     change_weights(tmp_path / "in", change)
     assert text in refusal(config)
 
@@ -101,6 +132,14 @@ def test_fresh_weights_come_from_a_config_and_a_seed(tiny_config, tmp_path):
     shutil.rmtree(tmp_path / "in")
     assert "it has no *.safetensors; set another folder, or checkpointer.seed" in refusal(config)
     config["checkpointer"]["seed"] = 3
+    text = "in has weights (model.safetensors); remove this key"
+    again = {**config, **save_tiny(tmp_path / "in", "qwen3")}
+    again["checkpointer"]["seed"] = 3
+    assert text in refusal(again)
+    shutil.rmtree(tmp_path / "in")
+    config["model"]["config"]["hidden_sizes"] = 1
+    assert "Qwen3Config has no argument" in refusal(config).replace("such argument", "argument")
+    del config["model"]["config"]["hidden_sizes"]
     first, second = (read(config)[0] for _ in range(2))
     assert all((first[name] == second[name]).all() for name in first)
     config["checkpointer"]["seed"] = 4

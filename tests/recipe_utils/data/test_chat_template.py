@@ -23,7 +23,11 @@ from torchtune.datasets import (
     text_completion_dataset,
 )
 
-from recipe_utils.data.chat_template import conversation_dataset, folder_tokenizer
+from recipe_utils.data.chat_template import (
+    _in_openai_format,
+    conversation_dataset,
+    folder_tokenizer,
+)
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError
 from recipe_utils.embedded.stdlib_docs import docstring_dataset, docstring_tokenizer
 from recipe_utils.embedded.stdlib_preferences import word_order_dataset
@@ -469,3 +473,20 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
                 SampleError, match=f"^line {line} of .*: (TypeError|JSONDecodeError): "
             ):
                 dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "human", "content": "x"}, "role='human': set it to one of system"),
+        ({"role": "user", "content": None}, "content=None: it has no text"),
+        ({"role": "user", "content": 3}, "content=3: it is no text"),
+        ({"role": "user", "content": [{"type": "image"}]}, "content: only text is supported"),
+        ({"role": "user", "content": "x", "weight": 1}, "weight=1 of a user"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "weight=0.5: set it to 0 or 1"),
+        ({"role": "assistant", "content": "x", "refusal": "y"}, "unknown keys ['refusal']"),
+    ],
+)
+def test_messages_that_templates_would_misread_are_refused(message, text):
+    with pytest.raises(SampleError, match=re.escape(text)):
+        _in_openai_format(message)

@@ -209,7 +209,12 @@ def test_adapters_start_as_they_were_trained(config_of, tmp_path):
 
     path = tmp_path / "given" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "alpha_pattern": {"q_proj": 1}}))
-    merged = {**exported, "checkpoint_dir": str(tmp_path / "out" / "epoch_0")}
+    merged = {
+        **exported,
+        "checkpoint_dir": str(tmp_path / "out" / "epoch_0"),
+        "adapter_checkpoint": str(tmp_path / "out" / name),
+        "output_dir": str(tmp_path / "again"),
+    }
     for words, changes in (
         ("lora_alpha=6, the model has 12", {"model": {**model, "lora_alpha": 12}}),
         (r"shapes differ: .*\(4, 64\) instead of \(8, 64\)", {"model": {**model, "r": 8}}),
