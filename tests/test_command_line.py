@@ -46,6 +46,7 @@ def test_ls_lists_the_recipes_and_their_configs(tmp_path):
     assert "full_finetune_single_device" in listed
 
 
+@pytest.mark.slow
 def test_a_similar_name_is_suggested(tmp_path):
     done = tune("run", SFT[:-1], "--config", f"{CONFIGS[SFT]}s", cwd=tmp_path)
     assert done.returncode != 0
