@@ -67,7 +67,7 @@ def gradients_in_float64(configs, recipe=SFT):
         for module, name in ((torch, "load"), (checkpoint, "load_file")):
             patches.setattr(module, name, partial(call_without_modes, getattr(module, name)))
         for config in configs:
-            recomputes = config.get("enable_activation_checkpointing")
+            recomputes = config.get("enable_activation_checkpointing") or "ac_mode" in config
             with nullcontext() if recomputes else DoublePrecision():
                 found.append(run_recipe_recording_gradients(config, recipe))
     return found
