@@ -69,8 +69,8 @@ class ModelSettings:
     ac_mode: Literal["full", "selective"] | None = None
     """Recomputes all layers (``full``) or some (``selective``); replaces
     ``enable_activation_checkpointing``."""
-    ac_option: Annotated[Count | Literal["op"] | None, OnlyWith("ac_mode", ("selective",))] = None
-    """Interval of recomputed layers with ``ac_mode: selective``, or ``op``."""
+    ac_option: Annotated[Count | None, OnlyWith("ac_mode", ("selective",))] = None
+    """Interval of recomputed layers with ``ac_mode: selective``."""
     custom_sharded_layers: list[str] | None = None
     """Names of modules that FSDP2 shards as separate units, besides each layer."""
     fsdp_cpu_offload: bool = False
@@ -352,8 +352,6 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         parallelize_module(model, ranks.mesh["tp"], parallelize_plan=plan)
     recomputes = settings.enable_activation_checkpointing or settings.ac_mode is not None
     if recomputes and hasattr(model, "recompute_layers"):
-        if settings.ac_option == "op":
-            raise ValueError("ac_option=op: not with a model of transformers; set it to a number")
         model.recompute_layers(settings.ac_option or 1)  # type: ignore[operator]
     elif settings.enable_activation_checkpointing:
         training.set_activation_checkpointing(
