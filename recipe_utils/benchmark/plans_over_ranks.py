@@ -25,9 +25,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from torchtune import config
 
-from recipe_utils.data.loader.plan import MEASURED_COSTS, PLANS, MicrobatchCost, Microbatches, Plan
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan import PLANS
+from recipe_utils.data.plan.cost import MEASURED_COSTS, MicrobatchCost
+from recipe_utils.data.plan.plan import Microbatches, Plan
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import equal_attention_length
 from recipe_utils.tune.registry import config_path

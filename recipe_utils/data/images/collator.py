@@ -33,10 +33,11 @@ from recipe_utils.data.images.view_draws import (
     position_factor,
 )
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.loader.plan import Microbatches, plan_in_order
 from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, SampleError
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.padded import plan_in_order
+from recipe_utils.data.plan.plan import Microbatches
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from recipe_utils.data.loader.plan import Plan
 from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.plan.plan import Plan
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.008

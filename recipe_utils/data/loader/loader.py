@@ -19,7 +19,6 @@ from recipe_utils.data.loader.collectives import (
     reporting_failure,
 )
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.loader.plan import Microbatches
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
     epoch_permutation,
@@ -34,6 +33,7 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.plan import Microbatches
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
@@ -60,7 +60,7 @@ class Collator(Protocol):
         """Returns the keys of a sample that are hashed to recognize the dataset on resume."""
 
     def plan(self, lengths: Sequence[int], num_ranks: int, /) -> list[Microbatches]:
-        """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.loader.plan`."""
+        """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.plan.plan`."""
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Converts an item of the dataset for the other methods. Called in DataLoader workers.

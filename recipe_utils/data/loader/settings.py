@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from recipe_utils.data.loader.plan import PLANS, MicrobatchCost, Plan
+from recipe_utils.data.plan import PLANS
+from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
@@ -136,7 +138,7 @@ class DataSettings:
         raise ConfigError(Problem("global_batch_size", text, total, tuple(depends_on)))
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
-        """Returns the plan of ``microbatching``, see :func:`.plan.plan_least_padding`."""
+        """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""
         arguments: dict[str, Any] = {"batch_size": self.batch_size}
         if self.plans_by_tokens:
             arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recipe_utils.data.loader.plan import MicrobatchCost
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError, Problem
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
-from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
+from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import other_attention, select_kernel
 from recipe_utils.parallel.ranks import Ranks

@@ -13,7 +13,7 @@ from recipe_utils.data.loader.collectives import (
     StepCollectives,
     StepCounts,
 )
-from recipe_utils.data.loader.plan import plan_packed
+from recipe_utils.data.plan import plan_packed
 from recipe_utils.parallel.process_group import new_cpu_group
 
 NAMES = ("target_tokens", "real_tokens", "positions")

@@ -11,9 +11,9 @@ from torchtune.data import padded_collate_sft
 
 from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.loader import UpdateStepLoader
-from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks

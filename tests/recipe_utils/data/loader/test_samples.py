@@ -7,7 +7,6 @@ import tiny
 from omegaconf import OmegaConf
 from torchtune.data import Message
 
-from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
     SampleError,
@@ -17,6 +16,7 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator, check_sample
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.embedded.stdlib_docs import docstring_tokenizer

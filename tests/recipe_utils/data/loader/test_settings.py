@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.cost import MicrobatchCost
 
 
 def accumulated(steps, global_batch_size):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.microbatch import CacheKeys
-from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
@@ -20,6 +19,7 @@ from recipe_utils.data.pairs.collator import (
     collate_padded_pairs,
     num_shared_tokens,
 )
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())

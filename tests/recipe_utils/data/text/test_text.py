@@ -9,9 +9,10 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.datasets import PackedDataset
 
-from recipe_utils.data.loader.plan import PLANS, MicrobatchCost
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan import PLANS
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collate import (
     collate_dummy,
     collate_microbatch,

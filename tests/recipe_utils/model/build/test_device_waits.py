@@ -18,10 +18,10 @@ from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
 
 from recipe_utils.data.loader.microbatch import mark_last
-from recipe_utils.data.loader.plan import MicrobatchCost
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.loss.attach_loss import attach_loss

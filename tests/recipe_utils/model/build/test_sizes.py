@@ -7,7 +7,7 @@ from tiny import on_meta
 from torch import nn
 from torchtune.modules.model_fusion import FusionEmbedding
 
-from recipe_utils.data.loader.plan import ESTIMATED_COSTS, MEASURED_COSTS
+from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.model.build.sizes import (
     equal_attention_length,
     limits_of,

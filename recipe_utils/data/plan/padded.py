@@ -1,67 +1,10 @@
-"""Plans: assignments of an update step's samples to microbatches and ranks.
+"""Plans of padded microbatches: in the dataset's order, or sorted by length and cut for the least cost."""
 
-A plan is a pure function of lengths and limits. The loss is normalised over the whole update step,
-so a plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all
-ranks, so arithmetic is elementwise or in Python's order: no sum may depend on the machine.
-
-A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup
-samples sort them, longest first, and give each round's costliest microbatch to the rank with the
-least cost so far.
-"""
-
-import heapq
 import operator
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-Microbatches = list[list[int]]
-"""Microbatches of one rank: for each of them the positions of its samples."""
-
-Plan = Callable[[Sequence[int], int], list[Microbatches]]
-"""Lengths of samples [tokens], number of ranks -> microbatches of each rank."""
-
-
-class MicrobatchCost(NamedTuple):
-    """Cost of a microbatch, in positions of a short sample.
-
-    A position costs its share of the matrix products and, in attention, more the longer its row or
-    document is. Per token these are 6 * N and 6 * L * d * s floating-point operations for forward
-    and backward with a causal mask (N parameters, L layers, width d, length s; Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1), so the second equals the first at s = N / (L * d) if all
-    operations are equally fast. Each microbatch has an overhead that does not depend on its size.
-    :mod:`recipe_utils.benchmark.microbatch_cost` fits both to measured times, on two CPU cores to
-    within 4 % in the median.
-    """
-
-    overhead_slots: float = 75.0
-    """Cost of one more microbatch. The fit is 100; the cheapest cut is flat around it (75 costs
-    0.2 % more), and less padding takes less memory."""
-    equal_attention_length: float = float("inf")
-    """Length at which attention takes as long as everything else [tokens]."""
-
-    def __call__(self, num_rows: int, longest: int) -> float:
-        """Returns the cost of ``num_rows`` samples padded to ``longest`` tokens."""
-        return num_rows * self.of_sample(longest) + self.overhead_slots
-
-    def of_sample(self, length: int) -> float:
-        """Returns the part of a sample of ``length`` tokens, padding included, in its microbatch's cost."""
-        return length * (1 + length / self.equal_attention_length)
-
-
-class DeviceCosts(NamedTuple):
-    """Costs of a device type."""
-
-    overhead_slots: float
-    attention_slowness: float
-    """Time of an operation in attention over the time of one in a matrix product."""
-
-
-MEASURED_COSTS = {"cpu": DeviceCosts(MicrobatchCost().overhead_slots, 3.6)}
-"""Costs by device type that :mod:`recipe_utils.benchmark.microbatch_cost` measured."""
-ESTIMATED_COSTS = DeviceCosts(400.0, 2.0)
-"""Estimate for other devices: launching a microbatch's kernels takes some 5 ms, in which a GPU
-would compute 300 to 500 positions of a model of a billion parameters; its attention runs at about
-half the speed of its matrix products."""
+from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.plan import Microbatches, least_loaded, longest_first
 
 _DEFAULT_COST = MicrobatchCost()
 
@@ -108,94 +51,14 @@ def plan_least_padding(
     if not lengths:
         return [[] for _ in range(num_ranks)]
     max_tokens = max_tokens_per_microbatch or batch_size * max(lengths)
-    longest_first = _longest_first(lengths)
-    descending = [lengths[position] for position in longest_first]
+    order = longest_first(lengths)
+    descending = [lengths[position] for position in order]
     max_rows = [max(max_tokens // length, 1) for length in descending]
     if num_ranks == 1:
         cuts_of_ranks = [_cheapest_cut(descending, max_rows, cost)]
     else:
         cuts_of_ranks = _level_cuts(descending, max_rows, cost, num_ranks)
-    return [[longest_first[start:end] for start, end in cuts] for cuts in cuts_of_ranks]
-
-
-def plan_packed(
-    lengths: Sequence[int],
-    num_ranks: int = 1,
-    *,
-    batch_size: int = 1,
-    max_tokens_per_microbatch: int | None = None,
-    cost: MicrobatchCost = _DEFAULT_COST,
-) -> list[Microbatches]:
-    """Packs whole samples without padding into few rows of about equal cost.
-
-    Longest first, each sample goes into the row with the least cost so far (Graham 1969,
-    doi:10.1137/0117039) among those with space; if a sample fits in none, one more row per rank is
-    opened.
-
-    Arguments and the result are those of :func:`plan_least_padding`; a microbatch is one row, and
-    ``max_tokens_per_microbatch`` bounds its tokens.
-    """
-    max_tokens = max_tokens_per_microbatch or batch_size * max(lengths, default=1)
-    longest_first = _longest_first(lengths)
-    num_tokens = sum(min(length, max_tokens) for length in lengths)
-    num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), 1)
-    rows = None
-    while rows is None:
-        rows = _fill_rows(lengths, longest_first, num_rounds * num_ranks, max_tokens, cost)
-        num_rounds += 1
-    rows.sort(key=lambda row: (-row[0], row[1]))
-
-    ranks: list[Microbatches] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
-    for first in range(0, len(rows), num_ranks):
-        of_round = rows[first : first + num_ranks]
-        for rank, (row_cost, row) in zip(_least_loaded(loads), of_round, strict=False):
-            ranks[rank].append(row)
-            loads[rank] += row_cost
-    return ranks
-
-
-PLANS = {
-    "in_order": plan_in_order,
-    "least_padding": plan_least_padding,
-    "packed": plan_packed,
-}
-"""Value of ``microbatching`` -> plan."""
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
-
-
-def _fill_rows(
-    lengths: Sequence[int],
-    longest_first: Sequence[int],
-    num_rows: int,
-    max_tokens: int,
-    cost: MicrobatchCost,
-) -> list[tuple[float, list[int]]] | None:
-    """Returns cost and positions of each row that is not empty; None if a sample fits in no row."""
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    num_tokens = [0] * num_rows
-    least_costly = [(0.0, row) for row in range(num_rows)]  # a heap
-    for position in longest_first:
-        length = lengths[position]
-        too_full = []
-        while (
-            least_costly
-            and (in_row := num_tokens[least_costly[0][1]])
-            and in_row + length > max_tokens
-        ):
-            too_full.append(heapq.heappop(least_costly))
-        if not least_costly:
-            return None
-        row_cost, row = least_costly[0]
-        heapq.heapreplace(least_costly, (row_cost + cost.of_sample(length), row))
-        rows[row].append(position)
-        num_tokens[row] += length
-        for entry in too_full:
-            heapq.heappush(least_costly, entry)
-    return [(row_cost, rows[row]) for row_cost, row in least_costly if rows[row]]
+    return [[order[start:end] for start, end in cuts] for cuts in cuts_of_ranks]
 
 
 # ---- Cuts of lengths in descending order, as (start, end) of each microbatch -----------------------
@@ -311,7 +174,7 @@ def _cut_rounds(
     cuts_of_ranks: list[Cuts] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for first in range(0, len(cuts), num_ranks):
-        ranks = _least_loaded(loads)
+        ranks = least_loaded(loads)
         of_round = sorted(cuts[first : first + num_ranks], key=rows_cost, reverse=True)
         if first + num_ranks >= len(cuts):
             held = [loads[rank] for rank in ranks]
@@ -320,7 +183,3 @@ def _cut_rounds(
             cuts_of_ranks[rank].append(rows)
             loads[rank] += rows_cost(rows) + overhead
     return cuts_of_ranks, max(loads)
-
-
-def _least_loaded(loads: Sequence[float]) -> list[int]:
-    return sorted(range(len(loads)), key=loads.__getitem__)

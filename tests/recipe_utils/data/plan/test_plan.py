@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_utils.data.loader.plan import PLANS, MicrobatchCost, plan_in_order, plan_least_padding
+from recipe_utils.data.plan import PLANS, plan_in_order, plan_least_padding
+from recipe_utils.data.plan.cost import MicrobatchCost
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)

@@ -1,0 +1,45 @@
+"""Plans: assignments of an update step's samples to microbatches and ranks.
+
+A plan is a pure function of lengths and limits. The loss is normalised over the whole update step,
+so a plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all
+ranks, so arithmetic is elementwise or in Python's order: no sum may depend on the machine.
+
+A *round* is one microbatch on every rank; FSDP's ranks run rounds in lockstep. Plans that regroup
+samples sort them, longest first, and give each round's costliest microbatch to the rank with the
+least cost so far.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Microbatches = list[list[int]]
+"""Microbatches of one rank: for each of them the positions of its samples, none in a round without
+one. Ranks with the same positions in a round compute one row together."""
+
+Plan = Callable[[Sequence[int], int], list[Microbatches]]
+"""Lengths of samples [tokens], number of ranks -> microbatches of each rank."""
+
+
+class Part(NamedTuple):
+    """What one rank computes of a row: tokens ``index``, ``index + num_ranks``, ..."""
+
+    index: int = 0
+    num_ranks: int = 1
+    """Ranks that compute the row together."""
+
+
+def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
+    """Returns the part that a rank has of its microbatch ``index``."""
+    row = planned[rank][index]
+    same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
+    return Part(same.index(rank), len(same)) if row else Part()
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Returns positions by descending length; equal lengths stay in order."""
+    return sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+
+
+def least_loaded(loads: Sequence[float]) -> list[int]:
+    """Returns ranks by ascending load."""
+    return sorted(range(len(loads)), key=loads.__getitem__)
