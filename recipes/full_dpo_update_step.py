@@ -126,19 +126,20 @@ class FullDPORecipe:
             build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), *of_policy)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, modules.compile)
+        limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
         of_pairs = (self.tokenizer, limits, settings.pairs, self.reference.cached)
         collator = PairCollator(settings.data, *of_pairs)
         load = partial(load_pairs, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        pair_loss = PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk)
+        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
+        pair_loss = PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk, row_groups)
         if modules.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row)
+            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
             if has_output:
                 attach_loss(decoder, pair_loss)
 

@@ -116,14 +116,16 @@ class FullFinetuneRecipe:
             build("loraplus_lr_ratio", updates.check_model, whole)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, modules.compile)
+        limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
         collator = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
+        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
+
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row)
+            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
             if has_output:
                 attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
 

@@ -141,8 +141,10 @@ class KDRecipe:
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
+        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
+
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, ranks.device, collator.longest_row)
+            attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
             if has_output:
                 attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
 
@@ -155,7 +157,9 @@ class KDRecipe:
         dtype, num_sums = modules.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
-        frozen |= self.teacher.set_up(whole, collator.longest_row, settings.teacher_model)
+        frozen |= self.teacher.set_up(
+            whole, collator.longest_row, row_groups, settings.teacher_model
+        )
 
         # ---- Optimizer, and resume
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)

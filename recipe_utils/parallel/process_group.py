@@ -27,6 +27,11 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size_from_env() -> int:
+    """Returns the launcher's number of processes on this node; all without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_env()))
+
+
 def end_with_parent(parent_pid: int) -> None:
     """Ends this process soon after its parent, also if that is killed.
 

@@ -52,7 +52,7 @@ class RankSettings:
     pipeline_parallel_dim: Count = 1
     """Pipeline stages."""
     context_parallel_dim: Count = 1
-    """Must be 1: larger values cannot be tested, as PyTorch's ring attention has no CPU kernel."""
+    """Must be 1: it takes ranks away from all samples; ``max_ranks_per_row`` only for long ones."""
     gradient_sync: GradientSync = "each_microbatch"
     """``each_microbatch`` keeps accumulated gradients sharded; ``last_microbatch`` communicates once."""
     process_group_timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -65,7 +65,12 @@ class RankSettings:
         except ConfigError as error:
             yield from error.problems
         if self.context_parallel_dim != 1:
-            text = "PyTorch's ring attention has no CPU kernel, so it is not supported; set it to 1"
+            dim = 1 << max(self.context_parallel_dim - 1, 1).bit_length()
+            text = (
+                "here a row spans ranks only where it is too long for one; set it to 1, "
+                "microbatching=packed, max_tokens_per_microbatch=<tokens that fit on one rank> and "
+                f"max_ranks_per_row={dim}"
+            )
             yield Problem("context_parallel_dim", text, self.context_parallel_dim)
         try:
             _ = self.dims
@@ -164,9 +169,18 @@ class Ranks:
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Returns the group of :attr:`dp_peers`, None if alone; its first use is collective."""
-        if self.dp_degree == 1:
-            return None
-        by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, self.dp_degree)
+        return self._new_subgroup(self.dp_degree) if self.dp_degree > 1 else None
+
+    def row_groups(self, max_ranks: int) -> dict[int, dist.ProcessGroup]:
+        """Returns by size the groups of 2, 4, ..., ``max_ranks`` neighbouring :attr:`dp_peers`.
+
+        Collective; call it once.
+        """
+        sizes = [1 << i for i in range(1, max_ranks.bit_length())]
+        return {size: self._new_subgroup(size) for size in sizes}
+
+    def _new_subgroup(self, size: int) -> dist.ProcessGroup:
+        by_place = self.mesh.mesh.permute(0, 3, 1, 2).reshape(-1, size)
         own, _ = dist.new_subgroups_by_enumeration(by_place.tolist())
         assert isinstance(own, dist.ProcessGroup)  # every rank is in one of them
         return own

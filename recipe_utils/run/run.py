@@ -66,6 +66,7 @@ class Run:
         self._is_best = False
         self._is_stopped = False
         self._num_unsaved = 0
+        self._most_spanning_samples = 0
         self._best_val_loss: float | None = None
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
@@ -218,6 +219,8 @@ class Run:
         self.samples_consumed = step.samples_consumed
         self.num_tokens_seen += step.totals.get("target_tokens", 0)
         self.num_images_seen += step.totals.get("images", 0)
+        num_spanning = step.totals.get("spanning_samples", 0)
+        self._most_spanning_samples = max(self._most_spanning_samples, num_spanning)
         self._throughput.add(step, self._wait_seconds)
 
     # ---- Log ------------------------------------------------------------------------------------
@@ -278,6 +281,7 @@ class Run:
         metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
         fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
         metrics["weights_moved_fraction"] = fraction
+        metrics["num_spanning_samples"] = self._step.totals.get("spanning_samples")
         if self.settings.log_peak_memory_stats and self._ranks.device.type != "cpu":
             metrics |= training.get_memory_stats(device=self._ranks.device)
         self.metrics.hold(self.global_step, self._position(), sums, guard, metrics)
@@ -323,6 +327,10 @@ class Run:
             num_seen = num_images or self.num_tokens_seen - tokens
             seconds = time.perf_counter() - began
             self._log.info(summary_of_training(num_steps, num_seen, seconds, counted))
+            if self._most_spanning_samples:
+                self._log.info(
+                    f"Rows of several ranks: at most {self._most_spanning_samples} samples of an update step"
+                )
         elif self._last_export is None:
             self._log.info(
                 f"All {self.epoch} epochs are complete; set epochs={self.epoch + 1} to train longer"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.plan.plan import Plan
+from recipe_utils.data.plan.plan import WHOLE, Part, Plan, part_of
 
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.008
@@ -104,7 +104,7 @@ class StepCollectives:
 
     def exchange(
         self, samples: Sequence[Sample] | None, length_of: LengthOf, plan: Plan, max_samples: int
-    ) -> list[list[Sample]]:
+    ) -> list[tuple[list[Sample], Part]]:
         """Plans an update step over all ranks and sends each sample to its rank.
 
         Takes one all-reduce of lengths and, unless every sample stays, two all-to-alls of bytes.
@@ -117,7 +117,8 @@ class StepCollectives:
             max_samples: the same on all ranks.
 
         Returns:
-            The samples of each microbatch of this rank; empty if it passed None.
+            The samples of each microbatch of this rank, none in a round without one, and the part of
+            them that it computes; empty if it passed None.
         """
         # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
         own = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]
@@ -146,7 +147,10 @@ class StepCollectives:
                     outgoing[peer] = pickle.dumps(leaving)
             for part in self._all_to_all(outgoing):
                 held.update(pickle.loads(part) if part else {})
-        return [[held[p] for p in microbatch] for microbatch in planned[me]]
+        return [
+            ([held[p] for p in microbatch], part_of(planned, me, index))
+            for index, microbatch in enumerate(planned[me])
+        ]
 
     def _gather_rows(self, row: Sequence[int], width: int) -> torch.Tensor:
         """Returns the rows of all ranks, [ranks, width] int64, with one all-reduce."""
@@ -200,10 +204,12 @@ def reporting_failure(collective: Callable[[None], Any]) -> Iterator[None]:
         raise
 
 
-def group_samples(samples: Sequence[Sample], length_of: LengthOf, plan: Plan) -> list[list[Sample]]:
+def group_samples(
+    samples: Sequence[Sample], length_of: LengthOf, plan: Plan
+) -> list[tuple[list[Sample], Part]]:
     """Returns the samples of each microbatch, planned for this rank alone."""
     (microbatches,) = plan([length_of(sample) for sample in samples], 1)
-    return [[samples[position] for position in microbatch] for microbatch in microbatches]
+    return [([samples[position] for position in each], WHOLE) for each in microbatches]
 
 
 def _check_all_ready(ready: torch.Tensor) -> None:

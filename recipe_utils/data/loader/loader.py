@@ -33,7 +33,7 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.plan.plan import Microbatches
+from recipe_utils.data.plan.plan import WHOLE, Microbatches, Part
 from recipe_utils.parallel.process_group import agree_on_length
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
@@ -47,7 +47,8 @@ _NUM_REMARKED = 100
 class Collator(Protocol):
     """Checks, measurement, plans and collation of the samples of one objective.
 
-    With an attribute ``block`` (int, a divisor of ``batch_size``), so many consecutive samples of an
+    With ``max_ranks_per_row`` its ``collate`` also takes the :class:`.Part` of a row that this rank
+    computes. With an attribute ``block`` (int, a divisor of ``batch_size``), so many consecutive samples of an
     update step stay on one rank. Losses that couple samples need it.
     """
 
@@ -296,6 +297,15 @@ class UpdateStepLoader:
         steps = self._prepare(first, indices_per_step, stop or threading.Event(), closed)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
+    def _collate(
+        self, samples: Sequence[Sample], part: Part, dummy: Microbatch | None
+    ) -> Microbatch:
+        if not samples:
+            assert dummy is not None  # only plans over several ranks have rounds without samples
+            return dummy
+        collate: Any = self._collator.collate
+        return collate(samples) if part == WHOLE else collate(samples, part)
+
     def _prepare(
         self,
         first: int,
@@ -327,9 +337,12 @@ class UpdateStepLoader:
             with reporting_failure(together.count):
                 if exchanged is None:
                     exchanged = group_samples(samples, collator.length, collator.plan)
-                microbatches = [collator.collate(part) for part in exchanged]
+                microbatches = [self._collate(of_row, part, dummy) for of_row, part in exchanged]
                 local = RankCounts(
-                    {name: sum(m.counts[name] for m in microbatches) for name in collator.counts},
+                    {
+                        name: sum(m.counts.get(name, 0) for m in microbatches)
+                        for name in collator.counts
+                    },
                     len(microbatches),
                     stop.is_set(),
                     time.monotonic_ns() // 1_000_000,

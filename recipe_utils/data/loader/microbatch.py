@@ -21,6 +21,10 @@ class Pairs(NamedTuple):
     and of the rejected one, in the order of the microbatch's targets."""
     names: tuple[str, ...]
     """Names of the pairs, for errors."""
+    of_row: Tensor | None = None
+    """[3 * p]: the same numbers of a whole row; None if no other rank computes a part of it."""
+    num_ranks: int = 1
+    """Ranks that compute the row together."""
 
 
 class CacheKeys(NamedTuple):

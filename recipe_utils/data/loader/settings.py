@@ -1,5 +1,6 @@
 """Config keys of the data loader."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Plan
+from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
@@ -36,6 +38,9 @@ class DataSettings:
     max_tokens_per_microbatch: Count | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
     times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
+    max_ranks_per_row: Count = 1
+    """With ``packed``: a sample of more than ``max_tokens_per_microbatch`` tokens is computed by 2,
+    4, ... neighbouring ranks together, up to so many."""
     microbatch_overhead_slots: Annotated[
         Positive | None, OnlyWith("microbatching", ("least_padding",))
     ] = None
@@ -89,6 +94,8 @@ class DataSettings:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
+        if self.max_ranks_per_row > 1:
+            yield from self._problems_of_spanning()
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -99,13 +106,54 @@ class DataSettings:
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
 
+    def _problems_of_spanning(self) -> Iterator[Problem]:
+        """Yields problems of rows that span ranks."""
+        most = self.max_ranks_per_row
+
+        def problem(text: str, *depends_on: str) -> Problem:
+            return Problem("max_ranks_per_row", text, most, depends_on)
+
+        keeps = "keeps every sample on its rank"
+        if not self.is_packed:
+            text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
+            yield problem(text, "microbatching")
+        elif self.max_tokens_per_microbatch is None:
+            text = (
+                "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
+                "that fit on one"
+            )
+            yield problem(text, "max_tokens_per_microbatch")
+        if self.balance_over_ranks is False:
+            yield problem(f"balance_over_ranks=False {keeps}; leave it out", "balance_over_ranks")
+        if most & (most - 1):
+            below = 1 << most.bit_length() - 1
+            yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
+
     def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields batch sizes that do not fit these ranks."""
-        if ranks.dims_or_none is not None:
-            try:
-                self.num_accumulated(ranks.dims_or_none.dp_degree)
-            except ConfigError as error:
-                yield from error.problems
+        """Yields batch sizes, and numbers of ranks per row, that do not fit these ranks."""
+        dims, most = ranks.dims_or_none, self.max_ranks_per_row
+        if dims is None:
+            return
+        try:
+            self.num_accumulated(dims.dp_degree)
+        except ConfigError as error:
+            yield from error.problems
+        if most & (most - 1):
+            return
+        num_neighbours = math.gcd(dims.dp_degree, most)
+        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbours)
+        if num_neighbours < most:
+            text = (
+                f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to "
+                f"{num_neighbours}"
+            )
+            yield Problem("max_ranks_per_row", text, most)
+        elif num_local < most:
+            text = (
+                f"the ranks of a row are on one node, which has {num_local} neighbouring "
+                f"data-parallel ranks; set it to {num_local}"
+            )
+            yield Problem("max_ranks_per_row", text, most)
 
     def num_accumulated(self, dp_degree: int) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
@@ -142,6 +190,8 @@ class DataSettings:
         arguments: dict[str, Any] = {"batch_size": self.batch_size}
         if self.plans_by_tokens:
             arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+        if self.is_packed:
+            arguments["max_ranks_per_row"] = self.max_ranks_per_row
         return partial(PLANS[self.microbatching], **arguments)
 
     def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:

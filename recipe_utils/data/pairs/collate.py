@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe_utils.data.loader.microbatch import Microbatch, Pairs, Targets
 from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.plan.plan import WHOLE, Part
+from recipe_utils.data.text.collate import cut_part
 from recipe_utils.data.text.documents import Documents
 
 IGNORE_INDEX = -100
@@ -52,13 +54,17 @@ def padded_rows(tokens: Tensor, labels: Tensor, samples: Sequence[Sample]) -> Mi
 
 
 def collate_packed_pairs(
-    samples: Sequence[Sample], padding_idx: int = 0, row_multiple: int | None = None
+    samples: Sequence[Sample],
+    padding_idx: int = 0,
+    row_multiple: int | None = None,
+    part: Part = WHOLE,
 ) -> Microbatch:
-    """Makes a microbatch of one row: for each pair the shared prefix and the rest of both sides.
+    """Makes a microbatch of one row, or of a part of it: for each pair the shared prefix and both rests.
 
-    Neither rest attends to the other; positions of both continue those of the prefix. The row is
-    padded to a multiple of ``row_multiple`` tokens with one more document.
+    Neither rest attends to the other; positions of both continue those of the prefix. Each part is
+    padded to a multiple of ``row_multiple`` tokens, the row with one more document.
     """
+    row_multiple = (row_multiple or 1) * part.num_ranks
     segments: list[Tensor] = []
     lengths: list[Any] = []
     for sample in samples:
@@ -68,7 +74,8 @@ def collate_packed_pairs(
         segments += [shared, chosen, rejected]
         of_pair = tuple(segment.size(1) for segment in (shared, chosen, rejected))
         lengths += [of_pair] if of_pair[0] else of_pair[1:]
-    return packed_row(segments, lengths, samples, padding_idx, row_multiple)
+    row = packed_row(segments, lengths, samples, padding_idx, row_multiple)
+    return cut_part(row, part, len(samples))
 
 
 def _segment_of(sample: Sample, side: str) -> Tensor:

@@ -31,6 +31,7 @@ from recipe_utils.data.pairs.collate import (
     packed_row,
     padded_rows,
 )
+from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collator import check_sample, num_targets_of_empty_answer
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.keys import STRICT
@@ -85,11 +86,11 @@ class PairCollator:
     not support ``microbatching: packed``.
     """
 
-    counts = (
+    counts: Sequence[str] = (
         "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
     """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
-    tokens computed once instead of twice; computed positions."""
+    tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
     def __init__(
@@ -104,6 +105,9 @@ class PairCollator:
             PairCollator, settings.of_validation(), tokenizer, limits, pair_settings
         )
         self._limits, self._cache = limits, cache
+        if settings.max_ranks_per_row > 1:
+            self.counts = (*self.counts, "spanning_samples")
+        self._max_ranks_per_row = settings.max_ranks_per_row
         self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
         self.layout = "packed" if self._is_packed else "padded"
@@ -123,7 +127,7 @@ class PairCollator:
         self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
         if self._is_packed:
             of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
-            self._row_multiple = row_multiple_of_packed(of_rows, max_tokens)
+            self._row_multiple = row_multiple_of_packed(of_rows, max_tokens, settings)
         else:
             # A pair is two rows of the longer side's length; the plan counts it as one.
             max_tokens = max(max_tokens // 2, 1) if max_tokens else None
@@ -142,9 +146,13 @@ class PairCollator:
         """Yields warnings about estimated costs and about pairs longer than a microbatch."""
         yield from self._cost_warnings
         bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
-        if bound is not None and (longest is None or bound < 2 * longest):
+        most = self._max_ranks_per_row
+        if bound is not None and (longest is None or most * bound < 2 * longest):
+            on_most, more = "", "more tokens"
+            if most > 1:
+                on_most, more = f", max_ranks_per_row={most}", f"more than {most * bound} tokens"
             yield (
-                f"max_tokens_per_microbatch={bound}: a pair with more tokens (twice "
+                f"max_tokens_per_microbatch={bound}{on_most}: a pair with {more} (twice "
                 f"tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
@@ -191,16 +199,17 @@ class PairCollator:
         lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of at least one pair, with the keys of a cache if there is one."""
+    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch of at least one pair, or a part of it, with the keys of a cache if there is one."""
         if self._is_packed:
-            microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple)
+            microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple, part)
         else:
             microbatch = collate_padded_pairs(samples, self._pad_id)
         if self._cache is None:
             return microbatch
         found = self._cache.find(samples, [1] * len(samples))
-        counts = {**microbatch.counts, "missing_pairs": found.num_missing}
+        num_missing = found.num_missing if part.first == 0 else 0
+        counts = {**microbatch.counts, "missing_pairs": num_missing}
         return replace(microbatch.with_teacher(found), counts=counts)
 
     def dummy(self, sample: Sample) -> Microbatch:

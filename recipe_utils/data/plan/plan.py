@@ -21,18 +21,21 @@ Plan = Callable[[Sequence[int], int], list[Microbatches]]
 
 
 class Part(NamedTuple):
-    """What one rank computes of a row: tokens ``index``, ``index + num_ranks``, ..."""
+    """Tokens of a row that one rank computes: ``first``, ``first + num_ranks``, ..."""
 
-    index: int = 0
+    first: int = 0
     num_ranks: int = 1
     """Ranks that compute the row together."""
+
+
+WHOLE = Part()
 
 
 def part_of(planned: Sequence[Microbatches], rank: int, index: int) -> Part:
     """Returns the part that a rank has of its microbatch ``index``."""
     row = planned[rank][index]
     same = [r for r, each in enumerate(planned) if row and each[index : index + 1] == [row]]
-    return Part(same.index(rank), len(same)) if row else Part()
+    return Part(same.index(rank), len(same)) if row else WHOLE
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.documents import DocumentLengths, Documents
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
 
-Collate = Callable[[Sequence[Sample]], Microbatch]
+Collate = Callable[..., Microbatch]
+"""Samples, and for packed rows the part -> microbatch."""
 
 
 def collate_microbatch(
@@ -64,12 +66,13 @@ def collate_packed_microbatch(
     ignore_index: int,
     padding_idx: int = 0,
     row_multiple: int | None = None,
+    part: Part = WHOLE,
 ) -> Microbatch:
-    """Makes a microbatch of one row of concatenated samples.
+    """Makes a microbatch of one row of concatenated samples, or of a part of it.
 
     Each attends only to itself, its positions start from 0 and its last token predicts nothing.
-    Samples of a packed dataset are split into documents without padding. The row is padded to a
-    multiple of ``row_multiple`` tokens with one more document.
+    Samples of a packed dataset are split into documents without padding. Each part is padded to a
+    multiple of ``row_multiple`` tokens, the row with one more document.
 
     Raises:
         ValueError: a sample contains images. Other keys than those of text are ignored.
@@ -90,13 +93,46 @@ def collate_packed_microbatch(
         columns = (sample["tokens"], sample["labels"], positions)
         parts.append(torch.stack([torch.as_tensor(each)[:num_real] for each in columns]))
     num_real = sum(lengths)
-    if row_multiple is not None and num_real % row_multiple:
-        lengths.append(-num_real % row_multiple)
+    multiple = (row_multiple or 1) * part.num_ranks
+    if num_real % multiple:
+        lengths.append(-num_real % multiple)
         padding = torch.tensor([[padding_idx], [ignore_index], [0]])
         parts.append(padding.expand(3, lengths[-1]))
     tokens, labels, input_pos = torch.cat(parts, dim=1).unsqueeze(1)
     inputs = {"tokens": tokens, "input_pos": input_pos, "document_lengths": Documents([lengths])}
-    return _microbatch(inputs, labels, [lengths], num_real, ignore_index)
+    row = _microbatch(inputs, labels, [lengths], num_real, ignore_index)
+    return cut_part(row, part, len(samples))
+
+
+def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
+    """Returns a part of the microbatch of one packed row; part 0 counts the whole row.
+
+    Parts are stripes, so that each has about as many targets: of a long prompt with a short answer,
+    the last of a few blocks would have them all. Labels are those of the whole row's next positions.
+    """
+    if part.num_ranks == 1:
+        return row
+    own = slice(part.first, None, part.num_ranks)
+    inputs: dict[str, Any] = {key: row.inputs[key][:, own] for key in ("tokens", "input_pos")}
+    documents = row.inputs["document_lengths"]
+    inputs["document_lengths"] = Documents(documents.lengths, part.num_ranks)
+    is_own = row.targets.positions % part.num_ranks == part.first
+    targets = row.targets._replace(
+        labels=row.targets.labels[:, own],
+        positions=row.targets.positions[is_own] // part.num_ranks,
+    )
+    if targets.pairs is not None:
+        of_row = targets.pairs.segment_lengths
+        segments = torch.arange(len(of_row)).repeat_interleave(of_row)[is_own]
+        own_lengths = segments.bincount(minlength=len(of_row))
+        pairs = targets.pairs._replace(
+            segment_lengths=own_lengths, of_row=of_row, num_ranks=part.num_ranks
+        )
+        targets = targets._replace(pairs=pairs)
+    counts = {**row.counts, "spanning_samples": num_samples}
+    if part.first > 0:
+        counts = dict.fromkeys(counts, 0)
+    return Microbatch(inputs, targets, counts)
 
 
 def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:

@@ -12,6 +12,7 @@ from torchtune.utils import get_logger, log_rank_zero
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, whole_numbers
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
     Collate,
     collate_dummy,
@@ -48,8 +49,8 @@ class TextCollator:
         ConfigError: the model does not support ``microbatching: packed``.
     """
 
-    counts = ("target_tokens", "real_tokens", "positions")
-    """Counts; real tokens exclude padding, positions include it."""
+    counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
+    """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks."""
     fingerprint_keys = ("tokens", "labels")
 
     def __init__(
@@ -66,6 +67,9 @@ class TextCollator:
         self._cache = cache
         self._ignore_index = ignore_index
         self._limits = limits
+        if settings.max_ranks_per_row > 1:
+            self.counts = (*self.counts, "spanning_samples")
+        self._max_ranks_per_row = settings.max_ranks_per_row
         self._max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self._num_targets_of_empty = num_targets_of_empty_answer(tokenizer)
         self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
@@ -86,7 +90,7 @@ class TextCollator:
                 collate_packed_microbatch,
                 ignore_index=ignore_index,
                 padding_idx=tokenizer.pad_id,
-                row_multiple=row_multiple_of_packed(limits, max_tokens),
+                row_multiple=row_multiple_of_packed(limits, max_tokens, settings),
             )
         else:
             pad = component_at(settings.collate_fn)
@@ -108,12 +112,15 @@ class TextCollator:
     def warnings(self) -> Iterator[str]:
         """Yields warnings about estimated costs and about samples longer than a microbatch."""
         yield from self._cost_warnings
-        bound, longest = self._max_tokens, self._max_seq_len
-        if bound is not None and (longest is None or bound < longest):
-            yield (
-                f"max_tokens_per_microbatch={bound}: a sample with more tokens "
-                f"(tokenizer.max_seq_len={longest}) gets a microbatch of its own"
-            )
+        bound, longest, most = self._max_tokens, self._max_seq_len, self._max_ranks_per_row
+        if bound is not None and (longest is None or most * bound < longest):
+            on_most, more = "", f"a sample with more tokens (tokenizer.max_seq_len={longest})"
+            if most > 1:
+                on_most, more = (
+                    f", max_ranks_per_row={most}",
+                    more.replace("more", f"more than {most * bound}"),
+                )
+            yield f"max_tokens_per_microbatch={bound}{on_most}: {more} gets a microbatch of its own"
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a sample, not of a packed dataset, is truncated or has an empty answer."""
@@ -121,6 +128,8 @@ class TextCollator:
             return
         if len(sample["tokens"]) == self._max_seq_len:
             yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
+        if self._max_ranks_per_row > 1 and len(sample["tokens"]) > (self._max_tokens or 0):
+            yield f"more than {self._max_tokens} tokens, computed by several ranks"
         num_targets = sum(label != self._ignore_index for label in sample["labels"])
         if num_targets <= self._num_targets_of_empty:
             yield f"{num_targets} target tokens, as an empty answer has"
@@ -140,14 +149,16 @@ class TextCollator:
         """Returns the number of tokens."""
         return len(sample["tokens"])
 
-    def collate(self, samples: Sequence[Sample]) -> Microbatch:
-        """Makes a microbatch of at least one sample, with cached teacher outputs."""
+    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch of at least one sample, with cached teacher outputs, or a part of it."""
         if self._is_packed and not self._has_warned:
             self._has_warned = True
             ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
             if ignored:
                 text = f"rows contain only text; {ignored} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
+        if part != WHOLE:
+            return self._collate(samples, part=part)
         microbatch = self._collate(samples)
         if self._cache is None:
             return microbatch

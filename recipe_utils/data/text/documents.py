@@ -37,9 +37,12 @@ class Documents(Sequence[Sequence[Document]]):
     document, 1 and 2 are answers. None without prefix-shared pairs."""
     longest: int
     """Tokens of the longest document, including both answers of a pair."""
+    num_ranks: int
+    """Ranks that compute the row together, each a part of the positions; documents are the whole row's."""
 
-    def __init__(self, lengths: DocumentLengths) -> None:
+    def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths
+        self.num_ranks = num_ranks
         self.longest = max(sum(segment_lengths([each])) for row in lengths for each in row)
         documents = [
             segments
@@ -106,13 +109,14 @@ def _without_empty_segments(document: Document) -> Iterator[tuple[int, ...]]:
         yield from ((answer,) for answer in answers if answer)
 
 
-def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int]]:
-    return [documents.boundaries, documents.segments], (documents.lengths, documents.longest)
+def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int, int]]:
+    numbers = documents.lengths, documents.longest, documents.num_ranks
+    return [documents.boundaries, documents.segments], numbers
 
 
-def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int]) -> Documents:
+def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int, int]) -> Documents:
     documents = Documents.__new__(Documents)
-    documents.lengths, documents.longest = numbers
+    documents.lengths, documents.longest, documents.num_ranks = numbers
     documents.boundaries, documents.segments = tensors
     return documents
 

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -27,6 +28,10 @@ class ModelLimits(NamedTuple):
     """Reason why packed rows cannot be computed, and what to set instead; None if they can."""
     packing_problem_with_shared_prefixes: Problem | str | None = None
     """The same for rows with prefix-shared pairs; None for no problem of their own."""
+    num_heads: tuple[tuple[str, int], ...] = ()
+    """Attention heads of a tensor-parallel rank, by the config key that sets them."""
+    spanning_problem: str | None = None
+    """Reason why no other rank can compute a part of a row, and what to set instead; None if it can."""
     limits_length: str = "the model's"
     """Owner of ``max_seq_len``, for errors."""
     costs_are_estimated: bool = False
@@ -47,15 +52,19 @@ class ModelLimits(NamedTuple):
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
 
-def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int | None:
+def row_multiple_of_packed(
+    limits: ModelLimits, row_length: int | None, settings: DataSettings
+) -> int | None:
     """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
     Args:
         limits: limits of the model.
-        row_length: longest row with more than one sample [tokens]; None for no bound.
+        row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
+            bound.
+        settings: data settings.
 
     Raises:
-        ConfigError: the model cannot compute packed rows.
+        ConfigError: the model cannot compute packed rows, or no rows that span ranks.
     """
     problems: list[Problem | str] = []
     if limits.other_attention is not None:
@@ -72,6 +81,14 @@ def row_multiple_of_packed(limits: ModelLimits, row_length: int | None) -> int |
             "compile=True and flex attention need; set one of the two"
         )
         problems.append(Problem("microbatching", text, "packed"))
+    most = settings.max_ranks_per_row
+    if most > 1 and limits.spanning_problem is not None:
+        problems.append(f"max_ranks_per_row={most}: {limits.spanning_problem}")
+    for key, num_heads in limits.num_heads if most > 1 else ():
+        if num_heads % most:
+            text = f"{key}={num_heads} cannot be divided over {most} ranks"
+            instead = f"set it to {math.gcd(num_heads, most)}"
+            problems.append(Problem("max_ranks_per_row", f"{text}; {instead}", most))
     if problems:
         raise ConfigError(*problems)
     if limits.num_row_lengths is None or row_length is None:

@@ -9,7 +9,7 @@ Shapes: b rows, s positions per row, h heads, d head width.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -28,12 +28,23 @@ from recipe_utils.model.attention.packed_attention import (
     select_kernel,
     self_attentions,
 )
+from recipe_utils.model.attention.rows_over_ranks import (
+    PartMask,
+    RowGroups,
+    heads_of_row,
+    tokens_of_part,
+)
 from recipe_utils.settings.problems import ConfigError
 
 _log = get_logger("INFO")
 
 
-def attend_within_documents(model: nn.Module, device: torch.device, max_row_length: int) -> None:
+def attend_within_documents(
+    model: nn.Module,
+    device: torch.device,
+    max_row_length: int,
+    row_groups: RowGroups = MappingProxyType({}),
+) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
     The kernel is that of :func:`select_kernel`, logged at the first packed row. The forward raises
@@ -41,14 +52,14 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
 
     ``model`` is not wrapped yet. A decoder rejects rows above its ``max_seq_len``, which is raised to
     ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
-    below the original.
+    below the original. ``row_groups`` are those of rows that span ranks.
     """
     attention = select_kernel(model, device)
     if attention.kernel not in ("dense", "transformers"):
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
-            if attention.kernel == "varlen":
-                module.forward = MethodType(_forward_with_varlen, module)
+            if attention.kernel == "varlen" or row_groups:
+                module.forward = MethodType(_forward(attention.kernel == "varlen"), module)
     if attention.with_shared_prefixes().kernel == "flex":
         raise_recompile_limit()
 
@@ -62,7 +73,11 @@ def attend_within_documents(model: nn.Module, device: torch.device, max_row_leng
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "document_lengths" in kwargs:
-            kwargs["mask"] = _make_mask(kwargs.pop("document_lengths"), attention, device)
+            documents = kwargs.pop("document_lengths")
+            mask: Any = _make_mask(documents, attention, device)
+            if documents.num_ranks > 1:
+                mask = PartMask(mask, row_groups[documents.num_ranks])
+            kwargs["mask"] = mask
         return args, kwargs
 
     model.register_forward_pre_hook(documents_to_mask, with_kwargs=True)
@@ -103,38 +118,60 @@ def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Te
     return call
 
 
-def _forward_with_varlen(
-    self: MultiHeadAttention,
-    x: Tensor,
-    y: Tensor | None = None,
-    *,
-    mask: Any = None,
-    input_pos: Tensor | None = None,
-) -> Tensor:
-    """Computes torchtune's self-attention of x [b, s, embed_dim]; within documents, by FlashAttention.
+def _forward(by_varlen: bool) -> Callable[..., Tensor]:
+    """Returns a forward of torchtune's self-attention that stands in for it where keys are shared by heads.
 
     torchtune copies each key and value to all query heads that share it; FlashAttention reads it in
-    place.
+    place, and ranks of a row need not exchange copies.
     """
-    if not isinstance(mask, Documents):
-        output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
-        return output
-    b, s, _ = x.shape
-    # -1 heads, since tensor parallel ranks have a part of them.
-    q, k, v = (
-        projection(x).view(b, s, -1, self.head_dim)
-        for projection in (self.q_proj, self.k_proj, self.v_proj)
-    )
-    if self.pos_embeddings is not None:
-        q = self.pos_embeddings(q, input_pos=input_pos)
-        k = self.pos_embeddings(k, input_pos=input_pos)
-    if self.q_norm is not None:
-        q = self.q_norm(q)
-    if self.k_norm is not None:
-        k = self.k_norm(k)
-    attended = _attend_by_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask)
-    projected: Tensor = self.output_proj(attended.view(b, s, -1))
-    return projected
+
+    def forward(
+        self: MultiHeadAttention,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: Any = None,
+        input_pos: Tensor | None = None,
+    ) -> Tensor:
+        """Computes self-attention of x [b, s, embed_dim], which may be a part of a row."""
+        group = mask.group if isinstance(mask, PartMask) else None
+        of_row = mask.of_row if isinstance(mask, PartMask) else mask
+        is_varlen = by_varlen and isinstance(of_row, Documents)
+        if group is None and not is_varlen:
+            output: Tensor = MultiHeadAttention.forward(self, x, y, mask=mask, input_pos=input_pos)
+            return output
+        b, s, _ = x.shape
+        # -1 heads, since tensor parallel ranks have a part of them.
+        q, k, v = (
+            projection(x).view(b, s, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.pos_embeddings is not None:
+            q = self.pos_embeddings(q, input_pos=input_pos)
+            k = self.pos_embeddings(k, input_pos=input_pos)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        if group is not None:
+            q, k, v = heads_of_row(q, k, v, group)
+        if is_varlen:
+            attended = _attend_by_varlen(q, k, v, of_row)
+        else:
+            k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+            of_heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+            dropout_p = self.attn_dropout if self.training else 0.0
+            attended = self._attention_call(
+                *of_heads, mask=of_row, dropout_p=dropout_p, is_causal=False
+            )
+            attended = attended.squeeze(0).transpose(0, 1)
+        if group is not None:
+            attended = tokens_of_part(attended, group)
+        projected: Tensor = self.output_proj(attended.reshape(b, s, -1))
+        return projected
+
+    return forward
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

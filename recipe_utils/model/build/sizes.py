@@ -25,12 +25,22 @@ _ROW_MULTIPLE = 128
 attention. Not measured."""
 
 
-def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLimits:
+def limits_of(
+    model: nn.Module, device: torch.device, compiles: bool, tensor_parallel_dim: int = 1
+) -> ModelLimits:
     """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch."""
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
+    decoder: Any = getattr(model, "decoder", model)
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
     attention = select_kernel(model, device)
     of_pairs = attention.with_shared_prefixes()
+
+    heads_key, spanning_problem = "model.num_heads", None
+    if tensor_parallel_dim > 1:
+        heads_key = f"{heads_key} / tensor_parallel_dim"
+    if attention.kernel == "transformers":
+        name = type(decoder.model).__name__
+        spanning_problem = f"{name} of transformers computes a row on one rank; leave it out"
 
     def num_row_lengths(kernel: str) -> int | None:
         if compiles and device.type == "cpu":
@@ -48,6 +58,8 @@ def limits_of(model: nn.Module, device: torch.device, compiles: bool) -> ModelLi
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         packing_problem=attention.problem,
         packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
+        num_heads=((heads_key, decoder.num_heads // tensor_parallel_dim),),
+        spanning_problem=spanning_problem,
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

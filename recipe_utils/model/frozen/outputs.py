@@ -191,21 +191,22 @@ class FrozenOutputs:
             if isinstance(microbatch.targets.teacher, CacheKeys)
             and not all(self._cache.contains(microbatch.targets.teacher.keys))
         }
-        # Every rank must run the same number of forwards; outputs of surplus ones are dropped.
-        most = 0
+        # Rounds, because ranks compute a round together, and some of its rows; known outputs are dropped.
+        rounds: list[int] = []
         if self._is_precomputing or self._kind.is_small:
-            most = max(gather_objects(len(missing), self._ranks.cpu_group))
-        if most == 0:
+            rounds = sorted(set().union(*gather_objects(list(missing), self._ranks.cpu_group)))
+        if not rounds:
             return {}
         if self.model is None:
             assert self._build is not None
             self.model = self._build()
-        microbatches = [step.microbatches[index] for index in missing]
-        microbatches += [step.microbatches[0]] * (most - len(missing))
+        microbatches = [step.microbatches[index] for index in rounds]
         outputs = self.model.outputs(microbatches)
         computed = {}
         with self._gathered_output_layer(self.model) as layer, self._naming_cache():
-            for place, (index, wanted) in enumerate(missing.items() if outputs else ()):
+            for place, index in enumerate(rounds if outputs else ()):
+                if (wanted := missing.get(index)) is None:
+                    continue
                 values = self._kind.to_values(outputs[place], layer, microbatches[place])
                 self._cache.add(wanted.keys, wanted.num_rows, values)
                 if not self._is_precomputing:

@@ -29,6 +29,7 @@ from recipe_utils.loss.distillation import (
 )
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.attention.rows_over_ranks import RowGroups
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
 from recipe_utils.model.build.weights import (
@@ -100,6 +101,9 @@ class TeacherSettings:
         if settings.ranks.tensor_parallel_dim > 1:
             dim = settings.ranks.tensor_parallel_dim
             yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
+        if self.teacher_cache is not None and settings.data.max_ranks_per_row > 1:
+            text = f"teacher_cache={self.teacher_cache} stores outputs of whole rows; leave teacher_cache out"
+            yield Problem("max_ranks_per_row", text, settings.data.max_ranks_per_row)
         if settings.updates.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
         for key in ("teacher_model", "teacher_checkpointer"):
@@ -211,6 +215,8 @@ class Teacher:
                 filter(None, (limits.num_row_lengths, own.num_row_lengths)), default=None
             ),
             packing_problem=limits.packing_problem or own.packing_problem,
+            num_heads=limits.num_heads + tuple((f"teacher_{key}", n) for key, n in own.num_heads),
+            spanning_problem=limits.spanning_problem or own.spanning_problem,
         )
         if own.max_seq_len < limits.max_seq_len:
             both = both._replace(max_seq_len=own.max_seq_len, limits_length="the teacher_model's")
@@ -218,7 +224,9 @@ class Teacher:
 
     # ---- The model, or its cache -------------------------------------------------------------------
 
-    def set_up(self, student: nn.Module, longest_row: int, context: Any) -> dict[str, str]:
+    def set_up(
+        self, student: nn.Module, longest_row: int, row_groups: RowGroups, context: Any
+    ) -> dict[str, str]:
         """Builds the model with its weights; with a cache, only if outputs are missing.
 
         ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
@@ -247,7 +255,7 @@ class Teacher:
             warn_if_above_memory(student, self._whole, self._ranks)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, self._ranks.device, longest_row)
+            attend_within_documents(decoder, self._ranks.device, longest_row, row_groups)
             if has_output:
                 attach_loss(decoder, HiddenAtTargets())
 
