@@ -1,5 +1,6 @@
 """Rows that several ranks compute together: the gradient of one big batch, the curve of one process, less memory."""
 
+import shutil
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import big_batch_of_teacher
 import pytest
 import tiny
 import torch
-from big_batch import NUM_SAMPLES, STEP_OF_16, TOLERANCE, error
+from big_batch import STEP_OF_16, TOLERANCE, error
 from big_batch_of_pairs import NUM_PAIRS, PAIRS_PER_STEP
 from big_batch_of_teacher import STUDENTS, TEACHERS
 from checkpoint_runs import resuming_in
@@ -27,13 +28,20 @@ from recipe_runs import (
     run_recording_gradients_and_metrics,
     slow,
     with_adapters,
+    writing_to,
 )
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.training import set_activation_checkpointing
 
 from recipe_utils.data.loader import collectives
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text import collate
 from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.loss import LinearCrossEntropyLoss
+from recipe_utils.loss.attach_loss import attach_loss
+from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.parallel import exchange
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
 OF_PAIRS = {**SPANNING, "max_tokens_per_microbatch": 24}
@@ -127,6 +135,12 @@ def config_of(tiny_config, tiny_kd_config, tiny_dpo_config, tmp_path):
         }
         if row.recipe == SFT:
             config = tiny_config(**SPANNING, **STEP_OF_16, **changes)
+            if "key" in row.model:
+                folder = tmp_path / "own"
+                folder.mkdir()
+                torch.save(tiny.tiny_model(MODELS[row.model]).state_dict(), folder / "own.pt")
+                own = {"checkpoint_dir": str(folder), "checkpoint_files": ["own.pt"]}
+                config["checkpointer"] = {**config["checkpointer"], **own}
         elif row.recipe == KD:
             terms = {"temperature": 2.0, "divergence": row.objective}
             config = big_batch_of_teacher.step_of_16(
@@ -233,3 +247,100 @@ def test_a_wrong_recipe_misses_the_big_batch(mutate, config_of):
     found = run_distributed(run_mutant_recording_gradients, 2, mutate, config, SFT)
     ((_, expected), *_) = reference("tied", "ce")
     assert max(error(gradients[0], expected) for gradients in found) > 1e-2
+
+
+# ---- Curves, resume, memory -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tiny_config):
+    """Makes a config of two epochs with validation, in which some rows need several ranks."""
+
+    def make(max_ranks):
+        return tiny_config(
+            dataset={"_component_": "tiny.tiny_dataset", "num_samples": 38},
+            dataset_val={"_component_": "tiny.tiny_dataset", "num_samples": 9, "seed": 1},
+            run_val_every_n_steps=5,
+            epochs=2,
+            save_every_n_steps=3,
+            keep_last_n_checkpoints=9,
+            max_ranks_per_row=max_ranks,
+            **{**STEP_OF_8, **SPANNING},
+        )
+
+    return make
+
+
+def curve(logged):
+    """Losses and validation losses by update step."""
+    return [
+        (m["step"], name, m[name]) for m in logged for name in ("loss", "val_loss") if name in m
+    ]
+
+
+def assert_same_curve(found, expected):
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    assert [each[2] for each in found] == pytest.approx([each[2] for each in expected], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_curve_is_that_of_one_process_also_resumed_on_fewer_ranks(trained, tmp_path):
+    alone = curve(run_distributed(run_recipe, 1, trained(1))[0])
+    assert len(alone) == 12
+    config = writing_to(tmp_path / "four", trained(4))
+    assert_same_curve(curve(run_distributed(run_recipe, 4, config)[0]), alone)
+    resumed = resuming_in(tmp_path / "two", trained(2))
+    shutil.copytree(tmp_path / "four" / "step_3", tmp_path / "two" / "step_3")
+    expected = [each for each in alone if each[0] > 3]
+    assert_same_curve(curve(run_distributed(run_recipe, 2, resumed)[0]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+def test_compiled_layers_give_the_same_losses(more, trained):
+    config = {**trained(2), **more}
+    eager = run_distributed(run_recipe, 2, config)[0]
+    compiled = run_distributed(run_compiled_recipe, 2, {**config, "output_dir": f"{config['output_dir']}_2"}, timeout_seconds=300)[0]  # fmt: skip
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-6)
+
+
+NUM_TOKENS = 1024
+SIZES = {**tiny.WIDE_MODEL, "num_layers": 4, "num_heads": 8, "max_seq_len": NUM_TOKENS}
+
+
+def saved_bytes(num_ranks, recomputes):
+    """Of activations that the backward of a row of one document needs, on this rank."""
+    ranks = join_ranks(RankSettings(device="cpu"))
+    model = tiny.tiny_model(SIZES)
+    groups = ranks.row_groups(ranks.world_size)
+    attend_within_documents(model, ranks.device, NUM_TOKENS, groups)
+    attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=64))
+    if recomputes:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = torch.randint(tiny.VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).numpy()  # fmt: skip
+    part = Part(ranks.dp_rank % num_ranks, num_ranks)
+    row = collate.collate_packed_microbatch([{"tokens": tokens, "labels": tokens}], -100, part=part)
+    sizes = {}
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = model(**row.inputs, targets=row.targets)
+    num_bytes = sum(nbytes for nbytes, _ in sizes.values())
+    loss.sum().backward()
+    ranks.leave()
+    return num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_four_ranks_keep_a_quarter_of_the_activations_each(recomputes):
+    whole = max(run_distributed(saved_bytes, 4, 1, recomputes))
+    of_ranks = run_distributed(saved_bytes, 4, 4, recomputes)
+    assert max(of_ranks) <= 0.3 * whole
+    assert max(of_ranks) <= 1.02 * min(of_ranks)

@@ -22,6 +22,7 @@ PACKED = {"microbatching": "packed", "batch_size": 4, "max_tokens_per_microbatch
 RECOMPUTED = {**PACKED, "enable_activation_checkpointing": True}
 PADDED = {"microbatching": "least_padding", "batch_size": 4}
 HSDP = {"data_parallel_replicate_dim": 2}
+SPANNING = {**PACKED, "max_tokens_per_microbatch": 12, "max_ranks_per_row": 2}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ HSDP = {"data_parallel_replicate_dim": 2}
     [
         (OF_WAYS, [PACKED], 1),
         (("lfm2",), [RECOMPUTED], 2),
+        (("qwen3",), [SPANNING], 2),
+        slow(("qwen3", "qwen3_moe"), [{**RECOMPUTED, **SPANNING}, {**SPANNING, **HSDP}], 4),
         slow(("qwen3",), [{**PACKED, "ac_mode": "selective", "ac_option": 2}], 2),
         slow((*OF_WAYS, "gemma3_text", "qwen3_moe"), [PADDED, RECOMPUTED, {}], 1),
         slow(

@@ -32,6 +32,8 @@ class ModelLimits(NamedTuple):
     """Attention heads of a tensor-parallel rank, by the config key that sets them."""
     spanning_problem: str | None = None
     """Reason why no other rank can compute a part of a row, and what to set instead; None if it can."""
+    shares_prefixes_over_ranks: bool = True
+    """False if prefix-shared pairs are computed on one rank only."""
     limits_length: str = "the model's"
     """Owner of ``max_seq_len``, for errors."""
     costs_are_estimated: bool = False
@@ -39,7 +41,12 @@ class ModelLimits(NamedTuple):
 
     def with_shared_prefixes(self) -> "ModelLimits":
         """Returns the limits of rows with prefix-shared pairs."""
+        spanning_problem = self.spanning_problem
+        if not self.shares_prefixes_over_ranks:
+            text = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
+            spanning_problem = spanning_problem or text
         return self._replace(
+            spanning_problem=spanning_problem,
             num_row_lengths=self.num_row_lengths_with_shared_prefixes or self.num_row_lengths,
             packing_problem=self.packing_problem_with_shared_prefixes or self.packing_problem,
         )

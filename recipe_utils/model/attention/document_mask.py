@@ -67,6 +67,7 @@ def attend_within_documents(
     decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
     if attention.kernel == "transformers":
+        decoder.compute_rows_over_ranks(row_groups)
         return  # its forward takes documents
 
     def documents_to_mask(

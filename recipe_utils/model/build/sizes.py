@@ -35,12 +35,20 @@ def limits_of(
     attention = select_kernel(model, device)
     of_pairs = attention.with_shared_prefixes()
 
-    heads_key, spanning_problem = "model.num_heads", None
+    num_heads = {"model.num_heads": decoder.num_heads}
     if tensor_parallel_dim > 1:
-        heads_key = f"{heads_key} / tensor_parallel_dim"
+        num_heads = {
+            "model.num_heads / tensor_parallel_dim": decoder.num_heads // tensor_parallel_dim
+        }
+    spanning_problem = None
     if attention.kernel == "transformers":
-        name = type(decoder.model).__name__
-        spanning_problem = f"{name} of transformers computes a row on one rank; leave it out"
+        # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
+        num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
+        if not decoder.proof.spans_ranks:
+            spanning_problem = (
+                f"{type(decoder.model).__name__} mixes tokens elsewhere than in causal attention within "
+                "documents, or was not proved to compute parts of rows; leave it out"
+            )
 
     def num_row_lengths(kernel: str) -> int | None:
         if compiles and device.type == "cpu":
@@ -58,8 +66,9 @@ def limits_of(
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         packing_problem=attention.problem,
         packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
-        num_heads=((heads_key, decoder.num_heads // tensor_parallel_dim),),
+        num_heads=tuple(num_heads.items()),
         spanning_problem=spanning_problem,
+        shares_prefixes_over_ranks=attention.kernel != "transformers",
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

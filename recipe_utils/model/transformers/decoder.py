@@ -22,8 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.model.attention.rows_over_ranks import RowGroups, heads_of_row, tokens_of_part
 from recipe_utils.model.pipeline.stages import NotOnThisStage
 from recipe_utils.model.transformers.documents import (
+    Exchange,
     current_documents,
     documents_of,
     masked_by_document,
@@ -67,7 +69,9 @@ class Decoder(nn.Module):
         text: Any = model.config.get_text_config()
         self.max_seq_len = max_seq_len_of(text)
         self.num_heads: int = getattr(text, "num_attention_heads", 1)
+        self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = text.hidden_size // self.num_heads
+        self.exchanges: dict[int, Exchange] = {}
         attention: str = model.config._attn_implementation
         self.splits_attention = proof.splits_attention and attention == "sdpa"
         if proof.way != "positions" or proof.shares_prefixes or self.splits_attention:
@@ -112,7 +116,8 @@ class Decoder(nn.Module):
             raise ValueError(f"{type(self.model).__name__} cannot share prefixes of pairs")
         has_own_masks = documents is not None and (shares_prefixes or self.splits_attention)
         needs_documents = has_own_masks or self.proof.way != "positions"
-        with documents_of(documents if needs_documents else None, input_pos):
+        exchange = None if documents is None else self.exchanges.get(documents.num_ranks)
+        with documents_of(documents if needs_documents else None, input_pos, exchange):
             out = getattr(self.model, name)(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if documents is not None else None,
@@ -121,6 +126,13 @@ class Decoder(nn.Module):
                 use_cache=False,
             )
         return self.unembed(hidden_of(out))
+
+    def compute_rows_over_ranks(self, groups: RowGroups) -> None:
+        """Makes the forward take parts of rows that the ranks of a group compute together."""
+        for size, group in groups.items():
+            self.exchanges[size] = Exchange(
+                partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
+            )
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v] of hidden states [b, s, d]."""

@@ -3,11 +3,11 @@
 In prefix-shared pairs neither answer attends to the other, and both continue the positions of the prefix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,37 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from recipe_utils.data.text.documents import Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import sees
 
-_rows: ContextVar[tuple[Documents | None, Tensor | None]] = ContextVar("rows")
-"""Documents and positions [b, s] of the rows in the forward; None where documents need no help.
+
+class Exchange(NamedTuple):
+    """Functions of :mod:`recipe_utils.model.attention.rows_over_ranks` between the ranks of a row."""
+
+    heads_of_row: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    tokens_of_part: Callable[[Tensor], Tensor]
+
+
+Rows = tuple[Documents | None, Tensor | None, Exchange | None]
+_rows: ContextVar[Rows] = ContextVar("rows")
+"""Documents and positions [b, s] of the rows in the forward, and the exchange between ranks that compute
+one together; None where documents need no help.
 
 Without a default: outside of a forward documents are unknown, not absent.
 """
 
 
 @contextmanager
-def documents_of(documents: Documents | None, positions: Tensor | None) -> Iterator[None]:
-    """Sets documents and positions [b, s] of the rows that a forward computes in this block."""
-    token = _rows.set((documents, positions))
+def documents_of(
+    documents: Documents | None, positions: Tensor | None, exchange: Exchange | None = None
+) -> Iterator[None]:
+    """Sets documents and positions [b, s] of the rows, or parts of rows, that a forward computes in this block."""
+    token = _rows.set((documents, positions, exchange))
     try:
         yield
     finally:
         _rows.reset(token)
 
 
-def current_documents() -> tuple[Documents | None, Tensor | None]:
-    """Returns documents and positions of the rows that a forward computes now."""
+def current_documents() -> Rows:
+    """Returns the arguments of :func:`documents_of` for the forward that computes now."""
     return _rows.get()
 
 
@@ -77,11 +89,13 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    documents, positions = _rows.get((None, None))
+    documents, positions, exchange = _rows.get((None, None, None))
     if documents is not None:
         is_split = splits and documents.segments is None
         if is_split and mask_function is causal_mask_function:
             return None
+        if exchange is not None:
+            raise ValueError("only a causal mask is that of a whole row on each of its ranks")
         if is_split or documents.segments is not None:
             mask_function = remap_positions_for_packed_sequence(mask_function, positions)
             kwargs["attention_mask"] = None  # all ones, see Decoder.forward
@@ -98,7 +112,13 @@ def _attend_within_documents(
 ) -> tuple[Tensor, None]:
     """Attends within documents, for queries [b, h, s, d] and a mask [b, h, s, s]; see transformers' ``sdpa``."""
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    documents, _ = _rows.get((None, None))
+    documents, positions, exchange = _rows.get((None, None, None))
+    if exchange is not None:
+        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        q, k, v = (e.transpose(0, 1).unsqueeze(0) for e in exchange.heads_of_row(q, k, v))
+        with documents_of(documents, positions):
+            attended, _ = _attend_within_documents(module, q, k, v, mask, **kwargs)
+        return exchange.tokens_of_part(attended.squeeze(0)).unsqueeze(0), None
     if documents is None or documents.segments is not None:
         return attend(module, query, key, value, mask, **kwargs)
     if kwargs.get("position_bias") is not None:

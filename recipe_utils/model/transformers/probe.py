@@ -33,6 +33,7 @@ from recipe_utils.model.transformers.decoder import (
     hidden_of,
     layers_of,
 )
+from recipe_utils.model.transformers.documents import Exchange
 
 Way = Literal["positions", "masks", "by_document", "padded"]
 
@@ -74,6 +75,7 @@ class Proof:
         splits_attention: attention computes one document after the other.
         shares_prefixes: the sides of a pair may share their prefix in a packed row.
         can_be_cut: pipeline stages of any layers compute packed rows.
+        spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
     """
 
     way: Way
@@ -86,6 +88,7 @@ class Proof:
     splits_attention: bool = False
     shares_prefixes: bool = False
     can_be_cut: bool = False
+    spans_ranks: bool = False
 
     def __str__(self) -> str:
         how = {
@@ -216,7 +219,8 @@ def _compare(
             ):
                 own = sharing
             can_be_cut = _error_of_stages(make, documents, own, expected) <= _BOUND
-            return replace(own, error=error, can_be_cut=can_be_cut)
+            spans_ranks = _error_of_parts(make, documents, own, expected) <= _BOUND
+            return replace(own, error=error, can_be_cut=can_be_cut, spans_ranks=spans_ranks)
     last = Proof(ways[-1], (), head_is_tail, None)
     problem, _ = _modules_that_mix(make, documents, last)
     return Proof("padded", (), head_is_tail, problem or name, error_of_padded)
@@ -291,6 +295,41 @@ def _error_of_packed(
     try:
         return difference(gradients(decoder.model, forward, documents), expected)
     except Exception:  # any: a module that cannot run once per document
+        return float("inf")
+
+
+def _error_of_parts(
+    make: Callable[[], Any],
+    documents: Sequence[Tensor],
+    proof: Proof,
+    expected: Mapping[str, Tensor],
+) -> float:
+    """Compares the parts of a row, one behind the other, with its documents one at a time.
+
+    Only attention gets the row's order back, so all else must be computed token by token.
+    """
+    lengths, num_parts = [len(d) for d in documents], 3
+    order = torch.cat([torch.arange(i, sum(lengths), num_parts) for i in range(num_parts)])
+    back = order.argsort()
+    decoder = Decoder(make(), proof)
+    decoder.exchanges[num_parts] = Exchange(
+        lambda *heads: tuple(each[back] for each in heads),
+        lambda attended: attended[order],
+    )
+
+    def forward(_: Any) -> Sequence[Tensor]:
+        logits = decoder(
+            torch.cat(list(documents))[order][None],
+            input_pos=torch.cat([torch.arange(n) for n in lengths])[order][None],
+            document_lengths=Documents([lengths], num_parts),
+        )
+        return logits[0, back].split(lengths)
+
+    if not proof.splits_attention or proof.modules:
+        return float("inf")
+    try:
+        return difference(gradients(decoder.model, forward, documents), expected)
+    except Exception:  # any: a mask that is not causal
         return float("inf")
 
 
