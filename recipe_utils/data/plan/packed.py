@@ -1,12 +1,15 @@
 """Plan of packed rows, of which a long one is computed by several ranks together."""
 
 import heapq
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Microbatches, longest_first
 
+_LOWER = 0.7
+"""Factor between the costs per rank that plans are tried with."""
 _DEFAULT_COST = MicrobatchCost()
 
 
@@ -15,6 +18,12 @@ class _Row(NamedTuple):
     """On each of its ranks."""
     num_ranks: int
     positions: list[int]
+
+
+class _Plan(NamedTuple):
+    ranks: list[Microbatches]
+    total: float
+    """Sum over rounds of the costliest row, overhead included."""
 
 
 def plan_packed(
@@ -28,10 +37,10 @@ def plan_packed(
 ) -> list[Microbatches]:
     """Packs whole samples without padding into few rows of about equal cost.
 
-    A sample longer than a rank's bound begins a row of 2, 4, ... ranks, as few as hold it. Longest
-    first, each other sample goes into the row with the least cost per rank so far (Graham 1969,
-    doi:10.1137/0117039) among those with space; if a sample fits in none, one more row per rank is
-    opened.
+    A sample longer than a rank's bound begins a row of 2, 4, ... ranks, at least as many as hold it.
+    Longest first, each other sample goes into the row with the least cost per rank so far (Graham
+    1969, doi:10.1137/0117039) among those with space; if a sample fits in none, one more row per rank
+    is opened.
 
     Arguments and the result are those of :func:`recipe_utils.data.plan.padded.plan_least_padding`;
     a microbatch is one row, ``max_tokens_per_microbatch`` bounds its tokens on each of its ranks,
@@ -43,98 +52,145 @@ def plan_packed(
     sizes = [1]
     while 2 * sizes[-1] <= max_ranks_per_row and num_ranks % (2 * sizes[-1]) == 0:
         sizes.append(2 * sizes[-1])
+    costs = [cost.of_sample(length) for length in lengths]
 
-    short, spanning, num_tokens = [], [], 0
+    def sizes_at(level: float) -> list[int]:
+        """Returns the fewest ranks on which each sample fits and costs no more than ``level``."""
+        return [
+            next((n for n in sizes if length <= n * max_tokens and own <= n * level), sizes[-1])
+            for length, own in zip(lengths, costs, strict=True)
+        ]
+
+    fewest = sizes_at(float("inf"))
+    best = _plan(lengths, costs, fewest, sizes, num_ranks, max_tokens, cost.overhead_slots)
+    level = max(map(operator.truediv, costs, fewest), default=0.0)
+    while (
+        max(fewest, default=1) > 1
+    ):  # a round lasts as long as its costliest row: try more ranks for it
+        level *= _LOWER
+        more = sizes_at(level)
+        found = _plan(lengths, costs, more, sizes, num_ranks, max_tokens, cost.overhead_slots)
+        if found.total >= best.total:
+            break
+        best = found
+    return best.ranks
+
+
+def _plan(
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    num_ranks_of: Sequence[int],
+    sizes: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    overhead: float,
+) -> _Plan:
+    """Packs samples into rows, given the number of ranks of each; those of several begin a row each."""
+    short: list[int] = []
+    spanning: list[_Row] = []
+    num_tokens = 0
     for position in longest_first(lengths):
-        length = lengths[position]
-        size = next((each for each in sizes if length <= each * max_tokens), sizes[-1])
-        num_tokens += min(length, size * max_tokens)
+        size = num_ranks_of[position]
+        num_tokens += min(lengths[position], size * max_tokens)
         if size == 1:
             short.append(position)
         else:
-            spanning.append(_Row(cost.of_sample(length) / size, size, [position]))
+            spanning.append(_Row(costs[position] / size, size, [position]))
     # Costliest first, so that the rows of a round cost about the same.
     spanning.sort(key=lambda row: (-row.cost, row.positions))
-    rounds, num_free = _rounds_of(spanning, sizes, num_ranks)
-    num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), len(rounds), 1)
+    round_of, num_free = _rounds_of(spanning, sizes, num_ranks)
+    num_rounds = max(-(-num_tokens // (num_ranks * max_tokens)), len(num_free), 1)
     rows = None
     while rows is None:
-        num_single = sum(num_free) + (num_rounds - len(rounds)) * num_ranks
-        rows = _fill_rows(lengths, short, spanning, num_single, max_tokens, cost)
+        num_free += [num_ranks] * (num_rounds - len(num_free))
+        rows = _fill_rows(lengths, costs, short, spanning, round_of, num_free, max_tokens)
         num_rounds += 1
 
     filled, single = rows[: len(spanning)], rows[len(spanning) :]
     single.sort(key=lambda row: (-row.cost, row.positions))
-    ranks: list[Microbatches] = [[] for _ in range(num_ranks)]
+    rounds: list[list[_Row]] = [[] for _ in num_free]
+    for row, at in zip(filled, round_of, strict=True):
+        rounds[at].append(row)
+    plan = _Plan([[] for _ in range(num_ranks)], 0.0)
     loads = [0.0] * num_ranks
-    for first in range(num_rounds):
-        of_round = [filled[i] for i in rounds[first]] if first < len(rounds) else []
-        num_single = num_free[first] if first < len(rounds) else num_ranks
-        _deal(of_round + single[:num_single], sizes, ranks, loads)
-        single = single[num_single:]
-    for microbatches in ranks:
+    for of_round, number in zip(rounds, num_free, strict=True):
+        of_round += single[:number]
+        single = single[number:]
+        _deal(of_round, sizes, plan.ranks, loads)
+        most = max((row.cost for row in of_round), default=0.0)
+        plan = plan._replace(total=plan.total + most + overhead)
+    for microbatches in plan.ranks:
         while microbatches and not microbatches[-1]:
             microbatches.pop()
-    return ranks
+    return plan
 
 
 def _rounds_of(
     rows: Sequence[_Row], sizes: Sequence[int], num_ranks: int
-) -> tuple[list[list[int]], list[int]]:
-    """Returns the indices of the rows of each round, and the ranks that each has left."""
-    rounds: list[list[int]] = []
+) -> tuple[list[int], list[int]]:
+    """Returns the round of each row, and the ranks that each round has left."""
+    round_of: list[int] = []
     num_free: list[int] = []
     first = dict.fromkeys(sizes, 0)  # no earlier round has so many ranks left
-    for index, row in enumerate(rows):
+    for row in rows:
         at = first[row.num_ranks]
-        while at < len(rounds) and num_free[at] < row.num_ranks:
+        while at < len(num_free) and num_free[at] < row.num_ranks:
             at += 1
         first[row.num_ranks] = at
-        if at == len(rounds):
-            rounds.append([])
+        if at == len(num_free):
             num_free.append(num_ranks)
-        rounds[at].append(index)
+        round_of.append(at)
         num_free[at] -= row.num_ranks
-    return rounds, num_free
+    return round_of, num_free
 
 
 def _fill_rows(
     lengths: Sequence[int],
+    costs_of: Sequence[float],
     short: Sequence[int],
     spanning: Sequence[_Row],
-    num_single: int,
+    round_of: Sequence[int],
+    num_free: Sequence[int],
     max_tokens: int,
-    cost: MicrobatchCost,
 ) -> list[_Row] | None:
     """Returns the spanning rows, filled up, and those of one rank that are not empty.
 
-    ``short`` are positions, longest first. None if a sample fits in no row.
+    ``short`` are positions, longest first. A round with a spanning row lasts as long as that, so its
+    other rows are filled up to that first. None if a sample fits in no row.
     """
+    levels = [0.0] * len(num_free)
+    for row, at in zip(spanning, round_of, strict=True):
+        levels[at] = max(levels[at], row.cost)
+    rounds = [*round_of, *(at for at, number in enumerate(num_free) for _ in range(number))]
+    num_single = len(rounds) - len(spanning)
     sizes = [row.num_ranks for row in spanning] + [1] * num_single
     rows = [list(row.positions) for row in spanning] + [[] for _ in range(num_single)]
     space = [row.num_ranks * max_tokens - lengths[row.positions[0]] for row in spanning]
     space += [max_tokens] * num_single
     costs = [row.cost for row in spanning] + [0.0] * num_single
+
+    def entry(row: int) -> tuple[float, int]:
+        return costs[row] - levels[rounds[row]], row
+
     # Two heaps: rows that the last sample fitted in, the cheapest first, and the others, those with
     # most space first. A row is looked at again only once a sample is short enough for it.
-    least_costly = [(row_cost, row) for row, row_cost in enumerate(costs)]
+    least_costly = [entry(row) for row in range(len(rows))]
     heapq.heapify(least_costly)
     too_full: list[tuple[int, int]] = []
     for position in short:
         length = lengths[position]
         while too_full and -too_full[0][0] >= length:
-            row = heapq.heappop(too_full)[1]
-            heapq.heappush(least_costly, (costs[row], row))
-        while least_costly and rows[row := least_costly[0][1]] and space[row] < length:
+            heapq.heappush(least_costly, entry(heapq.heappop(too_full)[1]))
+        while least_costly and rows[at := least_costly[0][1]] and space[at] < length:
             heapq.heappop(least_costly)
-            heapq.heappush(too_full, (-space[row], row))
+            heapq.heappush(too_full, (-space[at], at))
         if not least_costly:
             return None
-        row = least_costly[0][1]
-        costs[row] += cost.of_sample(length) / sizes[row]
-        heapq.heapreplace(least_costly, (costs[row], row))
-        rows[row].append(position)
-        space[row] -= length
+        at = least_costly[0][1]
+        costs[at] += costs_of[position] / sizes[at]
+        heapq.heapreplace(least_costly, entry(at))
+        rows[at].append(position)
+        space[at] -= length
     return [_Row(*each) for each in zip(costs, sizes, rows, strict=True) if each[2]]
 
 

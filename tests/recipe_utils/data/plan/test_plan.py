@@ -1,14 +1,17 @@
 """Plans partition an update step's samples, keep their bounds, and least_padding finds the cheapest."""
 
+import heapq
 import random
+import types
 from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_utils.data.plan import PLANS, plan_in_order, plan_least_padding
+from recipe_utils.data.plan import PLANS, packed, plan_in_order, plan_least_padding, plan_packed
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.plan import Part, part_of
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)
@@ -119,3 +122,79 @@ def test_no_partition_costs_less(lengths, max_tokens, overhead, equal_attention_
 def test_attention_and_overhead_enter_the_cost():
     assert MicrobatchCost(64, float("inf"))(3, 100) == 364
     assert MicrobatchCost(0, 100)(1, 100) == 200
+
+
+# ---- Rows that span ranks ---------------------------------------------------------------------------------
+
+
+def rows_of(ranks):
+    """For each round its rows: first rank, number of ranks, positions."""
+    rounds = []
+    for index in range(max(map(len, ranks), default=0)):
+        holders = {}
+        for rank, microbatches in enumerate(ranks):
+            if row := microbatches[index : index + 1]:
+                holders.setdefault(tuple(row[0]), []).append(rank)
+        holders.pop((), None)
+        for of_row in holders.values():
+            assert of_row == list(range(of_row[0], of_row[0] + len(of_row)))
+            parts = [part_of(ranks, rank, index) for rank in of_row]
+            assert parts == [Part(i, len(of_row)) for i in range(len(of_row))]
+        rounds.append([(ranks[0], len(ranks), row) for row, ranks in holders.items()])
+    return rounds
+
+
+@given(
+    LENGTHS,
+    st.sampled_from([1, 2, 4, 6, 8]),
+    st.integers(20, 700),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([300.0, float("inf")]),
+)
+def test_long_samples_have_aligned_groups_of_ranks_and_each_sample_one_row(
+    lengths, num_ranks, max_tokens, max_ranks, equal_length
+):
+    limits = {"max_tokens_per_microbatch": max_tokens, "cost": MicrobatchCost(64, equal_length)}
+    ranks = plan_packed(lengths, num_ranks, max_ranks_per_row=max_ranks, **limits)
+    rounds = rows_of(ranks)
+    largest = min(max_ranks, num_ranks & -num_ranks)
+    placed = [position for rows in rounds for _, _, row in rows for position in row]
+    assert sorted(placed) == list(range(len(lengths)))
+    for first, size, row in (each for rows in rounds for each in rows):
+        assert size <= largest
+        assert size & (size - 1) == 0
+        assert first % size == 0
+        num_tokens = sum(lengths[position] for position in row)
+        assert num_tokens <= size * max_tokens or (len(row) == 1 and size == largest)
+    if max_ranks == 1 or max(lengths, default=0) <= max_tokens:
+        assert ranks == plan_packed(lengths, num_ranks, **limits)
+
+
+def test_a_round_is_filled_up_to_its_long_row_first():
+    """Two rounds have space for all; the first lasts as long as the sample on two ranks anyway."""
+    limits = {"max_tokens_per_microbatch": 100, "cost": MicrobatchCost(0)}
+    ranks = plan_packed([190, *[10] * 24], 4, max_ranks_per_row=2, **limits)
+    assert [len(row) for row in (ranks[2][0], ranks[3][0])] == [10, 10]
+
+
+def test_more_ranks_than_needed_where_a_round_would_wait_for_one_row():
+    lengths = [120, *[10] * 8]
+    limits = {"max_tokens_per_microbatch": 100, "cost": MicrobatchCost(5, 30)}
+    assert max(size for rows in rows_of(plan_packed(lengths, 8, max_ranks_per_row=2, **limits)) for _, size, _ in rows) == 2  # fmt: skip
+    assert max(size for rows in rows_of(plan_packed(lengths, 8, max_ranks_per_row=8, **limits)) for _, size, _ in rows) > 2  # fmt: skip
+
+
+def test_planning_looks_at_a_full_row_again_only_for_a_sample_that_fits(monkeypatch):
+    """16,384 samples on 64 ranks, rows nearly full: heap operations by the number of samples, not times rows."""
+    num_calls = 0
+
+    def count(heap, item):
+        nonlocal num_calls
+        num_calls += 1
+        return heapq.heappush(heap, item)
+
+    rng = random.Random(0)
+    lengths = [min(16 + int(rng.lognormvariate(7.7, 0.8)), 16384) for _ in range(16384)]
+    monkeypatch.setattr(packed, "heapq", types.SimpleNamespace(**{**vars(heapq), "heappush": count}))  # fmt: skip
+    plan_packed(lengths, 64, max_tokens_per_microbatch=16384, cost=MicrobatchCost(75, 30500))
+    assert num_calls < 2 * len(lengths)
