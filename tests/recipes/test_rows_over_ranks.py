@@ -22,6 +22,7 @@ from recipe_runs import (
     SFT,
     STEP_OF_8,
     losses,
+    refusal,
     run_compiled_recipe,
     run_mutant_recording_gradients,
     run_recipe,
@@ -184,6 +185,13 @@ def test_gradient_and_metrics_are_those_of_one_big_batch(row, config_of):
         for name, value in metrics.items():
             assert logged[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
     assert ranks[0][1][0]["num_spanning_samples"] > 0
+
+
+def test_a_teacher_s_cache_of_whole_rows_is_refused(tiny_kd_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = tiny_kd_config(**SPANNING, max_ranks_per_row=2, teacher_cache="hidden")
+    text = "1 problem in the config:\n  - max_ranks_per_row=2: teacher_cache=hidden stores outputs of whole rows"
+    assert text in refusal(config, KD)
 
 
 # ---- Wrong recipes -----------------------------------------------------------------------------------

@@ -31,7 +31,11 @@ SPANNING = {**PACKED, "max_tokens_per_microbatch": 12, "max_ranks_per_row": 2}
         (OF_WAYS, [PACKED], 1),
         (("lfm2",), [RECOMPUTED], 2),
         (("qwen3",), [SPANNING], 2),
-        slow(("qwen3", "qwen3_moe"), [{**RECOMPUTED, **SPANNING}, {**SPANNING, **HSDP}], 4),
+        slow(
+            ("qwen3", "qwen3_moe", "deepseek_v3"),
+            [{**RECOMPUTED, **SPANNING}, {**SPANNING, **HSDP}],
+            4,
+        ),
         slow(("qwen3",), [{**PACKED, "ac_mode": "selective", "ac_option": 2}], 2),
         slow((*OF_WAYS, "gemma3_text", "qwen3_moe"), [PADDED, RECOMPUTED, {}], 1),
         slow(

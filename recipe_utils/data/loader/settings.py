@@ -138,7 +138,7 @@ class DataSettings:
             self.num_accumulated(dims.dp_degree)
         except ConfigError as error:
             yield from error.problems
-        if most & (most - 1):
+        if most == 1 or any(self._problems_of_spanning()):
             return
         num_neighbours = math.gcd(dims.dp_degree, most)
         num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbours)

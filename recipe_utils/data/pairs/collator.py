@@ -127,7 +127,9 @@ class PairCollator:
         self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
         if self._is_packed:
             of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
-            self._row_multiple = row_multiple_of_packed(of_rows, max_tokens, settings)
+            self._row_multiple = row_multiple_of_packed(
+                of_rows, max_tokens, settings.max_ranks_per_row
+            )
         else:
             # A pair is two rows of the longer side's length; the plan counts it as one.
             max_tokens = max(max_tokens // 2, 1) if max_tokens else None

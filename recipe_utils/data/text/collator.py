@@ -90,7 +90,7 @@ class TextCollator:
                 collate_packed_microbatch,
                 ignore_index=ignore_index,
                 padding_idx=tokenizer.pad_id,
-                row_multiple=row_multiple_of_packed(limits, max_tokens, settings),
+                row_multiple=row_multiple_of_packed(limits, max_tokens, settings.max_ranks_per_row),
             )
         else:
             pad = component_at(settings.collate_fn)

@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -60,7 +59,7 @@ class ModelLimits(NamedTuple):
 
 
 def row_multiple_of_packed(
-    limits: ModelLimits, row_length: int | None, settings: DataSettings
+    limits: ModelLimits, row_length: int | None, max_ranks_per_row: int = 1
 ) -> int | None:
     """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
@@ -68,7 +67,7 @@ def row_multiple_of_packed(
         limits: limits of the model.
         row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
             bound.
-        settings: data settings.
+        max_ranks_per_row: most ranks that compute a row together.
 
     Raises:
         ConfigError: the model cannot compute packed rows, or no rows that span ranks.
@@ -88,7 +87,7 @@ def row_multiple_of_packed(
             "compile=True and flex attention need; set one of the two"
         )
         problems.append(Problem("microbatching", text, "packed"))
-    most = settings.max_ranks_per_row
+    most = max_ranks_per_row
     if most > 1 and limits.spanning_problem is not None:
         problems.append(f"max_ranks_per_row={most}: {limits.spanning_problem}")
     for key, num_heads in limits.num_heads if most > 1 else ():

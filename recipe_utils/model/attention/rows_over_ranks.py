@@ -37,17 +37,20 @@ def heads_of_row(
 
     Takes q [s, h, d], k and v [s, g, d]; returns [c * s, h / c, d] and twice [c * s, g' / c, d]. The
     number of ranks divides h; if it does not divide g, keys and values are repeated to g' = c heads,
-    or h.
+    or h. Values may have another width than keys.
     """
-    c, num_tokens = dist.get_world_size(group), len(q)
+    c = dist.get_world_size(group)
     num_heads, num_keys = q.size(1), k.size(1)
     if num_keys % c:
         times = (num_heads if c % num_keys else c) // num_keys
         k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
-    parts = [each.view(num_tokens, c, -1, each.size(-1)) for each in (q, k, v)]
-    received = all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)  # [c, s, heads, d]
+    parts = [each.reshape(len(q), c, -1) for each in (q, k, v)]
+    received = all_to_all(torch.cat(parts, dim=2).transpose(0, 1), group)  # [c, s, heads of a rank]
     row = received.transpose(0, 1).flatten(0, 1)  # token i of the row is on rank i % c
-    q, k, v = row.split([part.size(2) for part in parts], dim=1)
+    of_row = row.split([part.size(2) for part in parts], dim=1)
+    q, k, v = (
+        own.unflatten(1, (-1, each.size(2))) for own, each in zip(of_row, (q, k, v), strict=True)
+    )
     return q, k, v
 
 

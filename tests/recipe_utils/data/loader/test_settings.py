@@ -1,11 +1,13 @@
 """Batch sizes are resolved or refused with their numbers; contradicting keys are problems."""
 
 import dataclasses
+import re
 
 import pytest
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.parallel.ranks import RankSettings
 
 
 def accumulated(steps, global_batch_size):
@@ -37,6 +39,29 @@ def test_accumulation_steps_follow_from_the_key_that_is_given(steps, global_batc
 def test_contradicting_batch_sizes_are_refused_with_their_numbers(steps, global_batch_size, text):
     with pytest.raises(ValueError, match=text.replace(" * ", r" \* ")):
         accumulated(steps, global_batch_size)
+
+
+SPANNING = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "on_this_node", "dims", "text"),
+    [
+        (12, 12, {}, "12 data-parallel ranks cannot be grouped by 8; set it to 4"),
+        (16, 16, {"pipeline_parallel_dim": 4}, "4 data-parallel ranks .* by 8; set it to 4"),
+        (16, 4, {}, "on one node, which has 4 neighbouring data-parallel ranks; set it to 4"),
+        (16, 8, {"tensor_parallel_dim": 2}, "which has 4 neighbouring .*; set it to 4"),
+        (16, 8, {}, None),
+    ],
+)
+def test_rows_span_neighbouring_ranks_of_a_node(world_size, on_this_node, dims, text, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
+    settings = DataSettings(max_ranks_per_row=8, **SPANNING)
+    assert list(settings.problems()) == []
+    problems = list(settings.problems_with(RankSettings(device="cpu", **dims)))
+    assert len(problems) == (text is not None)
+    assert all(re.search(f"max_ranks_per_row=8: .*{text}", str(each)) for each in problems)
 
 
 def test_validation_takes_every_sample_once_in_order_with_batch_size_val():

@@ -6,12 +6,16 @@ import re
 import pytest
 import torch
 from recipe_runs import slow
+from tiny_transformers import save_tiny
 
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import row_multiple_of_packed
+from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import probe
 from recipe_utils.model.transformers.build import causal_lm, config_of
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.model.transformers.decoder_types import tiny_config_of
+from recipe_utils.settings.problems import ConfigError
 
 POSITIONS = (
     "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "llama4_text", "mistral", "phi3", "granite", "olmo3",
@@ -122,3 +126,24 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
             document_lengths=Documents([lengths]),
         )
         torch.testing.assert_close(found[0], torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "problem"),
+    [
+        ("qwen3", None),
+        ("lfm2", "Lfm2ForCausalLM mixes tokens elsewhere than in causal attention"),
+        slow("gpt_oss", "GptOssForCausalLM mixes tokens"),  # windows
+        slow("deepseek_v3", None),  # keys are wider than values
+        slow("smollm3", None),
+    ],
+)
+def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
+    save_tiny(tmp_path, model_type)
+    with torch.device("meta"):
+        limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"), False)
+    if problem is None:
+        row_multiple_of_packed(limits, 64, 2)
+        problem = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
+    with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
+        row_multiple_of_packed(limits.with_shared_prefixes(), 64, 2)
