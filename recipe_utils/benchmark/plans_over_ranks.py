@@ -225,9 +225,9 @@ def draw(names: Sequence[str], bars: Mapping[str, Sequence[float]], path: str) -
     axis = (figure := Figure(figsize=(9, 3), layout="constrained")).add_subplot()
     for i, (name, heights) in enumerate(zip(names, zip(*bars.values(), strict=True), strict=True)):
         axis.bar([x + 0.27 * (i - 1) for x in range(len(bars))], heights, width=0.25, label=name)
-    axis.set(ylabel="useful compute", ylim=(0, 1), xlabel="long samples, ranks")
+    axis.set(ylabel="useful compute", ylim=(0, 1.2), xlabel="long samples, ranks")
     axis.set_xticks(range(len(bars)), list(bars))
-    axis.legend(loc="lower left")
+    axis.legend(loc="upper center", ncols=3)
     figure.savefig(path, dpi=80)
 
 

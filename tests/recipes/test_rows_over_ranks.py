@@ -45,7 +45,6 @@ from recipe_utils.parallel import exchange
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 SPANNING = {"microbatching": "packed", "batch_size": 1, "max_tokens_per_microbatch": 12}
-OF_PAIRS = {**SPANNING, "max_tokens_per_microbatch": 24}
 MODELS = {
     "tied": tiny.DEEP_MODEL,
     "untied": tiny.DEEP_UNTIED_MODEL,
@@ -152,7 +151,8 @@ def config_of(tiny_config, tiny_kd_config, tiny_dpo_config, tmp_path):
             data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind}
             changes |= {"dataset": data, "loss": loss, "sft_loss_weight": weight}
             step = {"global_batch_size": PAIRS_PER_STEP, "gradient_accumulation_steps": ...}
-            config = tiny_dpo_config(**OF_PAIRS, **step, **changes)
+            changes["max_tokens_per_microbatch"] = 16 if row.objective == "dpo" else 28
+            config = tiny_dpo_config(**{**SPANNING, **step, **changes})
         return with_adapters(config, tmp_path) if "lora_rank" in MODELS[row.model] else config
 
     return make
