@@ -13,7 +13,8 @@ from recipe_utils.data.loader.collectives import (
     StepCollectives,
     StepCounts,
 )
-from recipe_utils.data.plan import plan_packed
+from recipe_utils.data.plan.packed import plan_packed
+from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.parallel.process_group import new_cpu_group
 
 NAMES = ("target_tokens", "real_tokens", "positions")
@@ -107,14 +108,14 @@ def plan_reversed(lengths, num_ranks):
 
 
 def names(microbatches):
-    return [[sample["tokens"][0] for sample in microbatch] for microbatch in microbatches]
+    return [[sample["tokens"][0] for sample in microbatch] for microbatch, _ in microbatches]
 
 
 def test_samples_arrive_whole_in_the_order_of_the_plan():
     held = [[sample(0, 3), sample(1, 1), sample(2, 2), sample(3, 4)], [], [sample(4, 5)]]
     got = run_distributed(exchange, 3, held, plan_reversed)
     assert [names(microbatches) for microbatches in got] == [[[4, 1]], [[3, 0]], [[2]]]
-    assert got[0] == [[sample(4, 5), sample(1, 1)]]
+    assert got[0] == [([sample(4, 5), sample(1, 1)], WHOLE)]
 
 
 def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
@@ -125,4 +126,11 @@ def test_tensor_parallel_ranks_exchange_with_ranks_of_the_same_coordinate():
     assert got[:2] == [got[0]] * 2
     assert got[2:] == [got[2]] * 2
     assert sorted(names(got[0])[0] + names(got[2])[0]) == [0, 1, 2, 3]
-    assert sorted(len(s["tokens"]) for s in got[0][0]) == [1, 9]
+    assert sorted(len(s["tokens"]) for s in got[0][0][0]) == [1, 9]
+
+
+def test_a_row_of_several_ranks_arrives_on_each_of_them_with_its_part():
+    plan = partial(plan_packed, max_tokens_per_microbatch=10, max_ranks_per_row=2)
+    got = run_distributed(exchange, 2, [[], [sample(1, 15), sample(2, 5)]], plan)
+    assert names(got[0]) == names(got[1]) == [[1, 2]]
+    assert [microbatches[0][1] for microbatches in got] == [Part(0, 2), Part(1, 2)]
