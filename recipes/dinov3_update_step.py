@@ -95,7 +95,7 @@ class Settings:
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems between keys of different classes."""
-        yield from self.data.problems_with(self.ranks)
+        yield from self.data.problems_with(self.ranks, must_divide=True)  # losses couple images
         yield from self.views.problems_with(self.data)
         yield from self.objective.problems_with(self.data, self.ranks)
         yield from self.modules.problems_with(self.ranks)

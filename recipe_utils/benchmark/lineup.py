@@ -218,7 +218,8 @@ def baseline_of(
         config.metric_logger.kd_ratio = config.get("kd_ratio", 0.5)
     of_batch = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
     batch = OmegaConf.create({key: config[key] for key in of_batch if key in config})
-    accumulated = read_settings(batch, DataSettings).num_accumulated(settings.nproc_per_node)
+    data = read_settings(batch, DataSettings)
+    accumulated = data.num_accumulated(settings.nproc_per_node, must_divide=True)
     config.gradient_accumulation_steps = accumulated
     config.pop("global_batch_size", None)
     config.max_steps_per_epoch = settings.num_steps + SPARE_STEPS

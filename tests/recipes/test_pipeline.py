@@ -98,6 +98,15 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
         assert_same_curve(figures(logged), one_process[model])
 
 
+def test_pipelines_whose_shares_of_an_update_step_differ_give_the_same_curve(tiny_config):
+    """8 and 7 samples; of the last update step 1 each."""
+    uneven = {"sizes": tiny.DEEP_MODEL, "global_batch_size": 15}
+    (expected,) = run_distributed(run_recipe, 1, curve_config(tiny_config, **uneven))
+    configs = [curve_config(tiny_config, **uneven, **PP_2, batch_size=size) for size in (1, 2)]
+    for logged in run_distributed(run_recipes, 4, configs)[0]:
+        assert_same_curve(figures(logged), figures(expected))
+
+
 @pytest.mark.slow
 def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
     config = curve_config(

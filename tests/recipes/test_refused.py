@@ -30,7 +30,7 @@ REFUSED = {
     (SFT, "datasets=[]"): "datasets: this recipe has no such key; did you mean dataset",
     (SFT, "device=cuda"): "device=cuda",
     (SFT, "batch_size=null"): "batch_size=null: it must be int >= 1; leave it out for 1",
-    (SFT, "global_batch_size=7 gradient_accumulation_steps=null"): r"=7: .*batch_size=2 \* 1 data-parallel ranks = 2; .* 6 and 8",
+    (SFT, "global_batch_size=7"): r"=7: batch_size=2 \* gradient_accumulation_steps=2 \* 1 data-parallel ranks = 4",
     (SFT, "global_batch_size=8"): r"batch_size=2 \* gradient_accumulation_steps=2 \* 1 data-parallel ranks = 4",
     (SFT, "data_parallel_replicate_dim=2 data_parallel_shard_dim=3"): "they make 6 ranks, but 1 run",
     (SFT, "dataset.num_samples=0"): "dataset: it has 0 samples",

@@ -17,6 +17,7 @@ TP_2, PP_2, HSDP_2 = (
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, dimensions
     "one": (1, {}),
     "fsdp-2": (2, {}),
+    "fsdp-3": (3, {}),  # their shares of 16 samples are 6, 5 and 5
     "fsdp-4": (4, {}),
     "hsdp-2x2": (4, HSDP_2),
     "tp-2": (2, TP_2),
@@ -28,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, dimensions
 }
 MODELS = ("tied", "untied")
 PLANS = ("in_order", "least_padding", "packed")
-BATCH_SIZES = (1, 2, 4)
+BATCH_SIZES = (1, 3, 4)  # 3: the last microbatch of a share is smaller
 SYNCS = ("each_microbatch", "last_microbatch")
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble")
 
@@ -42,10 +43,13 @@ def rows_on(rows, world_size):
 
 def on_ranks(fast, rows):
     """Parametrizes a test with rows and the number of ranks that those of its layouts run on."""
+    sizes_of_fast, sizes = (
+        sorted({LAYOUTS[row.layout][0] for row in each}) for each in (fast, rows)
+    )
     return pytest.mark.parametrize(
         ("rows", "world_size"),
-        [(fast, 1), (fast, 2), *(slow(rows, world_size) for world_size in (1, 2, 4))],
-        ids=["fast-1", "fast-2", "all-1", "all-2", "all-4"],
+        [*((fast, size) for size in sizes_of_fast), *(slow(rows, size) for size in sizes)],
+        ids=[*(f"fast-{size}" for size in sizes_of_fast), *(f"all-{size}" for size in sizes)],
     )
 
 
@@ -82,6 +86,7 @@ FAST = [
     Row("one", "tied", "in_order", 1, "each_microbatch"),
     Row("fsdp-2", "tied", "packed", 4, "each_microbatch"),
     Row("pp-2", "tied", "in_order", 4, "1F1B"),
+    Row("fsdp-3", "untied", "in_order", 1, "last_microbatch"),
 ]
 """One per way to train; these run without ``--all``."""
 

@@ -23,6 +23,7 @@ from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
     epoch_permutation,
     num_update_steps,
+    shares_of_ranks,
     update_step_indices,
 )
 from recipe_utils.data.loader.samples import (
@@ -158,8 +159,10 @@ class UpdateStepLoader:
             if agree_on_length(num_samples, self._group) == 0:
                 raise ValueError("it has 0 samples; at least 1 is needed")
             self._check_has_targets()
-            self.samples_per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
-            self.global_batch_size = self.samples_per_rank * ranks.dp_degree
+            per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
+            self.global_batch_size = settings.global_batch_size or per_rank * ranks.dp_degree
+            self._shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
+            self.samples_per_rank = self._shares[0]  # the largest share
             self._block: int = getattr(collator, "block", 1)
         with naming("last_update_step"):
             self.steps_per_epoch = num_update_steps(
@@ -204,9 +207,16 @@ class UpdateStepLoader:
             return
         for text in self._collator.warnings():
             _log.warning(text)
+        size, (*others, least) = self.global_batch_size, self._shares
+        is_uneven = least < self.samples_per_rank
+        if is_uneven:
+            listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
+            _log.info(
+                f"global_batch_size={size}: {len(self._shares)} ranks take {listed} {least} samples"
+            )
         _log.info(
-            f"Update step: {self.samples_per_rank} samples on each of {self._ranks.dp_degree} data-parallel ranks, "
-            f"{self.global_batch_size} in total; {self.steps_per_epoch} update steps per epoch"
+            f"Update step: {'at most ' * is_uneven}{self.samples_per_rank} samples on each of "
+            f"{self._ranks.dp_degree} data-parallel ranks, {size} in total; {self.steps_per_epoch} update steps per epoch"
         )
         self._log_remarks()
         num_left_over = len(self.dataset) % self.global_batch_size

@@ -80,6 +80,11 @@ def num_update_steps(
     return steps if max_steps_per_epoch is None else min(steps, max_steps_per_epoch)
 
 
+def shares_of_ranks(global_batch_size: int, dp_degree: int) -> list[int]:
+    """Returns the samples of each DP rank in a full update step, in descending order."""
+    return [len(range(rank, global_batch_size, dp_degree)) for rank in range(dp_degree)]
+
+
 def update_step_indices(
     permutation: Tensor,
     step: int,
@@ -91,13 +96,12 @@ def update_step_indices(
 ) -> list[int]:
     """Returns each :class:`StepIndex` of this DP rank in one update step, in the permutation's order.
 
-    In a short last update step the ranks' shares differ by up to one block, and a rank may get
-    none.
+    The ranks' shares differ by up to one block, and a rank may get none.
 
     Args:
         permutation: dataset indices of the epoch, [num_samples].
         step: index of the update step in the epoch.
-        global_batch_size: samples over all DP ranks, a multiple of ``dp_degree * block``.
+        global_batch_size: samples over all DP ranks.
         dp_rank: data-parallel coordinate of this rank.
         dp_degree: number of ranks that hold different data.
         epoch: index of the epoch.

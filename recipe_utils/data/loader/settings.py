@@ -28,7 +28,8 @@ class DataSettings:
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
     global_batch_size: Count | None = None
-    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
+    """Samples per update step over all ranks, whose shares differ by at most one; replaces
+    ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
@@ -129,13 +130,13 @@ class DataSettings:
             below = 1 << most.bit_length() - 1
             yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
 
-    def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields batch sizes, and numbers of ranks per row, that do not fit these ranks."""
+    def problems_with(self, ranks: RankSettings, must_divide: bool = False) -> Iterator[Problem]:
+        """Yields batch sizes, see :meth:`num_accumulated`, and ranks per row that do not fit these ranks."""
         dims, most = ranks.dims_or_none, self.max_ranks_per_row
         if dims is None:
             return
         try:
-            self.num_accumulated(dims.dp_degree)
+            self.num_accumulated(dims.dp_degree, must_divide)
         except ConfigError as error:
             yield from error.problems
         if most == 1 or any(self._problems_of_spanning()):
@@ -155,12 +156,14 @@ class DataSettings:
             )
             yield Problem("max_ranks_per_row", text, most)
 
-    def num_accumulated(self, dp_degree: int) -> int:
+    def num_accumulated(self, dp_degree: int, must_divide: bool = False) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
 
+        If ranks do not divide ``global_batch_size``, those of the largest share; the last may be smaller.
+
         Raises:
-            ConfigError: ``global_batch_size`` is not divisible, or contradicts
-                ``gradient_accumulation_steps``.
+            ConfigError: ``global_batch_size`` contradicts ``gradient_accumulation_steps``, or it
+                ``must_divide`` into whole microbatches and does not.
         """
         steps, total = self.gradient_accumulation_steps, self.global_batch_size
         if total is None:
@@ -168,14 +171,14 @@ class DataSettings:
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
         depends_on = ["batch_size"]
-        if rest:
+        if rest and must_divide:
             below = max(needed, 1) * per_pass
             text = (
                 f"it is not a multiple of batch_size={self.batch_size} * {dp_degree} data-parallel ranks = "
                 f"{per_pass}; the nearest multiples are {below} and {below + per_pass}"
             )
-        elif steps in (None, needed):
-            return needed
+        elif steps is None or steps * per_pass == total:
+            return needed + (rest > 0)
         else:
             depends_on.append("gradient_accumulation_steps")
             text = (

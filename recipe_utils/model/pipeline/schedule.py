@@ -138,13 +138,14 @@ class PipelineSettings:
             schedule, least = self.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
             to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
             if num_microbatches != to_run:
-                samples = num_microbatches * data.batch_size
+                samples = num_microbatches * data.batch_size * dims.dp_degree
+                samples = data.global_batch_size or samples
                 yield Problem(
                     "gradient_accumulation_steps",
                     f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
                     f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
-                    f"samples ({samples} on each of {dims.dp_degree} data-parallel ranks, "
-                    f"{samples * dims.dp_degree} in all); set gradient_accumulation_steps={to_run} (and a "
+                    f"samples ({-(-samples // dims.dp_degree)} on each of {dims.dp_degree} data-parallel ranks, "
+                    f"{samples} in all); set gradient_accumulation_steps={to_run} (and a "
                     "smaller batch_size)",
                     num_microbatches,
                     depends_on=("pipeline_parallel_schedule", "batch_size", "global_batch_size"),

@@ -2,11 +2,13 @@
 
 import math
 import threading
+from itertools import chain
 
 import pytest
 import tiny
 import torch.distributed as dist
 from distributed_runs import run_distributed
+from recipe_runs import keep_messages
 from torchtune.data import padded_collate_sft
 
 from recipe_utils.data.loader.collectives import OtherRankFailedError
@@ -113,6 +115,38 @@ def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
             assert step.totals["positions"] == sum(
                 m.inputs["tokens"].numel() for m in step.microbatches[:-num_filled]
             )
+
+
+def describe_epoch(microbatching):
+    """Totals, sorted tokens and number of microbatches of each update step, and what is logged."""
+    loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
+    with keep_messages() as logged:
+        loader.log_epoch_size()
+    found = []
+    with loader.epoch(0) as steps:
+        for step in steps:
+            rows = [m.inputs["tokens"].flatten().tolist() for m in step.microbatches if m.counts]
+            totals = [step.totals[name] for name in ("target_tokens", "real_tokens")]
+            found.append((totals, [t for row in rows for t in row if t], len(step.microbatches)))
+    return found, [text for text in logged if "ranks take" in text]
+
+
+@pytest.mark.parametrize("microbatching", ["in_order", "least_padding", "packed"])
+def test_update_steps_of_7_samples_are_the_same_on_1_2_and_3_ranks(microbatching):
+    expected = None
+    for num_ranks, shares in ((1, None), (2, "4 and 3"), (3, "3, 2 and 2")):
+        found = run_distributed(describe_epoch, num_ranks, microbatching)
+        of_ranks, (logged, *_) = zip(*found, strict=True)
+        steps = []
+        for parts in zip(*of_ranks, strict=True):
+            totals, tokens, numbers = zip(*parts, strict=True)
+            assert len(set(numbers)) == 1, "FSDP's collectives would not match"
+            steps.append((totals[0], sorted(chain(*tokens))))
+        expected = expected or steps
+        assert steps == expected
+        text = f"global_batch_size=7: {num_ranks} ranks take {shares} samples"
+        assert logged == ([text] if shares else [])
+    assert len(expected) == 2
 
 
 # ---- Failures -------------------------------------------------------------------------------------

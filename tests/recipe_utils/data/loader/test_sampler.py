@@ -13,6 +13,7 @@ from recipe_utils.data.loader.sampler import (
     StepIndex,
     epoch_permutation,
     num_update_steps,
+    shares_of_ranks,
     update_step_indices,
 )
 
@@ -54,7 +55,7 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
         (order[i], 3, i // 12, i % 12, min(num_samples - i // 12 * 12, 12))
         for i in range(num_samples)
     }
-    for dp_degree in (1, 2, 3, 4, 6, 12):
+    for dp_degree in (1, 2, 3, 4, 5, 7, 12, 13):
         found = [
             (int(index), index.epoch, index.step, index.position, index.step_size)
             for step in range(num_update_steps(num_samples, 12, "train"))
@@ -63,6 +64,15 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
         ]
         assert len(found) == num_samples
         assert set(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "shares"), [(16, [6, 5, 5]), (12, [4, 4, 4]), (7, [4, 3]), (2, [1, 1, 0]), (5, [5])]
+)
+def test_shares_of_ranks_are_the_numbers_of_dealt_samples(size, shares):
+    ranks, order = range(len(shares)), torch.arange(40)
+    dealt = [len(update_step_indices(order, 1, size, rank, len(shares))) for rank in ranks]
+    assert shares_of_ranks(size, len(shares)) == dealt == shares
 
 
 @pytest.mark.parametrize("num_samples", [8, 15, 16, 17])

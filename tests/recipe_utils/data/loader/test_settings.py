@@ -10,35 +10,38 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.parallel.ranks import RankSettings
 
 
-def accumulated(steps, global_batch_size):
+def accumulated(steps, global_batch_size, must_divide=False):
     """On two ranks with four samples per microbatch."""
     settings = DataSettings(
         batch_size=4, gradient_accumulation_steps=steps, global_batch_size=global_batch_size
     )
-    return settings.num_accumulated(dp_degree=2)
+    return settings.num_accumulated(2, must_divide)
 
 
 @pytest.mark.parametrize(
     ("steps", "global_batch_size", "expected"),
-    [(3, None, 3), (None, None, 1), (None, 24, 3), (3, 24, 3)],
+    [(3, None, 3), (None, None, 1), (None, 24, 3), (3, 24, 3), (None, 20, 3), (None, 5, 1)],
 )
 def test_accumulation_steps_follow_from_the_key_that_is_given(steps, global_batch_size, expected):
     assert accumulated(steps, global_batch_size) == expected
 
 
 @pytest.mark.parametrize(
-    ("steps", "global_batch_size", "text"),
+    ("steps", "global_batch_size", "must_divide", "text"),
     [
-        (None, 20, "global_batch_size=20: .* batch_size=4 * 2 .* = 8; .* are 16 and 24"),
-        (None, 5, "global_batch_size=5: .* = 8; the nearest multiples are 8 and 16"),
-        (2, 24, "global_batch_size=24: .* gradient_accumulation_steps=2 .* = 16; "),
-        (0, None, "gradient_accumulation_steps\n.*greater than or equal to 1"),
-        (None, -8, "global_batch_size\n.*greater than or equal to 1"),
+        (None, 20, True, "global_batch_size=20: .* batch_size=4 * 2 .* = 8; .* are 16 and 24"),
+        (None, 5, True, "global_batch_size=5: .* = 8; the nearest multiples are 8 and 16"),
+        (2, 24, False, "global_batch_size=24: .* gradient_accumulation_steps=2 .* = 16; "),
+        (3, 20, False, "global_batch_size=20: .* gradient_accumulation_steps=3 .* = 24; "),
+        (0, None, False, "gradient_accumulation_steps\n.*greater than or equal to 1"),
+        (None, -8, False, "global_batch_size\n.*greater than or equal to 1"),
     ],
 )
-def test_contradicting_batch_sizes_are_refused_with_their_numbers(steps, global_batch_size, text):
+def test_contradicting_batch_sizes_are_refused_with_their_numbers(
+    steps, global_batch_size, must_divide, text
+):
     with pytest.raises(ValueError, match=text.replace(" * ", r" \* ")):
-        accumulated(steps, global_batch_size)
+        accumulated(steps, global_batch_size, must_divide)
 
 
 SPANNING = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
