@@ -35,7 +35,7 @@ from recipe_utils.data.loader.samples import (
 )
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.plan import WHOLE, Microbatches, Part
-from recipe_utils.parallel.process_group import agree_on_length
+from recipe_utils.parallel.process_group import agree_on_length, elastic_nodes
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
@@ -207,8 +207,15 @@ class UpdateStepLoader:
             return
         for text in self._collator.warnings():
             _log.warning(text)
-        size, (*others, least) = self.global_batch_size, self._shares
+        size, settings, (*others, least) = self.global_batch_size, self.settings, self._shares
         is_uneven = least < self.samples_per_rank
+        if elastic_nodes() and (
+            settings.gradient_accumulation_steps or not settings.global_batch_size
+        ):
+            _log.warning(
+                f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 1}: another number of nodes would "
+                f"change the update step, so a resume would be refused; set global_batch_size={size} instead"
+            )
         if is_uneven:
             listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
             _log.info(
