@@ -154,9 +154,9 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_newest_whole(
-    folder: Path, recipe: str, older_than: Path | None = None
+    folder: Path, recipe: str | None = None, older_than: Path | None = None
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Finds the complete checkpoint of a recipe with the most update steps.
+    """Finds the complete checkpoint (of ``recipe``, if given) with the most update steps.
 
     Checks names and sizes of files only; :func:`check_checksums` reads every byte. ``folder`` may
     be missing. With ``older_than``, a checkpoint in ``folder``, only those of fewer update steps

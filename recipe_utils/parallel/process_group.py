@@ -1,6 +1,7 @@
 """Process group of the job and communication between its ranks."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,10 @@ from torchtune.training import get_distributed_backend
 
 from recipe_utils.tune.launcher import NUM_NODES
 
+_IS_GONE = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|got 0 bytes|process exit(ed|ing)"
+)
+"""Errors of gloo, TCPStore and NCCL after the end of a rank. Not timeouts: the rank may only be slow."""
 _POLL_SECONDS = 0.001
 _PARENT_POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
@@ -38,6 +43,16 @@ def elastic_nodes() -> range:
     """Returns the numbers of nodes that ``tune run --nnodes MIN:MAX`` allows; empty without a range."""
     least, _, most = os.environ.get(NUM_NODES, "").partition(":")
     return range(int(least), int(most) + 1) if most else range(0)
+
+
+def loss_of_rank(error: BaseException | None) -> str | None:
+    """Returns how the connection to another rank ended, if that caused ``error``; else None."""
+    while error is not None:
+        is_of_torch = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if is_of_torch and (found := _IS_GONE.search(str(error))):
+            return found[0]
+        error = error.__cause__
+    return None
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from torchtune import config
 from yaml import YAMLError
 
 from recipe_utils.checkpoint.export import ExportError
+from recipe_utils.checkpoint.folder import find_newest_whole
 from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
@@ -23,6 +25,7 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import (
     end_with_parent,
+    loss_of_rank,
     print_final_error,
     world_size_from_env,
 )
@@ -38,8 +41,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
     The command line is torchtune's; ``~KEY`` also removes components. One rank prints user errors
-    once, last and without a traceback. The exit code is 2 for errors in the config or a checkpoint,
-    so that the launcher does not retry; otherwise 1.
+    once, last and without a traceback; each rank that lost another one prints a line. The exit code is
+    2 for errors in the config or a checkpoint, so that the launcher does not retry; otherwise 1 or 3.
     """
 
     @wraps(recipe_main)
@@ -54,7 +57,18 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started
             has_started = True
-            return recipe_main(without(cfg, removed))
+            cfg = without(cfg, removed)
+            try:
+                return recipe_main(cfg)
+            except Exception as error:
+                # It may be the cause of a ConfigError, whose exit code would end the training.
+                if (reason := loss_of_rank(error)) is None:
+                    raise
+                # On each rank: the one that prints for all may be the one that is gone.
+                rank = f"rank {os.environ.get('RANK')}"
+                text = f"{rank}: another rank is gone ({reason}); {_next_start(cfg)}"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                sys.exit(_exit_code())
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
@@ -97,6 +111,16 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
     if problems:
         raise ConfigError(*problems)
     return kept
+
+
+def _next_start(cfg: DictConfig) -> str:
+    """Returns whether the launcher starts the ranks again, and from where."""
+    resumes = cfg.get("resume_from_checkpoint")
+    newest = find_newest_whole(Path(cfg.output_dir))[0] if resumes else None
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    restarts, allowed = (int(os.environ.get(name, 0)) for name in names)
+    who = "the launcher starts" if restarts < allowed else "no restart is left; start"
+    return f"{who} again from {newest.name if newest else 'scratch'}"
 
 
 def _exit_code() -> int:

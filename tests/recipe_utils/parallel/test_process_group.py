@@ -1,5 +1,6 @@
 """Each start of a job has its own process group, and its ranks communicate on the CPU."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -12,10 +13,12 @@ from distributed_runs import run_distributed
 from recipe_utils.parallel.process_group import (
     agree_on_length,
     gather_objects,
+    loss_of_rank,
     mean_over_ranks,
     name_of_this_start,
     new_cpu_group,
 )
+from recipe_utils.settings.problems import ConfigError
 
 
 def names_of_a_start(store, world_size):
@@ -58,6 +61,22 @@ def test_ranks_compare_lengths_average_and_gather():
     for means, gathered in run_distributed(on_two_ranks, 2):
         assert means == [3.5, -4.0, 0.25]
         assert gathered == [{"rank": 0}, {"rank": 1}]
+
+
+def loss_of_the_other():
+    if dist.get_rank() == 1:
+        os._exit(5)
+    with pytest.raises(RuntimeError) as lost:
+        gather_objects(1, None)
+    of_key = ConfigError("dataset: it cannot be read")
+    of_key.__cause__ = lost.value
+    return [loss_of_rank(error) for error in (lost.value, of_key, OSError("Broken pipe"))]
+
+
+def test_a_rank_that_lost_another_names_how_also_where_that_made_a_problem_of_a_key():
+    (gloo, of_key, other), _ = run_distributed(loss_of_the_other, 2, expect_failures=True)
+    assert gloo in ("Connection closed by peer", "Connection reset by peer")
+    assert (of_key, other) == (gloo, None)
 
 
 def test_a_process_without_a_group_gathers_its_own_object():
