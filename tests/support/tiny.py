@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
+
+from recipe_utils.data.loader.sampler import StepIndex
 
 VOCAB_SIZE = 67
 IGNORE = -100
@@ -170,6 +173,23 @@ class KillsItsWorker(Samples):
 
 def killing_dataset(tokenizer, num_samples, index, folder):
     return KillsItsWorker(make_samples(num_samples), [index], Path(folder) if folder else None)
+
+
+class WaitsBeforeStep(Samples):
+    """Does not return samples of an update step, from 0, and of later ones, until a file exists."""
+
+    def __init__(self, samples, step, file):
+        super().__init__(samples)
+        self.step, self.file = step, file
+
+    def __getitem__(self, index):
+        while StepIndex.of(index).step >= self.step and not self.file.exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def waiting_dataset(tokenizer, num_samples, step, file):
+    return WaitsBeforeStep(make_samples(num_samples), step, Path(file))
 
 
 def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0):

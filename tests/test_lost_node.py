@@ -1,0 +1,100 @@
+"""A training on several nodes resumes on those that are left; here, nodes are agents on one machine."""
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import yaml
+from programs import TUNE, Popen, children_of, tune_run_here
+from recipe_runs import SFT
+
+from recipe_utils.run.log import read_metrics
+
+SECONDS = 600
+"""The machine may be busy; undisturbed, a training takes 90 s."""
+
+
+@pytest.fixture
+def start(started, tmp_path):
+    """Starts an agent of one rank, and waits for the rendezvous of the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = free.getsockname()
+    options = [
+        "--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--local_addr=127.0.0.1",
+        f"--rdzv_endpoint=127.0.0.1:{endpoint[1]}", "--rdzv_conf=last_call_timeout=30",
+    ]  # fmt: skip
+
+    def start(*arguments):
+        with (tmp_path / f"{len(started)}.txt").open("wb") as screen:
+            command = [TUNE, "run", *options, *arguments]
+            started.append(Popen(command, cwd=tmp_path, stdout=screen, stderr=screen))
+        wait_for(lambda: socket.socket().connect_ex(endpoint) == 0, started)
+        return started[-1]
+
+    return start
+
+
+def wait_for(condition, agents):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        assert all(agent.poll() is None for agent in agents), "one ended too early"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "shares"), [(12, []), (16, ["6, 5 and 5"])])
+def test_the_loss_curve_goes_on_where_one_of_four_nodes_is_killed(
+    size, shares, tiny_config, tmp_path, start, started
+):
+    """After update step 10 of 24; 4 ranks divide both global batches, 3 ranks only 12."""
+    killed = tmp_path / "killed"
+    data = {"_component_": "tiny.waiting_dataset", "step": 10, "file": str(killed)}
+    adam = {"_component_": "torch.optim.AdamW", "lr": 1e-5}
+    batch = {"batch_size": 1, "global_batch_size": size, "gradient_accumulation_steps": ...}
+    files = {"metric_logger": None, "save_every_n_steps": 4, "resume_from_checkpoint": "auto"}
+    data["num_samples"] = 24 * size
+    config = tiny_config(dataset=data, optimizer=adam, prefetch_update_steps=0, **batch, **files)
+    config["checkpointer"]["output_dir"] = "${output_dir}"
+    config["process_group_timeout_seconds"] = SECONDS
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+
+    def metrics_in(folder):
+        path = tmp_path / folder / "logs/metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    arguments = (SFT, "--config", "my.yaml", "output_dir=elastic")
+    *others, lost = [start(*arguments) for _ in range(4)]
+    wait_for(lambda: [each["step"] for each in metrics_in("elastic")][-1:] == [10], started)
+    for pid in (*children_of(lost.pid), lost.pid):
+        os.kill(pid, signal.SIGKILL)
+    killed.touch()
+    codes = [agent.wait(SECONDS) for agent in others]
+    screens = "".join((tmp_path / f"{i}.txt").read_text() for i in range(3))
+    assert codes == [0, 0, 0], screens
+
+    code, screen = tune_run_here(SFT, "my.yaml", "output_dir=undisturbed", cwd=tmp_path)
+    assert code == 0, screen
+    steps, losses = zip(*((m["step"], m["loss"]) for m in metrics_in("elastic")), strict=True)
+    assert [*steps] == [*range(1, 25)]
+    assert losses == pytest.approx([m["loss"] for m in metrics_in("undisturbed")], rel=1e-6)
+    report = r"rank (\d): another rank is gone \(Connection .* by peer\); the launcher starts again from step_8\n"
+    assert sorted(re.findall(report, screens)) == ["0", "1", "2"]
+    assert "Traceback" not in screens
+    assert re.findall("take (.*) samples\n", screens) == shares
+
+
+@pytest.mark.slow
+def test_ranks_know_how_many_nodes_may_come(tmp_path, start):
+    """Of a single agent, the first of 1 or 2."""
+    (tmp_path / "my.yaml").write_text("pipeline_parallel_dim: 2")
+    options = ("--nnodes=1:2", "--rdzv_conf=last_call_timeout=1")
+    assert start(*options, SFT, "--config", "my.yaml").wait(SECONDS) == 2
+    text = (
+        "start 2 processes (--nproc_per_node); of 1 to 2 nodes (--nproc_per_node 1) these fit: 2\n"
+    )
+    assert text in (tmp_path / "0.txt").read_text()
