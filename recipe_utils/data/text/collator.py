@@ -83,6 +83,7 @@ class TextCollator:
 
         self._is_packed = settings.is_packed
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
+        self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
         self._has_warned = False
         self._collate: Collate
         if self._is_packed:
@@ -130,20 +131,26 @@ class TextCollator:
             yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
         if self._max_ranks_per_row > 1 and len(sample["tokens"]) > (self._max_tokens or 0):
             yield f"more than {self._max_tokens} tokens, computed by several ranks"
-        num_targets = sum(label != self._ignore_index for label in sample["labels"])
+        num_targets = int((np.asarray(sample["labels"]) != self._ignore_index).sum())
         if num_targets <= self._num_targets_of_empty:
             yield f"{num_targets} target tokens, as an empty answer has"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
-        """Returns the sample, tokens and labels of other types as int64, after :func:`check_sample`."""
-        check_sample(sample, name, self._ignore_index, self._limits)
+        """Returns the sample with tokens and labels as int64 arrays, without torchtune's ``mask``.
+
+        A ``collate_fn`` of the user's gets the types of the dataset, such as lists, as it does in torchtune.
+        """
+        tokens, labels = check_sample(sample, name, self._ignore_index, self._limits)
         if self._has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
             raise SampleError(f"{name}: it has 'input_pos'; {text}")
+        arrays = {"tokens": tokens, "labels": labels}
+        if self._is_stock_collate_fn:
+            # DataLoader workers would pickle lists of NumPy integers longer than they tokenize.
+            return {key: value for key, value in {**sample, **arrays}.items() if key != "mask"}
         # PyTorch lacks operations for uint16, the type of many memory-mapped tokens.
-        others = [k for k in ("tokens", "labels") if np.asarray(sample[k][:1]).dtype != np.int64]
-        converted = {key: whole_numbers(sample, key, name) for key in others}
-        return {**sample, **converted} if converted else sample
+        others = [key for key in arrays if np.asarray(sample[key][:1]).dtype != np.int64]
+        return {**sample, **{key: arrays[key] for key in others}}
 
     def length(self, sample: Sample) -> int:
         """Returns the number of tokens."""
@@ -184,8 +191,10 @@ def num_targets_of_empty_answer(tokenizer: Any) -> int:
         return 0
 
 
-def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimits) -> None:
-    """Checks that a sample can be trained on.
+def check_sample(
+    sample: Sample, name: str, ignore_index: int, limits: ModelLimits
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and labels, [n] int64 each, after checking that they can be trained on.
 
     Raises:
         SampleError: not a mapping, not integers, not one label per token, no tokens, more than
@@ -215,3 +224,4 @@ def check_sample(sample: Sample, name: str, ignore_index: int, limits: ModelLimi
             raise SampleError(
                 f"{name}: {what} {outside[0]} is outside the model's vocabulary of {limits.vocab_size}; {instead}"
             )
+    return tokens, labels

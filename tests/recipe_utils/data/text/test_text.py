@@ -1,5 +1,6 @@
 """Labels become targets of the position before them, never across a border, padded or packed."""
 
+import pickle
 from functools import partial
 
 import numpy as np
@@ -345,3 +346,16 @@ def test_every_plan_takes_tokens_of_uint16_and_refuses_positions(name):
         torch.testing.assert_close(found.targets.labels, expected.targets.labels)
     with pytest.raises(SampleError, match="sample 3: it has 'input_pos'"):
         collator.prepare({**sample, "input_pos": sample["tokens"]}, "sample 3")
+
+
+def test_samples_travel_as_arrays_but_a_user_s_own_collate_fn_gets_lists():
+    tokens = list(range(1, 65))
+    sample = {"tokens": tokens, "labels": list(np.array(tokens)), "mask": [False] * 64}
+    prepared = make_collator("in_order").prepare(sample, "sample 0")
+    assert {key: type(value) for key, value in prepared.items()} == dict.fromkeys(
+        ("tokens", "labels"), np.ndarray
+    )
+    assert len(pickle.dumps(prepared)) <= 16 * 64 + 600
+    own = DataSettings(collate_fn="tiny.collate_images")
+    collator = TextCollator(own, tiny.tiny_tokenizer(), IGNORE, LIMITS)
+    assert collator.prepare(sample, "sample 0") == sample
