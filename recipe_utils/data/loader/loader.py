@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.collectives import (
@@ -21,6 +21,7 @@ from recipe_utils.data.loader.collectives import (
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
+    UpdateSteps,
     epoch_permutation,
     num_update_steps,
     shares_of_ranks,
@@ -34,6 +35,7 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.order import NUM_IN_MEMORY, Order
 from recipe_utils.data.plan.plan import WHOLE, Microbatches, Part
 from recipe_utils.parallel.process_group import agree_on_length, elastic_nodes
 from recipe_utils.parallel.ranks import Ranks
@@ -193,8 +195,10 @@ class UpdateStepLoader:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
+        is_lazy = self.settings.shuffle and len(self.dataset) > NUM_IN_MEMORY
         return {
             **fingerprint(self.dataset, self._collator.fingerprint_keys),
+            **({"order": "feistel"} if is_lazy else {}),
             "global_batch_size": self.global_batch_size,
             "shuffle": self.settings.shuffle,
             "data_seed": self.settings.data_seed,
@@ -266,35 +270,32 @@ class UpdateStepLoader:
         """
         first = samples_consumed // self.global_batch_size
         steps = range(first, self.steps_per_epoch)
-        return self.of_samples(self._indices(self._permutation(epoch), steps, epoch), first, stop)
+        return self.of_samples(self._indices(self._order(epoch), steps, epoch), first, stop)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
 
         Samples are in dataset order, ``global_batch_size`` at a time.
         """
-        num_samples, consumed = len(self.dataset), self.steps_per_epoch * self.global_batch_size
-        used: set[int] = set()
+        is_used, size = np.zeros(len(self.dataset), dtype=bool), self.global_batch_size
         for epoch in range(num_epochs):
-            if len(used) == num_samples:
+            order = self._order(epoch)
+            for step in range(self.steps_per_epoch):
+                is_used[order[step * size : (step + 1) * size]] = True
+            if is_used.all():
                 break
-            used.update(self._permutation(epoch)[:consumed].tolist())
-        num_steps = -(-len(used) // self.global_batch_size)
-        indices = self._indices(torch.tensor(sorted(used)), range(num_steps))
-        return num_steps, self.of_samples(indices)
+        used = np.flatnonzero(is_used)
+        steps = range(-(-len(used) // size))
+        return len(steps), self.of_samples(self._indices(used, steps))
 
-    def _permutation(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> Order:
         settings = self.settings
         return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
-    def _indices(self, permutation: Tensor, steps: range, epoch: int = 0) -> list[list[int]]:
+    def _indices(self, order: Order, steps: range, epoch: int = 0) -> UpdateSteps:
         size, ranks = self.global_batch_size, self._ranks
-        return [
-            update_step_indices(
-                permutation, step, size, ranks.dp_rank, ranks.dp_degree, epoch, self._block
-            )
-            for step in steps
-        ]
+        place = (ranks.dp_rank, ranks.dp_degree, epoch, self._block)
+        return UpdateSteps(steps, lambda step: update_step_indices(order, step, size, *place))
 
     def of_samples(
         self,

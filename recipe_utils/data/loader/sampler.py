@@ -5,10 +5,12 @@ permutation; data-parallel (DP) ranks take its samples in turn. So its samples d
 number of ranks, and training resumes from (epoch, update step) without further state.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from recipe_utils.data.order import NUM_IN_MEMORY, LazyPermutation, Order, seed_of
 
 
 class StepIndex(int):
@@ -45,12 +47,35 @@ class StepIndex(int):
         return StepIndex, (int(self), self.epoch, self.step, self.position, self.step_size)
 
 
-def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Tensor:
-    """Returns the dataset indices of an epoch in order, [num_samples] int64.
+class UpdateSteps(Sequence[list[int]]):
+    """Dataset indices of each update step, made when they are asked for.
 
-    The order is that of ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune
-    recipes use seed 0 for any ``seed`` of the config.
+    Args:
+        steps: indices of the update steps in their epoch.
+        indices_of: returns the dataset indices of an update step.
     """
+
+    def __init__(self, steps: range, indices_of: Callable[[int], list[int]]) -> None:
+        self._steps, self._indices_of = steps, indices_of
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return UpdateSteps(self._steps[which], self._indices_of)
+        return self._indices_of(self._steps[which])
+
+
+def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Any:
+    """Returns the dataset indices of an epoch in order, an :class:`.Order` of ``num_samples``.
+
+    Up to :data:`.NUM_IN_MEMORY` samples it is a tensor [num_samples] int64 with the order of
+    ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use seed 0 for
+    any ``seed`` of the config. Orders of more samples take no memory.
+    """
+    if num_samples > NUM_IN_MEMORY:
+        return LazyPermutation(num_samples, seed_of(seed, epoch) if shuffle else None)
     if not shuffle:
         return torch.arange(num_samples)
     generator = torch.Generator()
@@ -86,7 +111,7 @@ def shares_of_ranks(global_batch_size: int, dp_degree: int) -> list[int]:
 
 
 def update_step_indices(
-    permutation: Tensor,
+    permutation: Order,
     step: int,
     global_batch_size: int,
     dp_rank: int,

@@ -53,7 +53,7 @@ def load_batches(
         # Not active_children(), which omits a worker that has died.
         workers = {process.pid: process for process in getattr(loading, "_workers", ())}
         try:
-            for _ in part:
+            for _ in range(len(part)):
                 loaded = next(loading)
                 num_loaded += 1
                 yield loaded

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import tracemalloc
 from itertools import chain
 
 import pytest
@@ -34,10 +35,10 @@ def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
-def make_loader(samples, fill=None, **settings):
+def make_loader(samples, fill=None, dataset=None, **settings):
     settings = DataSettings(batch_size=2, **settings)
     return UpdateStepLoader(
-        tiny.Samples(samples),
+        dataset or tiny.Samples(samples),
         TextCollator(settings, tiny.tiny_tokenizer(), tiny.IGNORE, LIMITS),
         settings,
         join_ranks(RankSettings(device="cpu")),
@@ -242,6 +243,30 @@ def test_an_epoch_resumes_after_the_consumed_samples(one_process, depth):
     whole = described()
     assert [each[:3] for each in whole] == [(0, 4, False), (1, 8, False), (2, 12, True)]
     assert described(samples_consumed=4) == whole[1:]
+
+
+class Many:
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return SAMPLES[index % 7]
+
+
+@pytest.mark.parametrize("num_samples", [5 * 10**6, 10**11])
+def test_an_epoch_makes_no_object_per_sample(one_process, num_samples):
+    loader = make_loader([], gradient_accumulation_steps=2, dataset=Many(num_samples))
+    tracemalloc.start()
+    with loader.epoch(0) as steps:
+        found = [step.index for step, _ in zip(steps, range(3), strict=False)]
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [0, 1, 2]
+    assert peak_bytes < 2 * 2**20
+    assert ("order" in loader.fingerprint()) == (num_samples > 2**24)
 
 
 def test_update_steps_counted_after_a_request_to_stop_have_it(one_process):
