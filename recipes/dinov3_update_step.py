@@ -79,7 +79,7 @@ class Settings:
     """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
     """Map-style dataset of images, identical on all ranks; labels are ignored. A list is
-    concatenated."""
+    concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""
@@ -96,6 +96,7 @@ class Settings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks, must_divide=True)  # losses couple images
+        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
         yield from self.views.problems_with(self.data)
         yield from self.objective.problems_with(self.data, self.ranks)
         yield from self.modules.problems_with(self.ranks)

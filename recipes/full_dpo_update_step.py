@@ -76,7 +76,8 @@ class Settings:
     tokenizer: Component
     """A torchtune tokenizer. Both sides are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is concatenated."""
+    """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
+    concatenated, or mixed by ``weight``."""
     checkpointer: Checkpointer
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
@@ -89,6 +90,7 @@ class Settings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
+        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
         yield from self.pairs.problems_with(self.data)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)

@@ -74,7 +74,8 @@ class Settings:
     tokenizer: Component
     """A torchtune tokenizer. Samples are truncated to its ``max_seq_len``."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated."""
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
+    ``weight``."""
     checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
@@ -86,6 +87,7 @@ class Settings:
     def problems(self) -> Iterator[Problem]:
         """Yields problems between keys of different classes."""
         yield from self.data.problems_with(self.ranks)
+        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
         yield from self.modules.problems_with(self.ranks)
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)

@@ -24,15 +24,17 @@ def write(config, tmp_path):
     return path
 
 
+DATA = {"_component_": "tiny.tiny_dataset"}
+
+
 def config_of_text(weights_folder, make=tiny_config, **changes):
-    return make(
-        weights_folder,
-        dataset={"_component_": "tiny.tiny_dataset", "num_samples": 400},
-        batch_size=2,
-        gradient_accumulation_steps=2,
-        microbatching="packed",
-        **changes,
-    )
+    given = {
+        "dataset": {**DATA, "num_samples": 400},
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "microbatching": "packed",
+    }
+    return make(weights_folder, **{**given, **changes})
 
 
 def config_of_images(weights_folder, **changes):
@@ -54,8 +56,19 @@ def config_of_images(weights_folder, **changes):
 SHORT = {"max_steps_per_epoch": 30}
 IN_STAGES = {"pipeline_parallel_dim": 2}
 DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "enable_async_checkpointing": True}
+MIXTURE = {
+    "dataset": [
+        {**DATA, "num_samples": 40, "weight": {0: 0.5, 20: 0.1}},
+        {**DATA, "num_samples": 300, "seed": 1, "name": "other", "weight": 0.3},
+    ],
+    "mixture": {"weigh": "tokens", "samples_per_epoch": 70},
+    "max_steps_per_epoch": None,
+    "epochs": 2,
+    "num_workers": 1,
+}
 CASES = {  # recipe, ranks, kills, changes
     "all weights": (SFT, 1, 2, SHORT),
+    "a mixture": (SFT, 2, 3, MIXTURE),
     "dora, asynchronous": (SFT, 2, 3, {**SHORT, **DORA}),
     "distillation in stages": (KD, 2, 3, {**SHORT, **IN_STAGES, "teacher_cache": "hidden"}),
     "images in stages": (DINO, 2, 3, IN_STAGES),

@@ -31,6 +31,7 @@ from recipe_utils.checkpoint.tensors import (
     model_tensors,
     restore_optimizer,
 )
+from recipe_utils.data.mixture import changed_weights
 from recipe_utils.files import CheckpointError, TensorFile
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.random_state import set_random_state
@@ -178,7 +179,10 @@ def load(
 
     def check_fit() -> tuple[TrainingState, Metadata]:
         state = read_as(TrainingState, path / "state.json")
-        differences = fingerprint_differences(state.data_fingerprint, data_fingerprint or {})
+        of_data = (state.data_fingerprint, data_fingerprint or {})
+        differences = changed_weights(*of_data, state.epoch, state.samples_consumed)
+        others = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
+        differences += fingerprint_differences(*others)
         if data_fingerprint is not None and differences:
             raise CheckpointError(
                 "; ".join(differences) + f" ({path}); set what it was saved with, or "

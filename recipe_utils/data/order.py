@@ -1,7 +1,5 @@
 """Orders of samples that are computed by index, so that memory does not grow with their number."""
 
-from typing import Any, Protocol
-
 import numpy as np
 
 NUM_IN_MEMORY = 2**24
@@ -9,13 +7,6 @@ NUM_IN_MEMORY = 2**24
 
 _NUM_ROUNDS = 6
 _U64 = np.uint64
-
-
-class Order(Protocol):
-    """Dataset indices in the order of an epoch."""
-
-    def __getitem__(self, window: slice, /) -> Any:
-        """Returns the indices at consecutive positions, an array or tensor [n] int64."""
 
 
 def mixed(values: np.ndarray) -> np.ndarray:

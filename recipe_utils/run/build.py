@@ -25,7 +25,7 @@ from recipe_utils.settings.problems import collected_problems, naming
 
 def build_loaders(
     cfg: DictConfig,
-    load: Callable[[Any], Any],
+    load: Callable[..., Any],
     collator: Any,
     settings: Any,
     ranks: Ranks,
@@ -33,15 +33,17 @@ def build_loaders(
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
 
-    ``load`` builds a dataset from its config. Raises ConfigError for problems of both datasets.
+    ``load`` builds a dataset, as :func:`.load_dataset`. Raises ConfigError for problems of both.
     """
     validates = run.validates_on(settings.dataset_val)
+    temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
-        dataset = build("dataset", load, cfg.dataset)
+        dataset = build("dataset", load, cfg.dataset, temperature=temperature)
         dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.pipeline.fill(ranks) if hasattr(settings, "pipeline") else None
-    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill)
+    drawn = (settings.run.epochs, run.saved_fingerprint)
+    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill, *drawn)
     loader.log_epoch_size()
     if not validates:
         return loader, None
@@ -63,8 +65,9 @@ def build_image_loaders(
     Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
     validates = run.validates_on(settings.dataset_val)
+    temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
-        dataset = build("dataset", load_images, cfg.dataset)
+        dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
         if validates:
             cfg_knn = cfg.get("dataset_knn") or cfg.dataset
             bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
@@ -73,7 +76,8 @@ def build_image_loaders(
     with naming():
         views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
         collator: Any = ViewCollator(settings.data, settings.views, layout)
-        loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill)
+        drawn = (settings.run.epochs, run.saved_fingerprint)
+        loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill, *drawn)
         if settings.objective.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
         loader.log_epoch_size()

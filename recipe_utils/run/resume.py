@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torchtune import training
 
-from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup
+from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_keys, load
 from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.files import CheckpointError
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
@@ -107,6 +109,15 @@ class Resume:
             )
         return state
 
+    @property
+    def saved_fingerprint(self) -> Mapping[str, Any]:
+        """Fingerprint of the checkpoint's data; empty without one, or if other data are taken."""
+        if self.path is None or self.settings.resume_with_other_data:
+            return {}
+        with suppress(CheckpointError):  # a corrupt file: an older checkpoint has the same data
+            return read_as(TrainingState, self.path / "state.json").data_fingerprint
+        return {}
+
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
         fingerprints = gather_objects(fingerprint, self.group)
         others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
@@ -175,7 +186,7 @@ class Resume:
                         "scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
-        num_samples = len(loader.dataset)
+        num_samples = loader.samples_per_epoch
         if state.samples_consumed >= num_samples + loader.global_batch_size:
             raise ConfigError(
                 f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "

@@ -110,6 +110,11 @@ class Run:
         """The run resumes from a ``recipe_state.pt`` of a stock recipe."""
         return self._resume.from_stock
 
+    @property
+    def saved_fingerprint(self) -> Mapping[str, Any]:
+        """Fingerprint of the data that training resumes with; see :class:`.Resume`."""
+        return self._resume.saved_fingerprint
+
     @cached_property
     def _resume(self) -> Resume:
         return Resume(

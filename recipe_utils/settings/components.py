@@ -38,6 +38,9 @@ class MadeWith:
     default: str | None = None
 
 
+ENTRY_KEYS = ("name", "weight", "max_epochs", "loss_weight")
+"""Keys of an entry in a list of datasets that are not arguments of its component."""
+
 Component = Annotated[dict[str, Any], MadeWith()]
 """Component to which the recipe adds no arguments."""
 
@@ -51,6 +54,23 @@ def component_at(path: str) -> Any:
         if "No module named 'transformers'" in text:
             text = "it needs transformers; pip install -e '.[hf]'"
         raise ValueError(text) from error
+
+
+def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Returns the component in a list of datasets, and the :data:`ENTRY_KEYS` that it does not take.
+
+    ``subset`` becomes the ``name`` of a component that passes further arguments to ``datasets``.
+    """
+    try:
+        takes = inspect.signature(component_at(str(entry.get("_component_")))).parameters
+    except (ValueError, TypeError):  # reported by check_component
+        return dict(entry), {}
+    own = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
+    made = {key: value for key, value in entry.items() if key not in own}
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if passes_on and "subset" in made.keys() - takes.keys():
+        made["name"] = made.pop("subset")
+    return made, own
 
 
 def names_of_paths(component: Mapping[Any, Any]) -> set[str]:
@@ -73,6 +93,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
     """Yields the problems of a component, a list of components or null, without building them."""
     if isinstance(value, list):
         for index, part in enumerate(value):
+            part = split_entry(part)[0] if isinstance(part, dict) else part
             yield from check_component(f"{key}[{index}]", part, made_with)
         if not value:
             yield Problem(key, "it is empty; set it to a component (_component_: ...)", value)

@@ -24,6 +24,15 @@ QUANTIZER = "quantizer._component_=torchtune.training.quantization."
 QAT = f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer quantizer.groupsize"
 HELD_OUT = "run_val_every_n_steps=2 knn_neighbors=3 dataset_val._component_=tiny.{} dataset_val.num_images=9"
 
+CODE = "{_component_: tiny.tiny_dataset, num_samples: 8, name: code%s}"
+ALSO = "{_component_: tiny.tiny_dataset, num_samples: 24, weight: 2}"
+
+
+def mixture(code, also=ALSO):
+    """The override that mixes a dataset, called code, with another one."""
+    return f"dataset=[{CODE % code},{also}]"
+
+
 REFUSED = {
     # ---- Fine-tuning
     (SFT, "batchsize=3"): "batchsize: this recipe has no such key; did you mean batch_size",
@@ -81,6 +90,25 @@ REFUSED = {
     (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
     (SFT, "quantizer={groupsize: 16}"): r"quantizer=\{'groupsize': 16\}: it must .* set quantizer._component_ to its path",
     (SFT, f"tensor_parallel_dim=2 {QAT}=16"): "tensor_parallel_dim=2: a quantizer needs whole weights",
+    # ---- Mixtures
+    (SFT, f"dataset=[{ALSO},{ALSO}]"): "dataset: 2 of its datasets are called tiny_dataset; give each a name",
+    (SFT, mixture("")): "dataset: 1 of 2 datasets have a weight; give all of them one, or none",
+    (SFT, mixture(", weight: 0")): "dataset.code.weight=0: it must be above 0, .*; or take the dataset out",
+    (SFT, mixture(", weight: .nan")): "dataset.code.weight=nan: it must be above 0",
+    (SFT, mixture(", weight: {5: 1.0}")): r"dataset.code.weight=\{5: 1.0\}: it must be .* \{0: 0.6, 1000: 0.3\}",
+    (SFT, mixture(", weight: {0: 1.0, 7: 0}", "{_component_: tiny.tiny_dataset, num_samples: 9, weight: {0: 1, 5: 0}}")): "dataset: all weights are 0 from update step 7 on",
+    (SFT, mixture(", weight: 1, wieght: 2")): r"dataset\[0\].wieght: tiny_dataset has no such argument",
+    (SFT, mixture(", max_epochs: 0, weight: 1")): "dataset.code.max_epochs=0: it must be above 0",
+    (SFT, mixture(", max_epochs: 1, weight: 2") + " epochs=3"): r"dataset.code.max_epochs=1: it allows 8 samples, 3 epochs of 8 update steps take 48; set max_steps_per_epoch to 1 or a smaller",
+    (SFT, mixture(", max_epochs: 3, weight: 2") + " epochs=3"): "it allows 24 samples, .* take 48; set max_steps_per_epoch to 4 or a smaller weight",
+    (SFT, mixture(", weight: 1", "{_component_: tiny.tiny_dataset, num_samples: 0, weight: 2}")): "dataset.tiny_dataset: it has 0 samples; take the dataset out",
+    (SFT, mixture(", weight: 1") + " mixture={temperature: 2.0}"): "mixture.temperature=2.0: weights are given, too; take one out",
+    (SFT, mixture(", weight: 1") + " mixture={samples_per_epoch: 3}"): "mixture.samples_per_epoch=3: an update step has 4 samples; set it to as many",
+    (SFT, mixture(", weight: 1") + " mixture={samples_per_epoch: 0}"): "mixture.samples_per_epoch=0: it must be above 0",
+    (SFT, mixture(", weight: 1") + " mixture={weigh: words}"): "mixture.weigh='words': MixtureSettings takes",
+    (SFT, f"dataset_val=[{ALSO}] run_val_every_n_steps=2"): "dataset_val: validation takes each sample once; take the weights out",
+    (SFT, "mixture={weigh: tokens}"): "mixture: it has no effect without a list of weights; set dataset",
+    (DINO, "dataset=[{_component_: tiny.tiny_images, weight: 1}] mixture={weigh: tokens}"): "mixture.weigh=tokens: there are no target tokens here",
     # ---- Adapters
     (LORA, "checkpointer.checkpoint_files=[]"): r"checkpointer.checkpoint_files=\[\]: it is empty; list",
     (LORA, "model.lora_rank=0"): "model.lora_rank=0: ",

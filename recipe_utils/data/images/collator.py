@@ -36,6 +36,7 @@ from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, SampleError
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.mixture import Mixture
 from recipe_utils.data.plan.padded import plan_in_order
 from recipe_utils.data.plan.plan import Microbatches
 from recipe_utils.settings.components import Component
@@ -104,6 +105,7 @@ class Views(Dataset[dict[str, Any]]):
 
     def __post_init__(self) -> None:
         check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
+        self._is_drawn = isinstance(self.dataset, Mixture) and self.dataset.schedules is not None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -117,7 +119,9 @@ class Views(Dataset[dict[str, Any]]):
         index = StepIndex.of(index)
         settings, layout = self.settings, self.layout
         pixels, sample = checked_image(self.dataset[int(index)], layout.num_channels)
-        place = (self.seed, index.epoch, int(index))
+        place: tuple[int, ...] = (self.seed, index.epoch, int(index))
+        if self._is_drawn:  # a mixture may take an image more than once per epoch
+            place += (index.step, index.position)
         global_crops, local_crops = self.transform(pixels, generator_of("crops", *place))
         num_crops = 2 + self.transform.num_local_crops
         draws = torch.rand(num_crops, layout.num_draws, generator=generator_of("drops", *place))

@@ -111,12 +111,14 @@ def hf_image_dataset(
     return ImageDataset(rows, image_column, label_column if label_column in columns else None)
 
 
-def load_images(cfg: DictConfig | ListConfig, with_labels: bool = False) -> Any:
+def load_images(
+    cfg: DictConfig | ListConfig, with_labels: bool = False, temperature: float | None = None
+) -> Any:
     """Loads a dataset of images by :func:`recipe_utils.data.loader.samples.load_dataset`.
 
     Raises ValueError if the first sample has no image, or no label and ``with_labels`` is True.
     """
-    made = load_dataset(cfg)
+    made = load_dataset(cfg, temperature=temperature)
     try:
         sample = _as_mapping(made[0])
     except Exception:  # an empty dataset or a broken image is reported when it is loaded

@@ -35,16 +35,19 @@ from recipe_utils.data.loader.samples import (
     load_samples,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.order import NUM_IN_MEMORY, Order
+from recipe_utils.data.mixture import Mixture, MixtureOrder
+from recipe_utils.data.order import NUM_IN_MEMORY, seed_of
 from recipe_utils.data.plan.plan import WHOLE, Microbatches, Part
 from recipe_utils.parallel.process_group import agree_on_length, elastic_nodes
 from recipe_utils.parallel.ranks import Ranks
-from recipe_utils.settings.problems import naming
+from recipe_utils.settings.problems import ConfigError, Problem, naming
 
 _log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks before training."""
+_NUM_MEASURED = 1000
+"""Maximum number of samples of a dataset that are read for its mean number of target tokens."""
 
 
 class Collator(Protocol):
@@ -133,6 +136,9 @@ class UpdateStepLoader:
         name: config key of the dataset, for errors.
         num_microbatches_to_run: maps the largest number of microbatches on a rank to the number, at
             least as large, that all ranks run with dummy ones. Default: the same number.
+        num_epochs: epochs of the training, which a mixture's datasets are drawn for; None to take
+            each sample of a mixture once per epoch.
+        saved: fingerprint of the checkpoint that training resumes from.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on,
@@ -147,6 +153,8 @@ class UpdateStepLoader:
         ranks: Ranks,
         name: str = "dataset",
         num_microbatches_to_run: Callable[[int], int] | None = None,
+        num_epochs: int | None = None,
+        saved: Mapping[str, Any] = {},
     ) -> None:
         self._collator = collator
         self.settings = settings
@@ -166,6 +174,16 @@ class UpdateStepLoader:
             self._shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
             self.samples_per_rank = self._shares[0]  # the largest share
             self._block: int = getattr(collator, "block", 1)
+        self.samples_per_epoch = num_samples
+        """Samples of an epoch, before it is cut to update steps."""
+        self._mixture: MixtureOrder | None = None
+        mixture = self.dataset.mixture
+        if num_epochs is not None and mixture is not None and mixture.schedules is not None:
+            with naming(name):
+                self._mixture = self._order_of(mixture, num_epochs, saved)
+            self.samples_per_epoch = self._mixture.samples_per_epoch
+            self.steps_per_epoch = self._mixture.steps_per_epoch
+            return
         with naming("last_update_step"):
             self.steps_per_epoch = num_update_steps(
                 num_samples,
@@ -173,6 +191,35 @@ class UpdateStepLoader:
                 settings.last_update_step,
                 settings.max_steps_per_epoch,
             )
+
+    def _order_of(
+        self, mixture: Mixture, num_epochs: int, saved: Mapping[str, Any]
+    ) -> MixtureOrder:
+        means = None
+        if self.settings.of_mixture.weigh == "tokens":
+            if "target_tokens" not in self._collator.counts:
+                text = "there are no target tokens here; set it to samples"
+                raise ConfigError(Problem("mixture.weigh", text, "tokens"))
+            means = saved.get("mean_target_tokens") or self._measure_target_tokens(mixture)
+        order = MixtureOrder(mixture, self.settings, self.global_batch_size, num_epochs, means)
+        if problems := [*order.problems(self.dataset.name)]:
+            raise ConfigError(*problems)
+        return order
+
+    def _measure_target_tokens(self, mixture: Mixture) -> dict[str, float]:
+        """Returns the mean number of target tokens of some samples of each dataset, by name."""
+        means = {}
+        for which, (name, start) in enumerate(zip(mixture.names, mixture.starts, strict=True)):
+            seed = seed_of(self.settings.data_seed, 2, which)
+            order = epoch_permutation(mixture.lengths[which], 0, shuffle=True, seed=seed)
+            indices = [start + index for index in order[:_NUM_MEASURED].tolist()]
+            with torch.random.fork_rng(devices=[]):
+                samples = next(load_samples(self.dataset, [indices]))
+            counts = [self._collator.collate([each]).counts["target_tokens"] for each in samples]
+            if not any(counts):
+                raise ValueError(f"{name}: none of {len(indices)} samples has target tokens")
+            means[name] = round(sum(counts) / len(counts), 2)
+        return means
 
     def _check_has_targets(self) -> None:
         problem = "it has no target"
@@ -195,9 +242,13 @@ class UpdateStepLoader:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
-        is_lazy = self.settings.shuffle and len(self.dataset) > NUM_IN_MEMORY
+        lengths: Sequence[int] = [len(self.dataset)]
+        if self._mixture is not None:
+            lengths = self._mixture.mixture.lengths
+        is_lazy = self.settings.shuffle and max(lengths) > NUM_IN_MEMORY
         return {
-            **fingerprint(self.dataset, self._collator.fingerprint_keys),
+            **fingerprint(self.dataset, self._collator.fingerprint_keys, lengths),
+            **(self._mixture.fingerprint() if self._mixture is not None else {}),
             **({"order": "feistel"} if is_lazy else {}),
             "global_batch_size": self.global_batch_size,
             "shuffle": self.settings.shuffle,
@@ -230,8 +281,16 @@ class UpdateStepLoader:
             f"{self._ranks.dp_degree} data-parallel ranks, {size} in total; {self.steps_per_epoch} update steps per epoch"
         )
         self._log_remarks()
-        num_left_over = len(self.dataset) % self.global_batch_size
-        if self.settings.last_update_step == "drop" and num_left_over:
+        num_left_over = self.samples_per_epoch % self.global_batch_size
+        if self._mixture is not None:
+            for line in self._mixture.log_lines():
+                _log.info(line)
+            if num_left_over and self.settings.max_steps_per_epoch is None:
+                _log.info(
+                    f"{self.dataset.name}: a mixture has no short last update step; its epoch ends at "
+                    f"{self.steps_per_epoch} of {self.samples_per_epoch} / {self.global_batch_size}"
+                )
+        elif self.settings.last_update_step == "drop" and num_left_over:
             _log.warning(
                 f"last_update_step=drop: {num_left_over} of {len(self.dataset)} samples are skipped in every epoch"
             )
@@ -288,11 +347,13 @@ class UpdateStepLoader:
         steps = range(-(-len(used) // size))
         return len(steps), self.of_samples(self._indices(used, steps))
 
-    def _order(self, epoch: int) -> Order:
+    def _order(self, epoch: int) -> Any:
+        if self._mixture is not None:
+            return self._mixture.epoch(epoch)
         settings = self.settings
         return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
-    def _indices(self, order: Order, steps: range, epoch: int = 0) -> UpdateSteps:
+    def _indices(self, order: Any, steps: range, epoch: int = 0) -> UpdateSteps:
         size, ranks = self.global_batch_size, self._ranks
         place = (ranks.dp_rank, ranks.dp_degree, epoch, self._block)
         return UpdateSteps(steps, lambda step: update_step_indices(order, step, size, *place))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recipe_utils.data.order import NUM_IN_MEMORY, LazyPermutation, Order, seed_of
+from recipe_utils.data.order import NUM_IN_MEMORY, LazyPermutation, seed_of
 
 
 class StepIndex(int):
@@ -68,11 +68,11 @@ class UpdateSteps(Sequence[list[int]]):
 
 
 def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Any:
-    """Returns the dataset indices of an epoch in order, an :class:`.Order` of ``num_samples``.
+    """Returns the dataset indices of an epoch in order, [num_samples] int64.
 
-    Up to :data:`.NUM_IN_MEMORY` samples it is a tensor [num_samples] int64 with the order of
+    Up to :data:`.NUM_IN_MEMORY` samples, a tensor with the order of
     ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use seed 0 for
-    any ``seed`` of the config. Orders of more samples take no memory.
+    any ``seed`` of the config. Beyond, slices of a :class:`.LazyPermutation` are computed.
     """
     if num_samples > NUM_IN_MEMORY:
         return LazyPermutation(num_samples, seed_of(seed, epoch) if shuffle else None)
@@ -111,7 +111,7 @@ def shares_of_ranks(global_batch_size: int, dp_degree: int) -> list[int]:
 
 
 def update_step_indices(
-    permutation: Order,
+    permutation: Any,
     step: int,
     global_batch_size: int,
     dp_rank: int,

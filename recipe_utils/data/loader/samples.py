@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.datasets import ConcatDataset
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.workers import load_batches
+from recipe_utils.data.mixture import Mixture, entries_of, mixture_of
+from recipe_utils.settings.components import split_entry
 
 Sample = Mapping[str, Any]
 
@@ -81,14 +83,24 @@ class CheckedDataset(Dataset[Sample]):
         self.name = name
         self.prepare = prepare
         self.skips_bad = skips_bad
+        self.mixture = mixture_of(dataset)
         self._named: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns the prepared sample; an error of the dataset is chained to a SampleError."""
-        name = f"sample {index} of {self.name}"
+        """Returns the prepared sample; an error of the dataset is chained to a SampleError.
+
+        A sample of a mixture has ``dataset_index``, the position of its dataset in the list.
+        """
+        place, added = f"{index} of {self.name}", {}
+        if self.mixture is not None:
+            which = self.mixture.dataset_of(index)
+            local = index - self.mixture.starts[which]
+            place = f"{local} of {self.name}.{self.mixture.names[which]}"
+            added = {"dataset_index": which}
+        name = f"sample {place}"
         try:
             sample = self.dataset[index]
         except SampleError as error:  # from a dataset that checks its files
@@ -96,7 +108,8 @@ class CheckedDataset(Dataset[Sample]):
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
             raise SampleError(text) from error
-        return self.prepare(sample, name)
+        prepared = self.prepare(sample, name)
+        return {**prepared, **added} if added else prepared
 
     def _row(self, index: int) -> str:
         """Returns the row that torchtune's datasets make a sample of, shortened; empty for others."""
@@ -144,9 +157,17 @@ class CheckedDataset(Dataset[Sample]):
         return self[len(self) - 1]
 
 
-def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the length and a hash of ``keys`` of three samples, to detect another dataset or tokenizer."""
-    indices = {0, len(dataset) // 2, len(dataset) - 1}
+def fingerprint(
+    dataset: CheckedDataset, keys: Sequence[str], lengths: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the length and a hash of ``keys`` of samples, to detect another dataset or tokenizer.
+
+    Three samples of the dataset, or of each of its parts of given ``lengths``.
+    """
+    indices, end = set(), 0
+    for length in lengths or [len(dataset)]:
+        start, end = end, end + length
+        indices |= {start, start + length // 2, end - 1}
     digest = hashlib.sha256()
     for index in sorted(indices):
         try:
@@ -159,14 +180,22 @@ def fingerprint(dataset: CheckedDataset, keys: Sequence[str]) -> dict[str, Any]:
     return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
 
 
-def load_dataset(cfg: DictConfig | ListConfig, tokenizer: Any = None) -> Any:
-    """Instantiates a dataset from a component, or from a list of components, which are concatenated.
+def load_dataset(
+    cfg: DictConfig | ListConfig, tokenizer: Any = None, temperature: float | None = None
+) -> Any:
+    """Instantiates a dataset from a component, or from a list of components.
 
-    ``tokenizer`` is the positional argument of each; None if they take none.
+    A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is
+    the positional argument of each; None if they take none.
     """
     given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
-        return ConcatDataset(datasets=[_instantiate(part, *given) for part in cfg])
+        parts: Any = OmegaConf.to_container(cfg, resolve=True)
+        made, own = zip(*map(split_entry, parts), strict=True)
+        datasets = [_instantiate(OmegaConf.create(part), *given) for part in made]
+        if temperature is None and not any(own):
+            return ConcatDataset(datasets=datasets)
+        return Mixture(datasets, entries_of(parts), temperature)
     return _instantiate(cfg, *given)
 
 
@@ -187,8 +216,13 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
         raise ValueError(
             f"{cfg.get('data_files') or cfg.get('source')} cannot be read: {reason}"
         ) from error
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(f"a {type(dataset).__name__} has no length; set it to a map-style dataset")
+    try:
+        len(dataset)
+    except TypeError:
+        raise ValueError(
+            f"a {type(getattr(dataset, '_data', dataset)).__name__} has no length; set it to a map-style dataset "
+            "(streaming=False: files are memory-mapped, not loaded), because a shuffle buffer cannot be resumed exactly"
+        ) from None
     return dataset
 
 

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from recipe_utils.data.mixture import MixtureSettings, problems_with_list
 from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import RankSettings
-from recipe_utils.settings.components import component_at
+from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -65,6 +66,13 @@ class DataSettings:
     """Update steps prepared ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
     """``skip``: samples that cannot be read or trained on are skipped with a warning; counts stay exact."""
+    mixture: (
+        Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
+        | None
+    ) = None
+    """Of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
+    of target tokens), ``samples_per_epoch`` (default: the number of all samples). ``temperature`` T sets
+    the weights to length^(1/T)."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
 
@@ -106,6 +114,17 @@ class DataSettings:
             component_at(self.collate_fn)
         except ValueError as error:
             yield Problem("collate_fn", str(error), self.collate_fn)
+
+    @property
+    def of_mixture(self) -> MixtureSettings:
+        """Returns the values of ``mixture``."""
+        return MixtureSettings(**(self.mixture or {}))
+
+    def problems_with_lists(self, **datasets: Any) -> Iterator[Problem]:
+        """Yields problems of names and weights in lists of datasets, by config key."""
+        for key, parts in datasets.items():
+            settings = self.of_mixture if self.mixture and key == "dataset" else None
+            yield from problems_with_list(key, parts, settings)
 
     def _problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""

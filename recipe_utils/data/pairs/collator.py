@@ -62,9 +62,9 @@ class PairSettings:
             yield Problem("collate_fn", text, data.collate_fn)
 
 
-def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:
-    """Instantiates a preference dataset or a list of them; raises ValueError if its samples are not pairs."""
-    dataset = load_dataset(cfg, tokenizer)
+def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any, **options: Any) -> Any:
+    """Calls :func:`.load_dataset`; raises ValueError if the first sample is not a pair."""
+    dataset = load_dataset(cfg, tokenizer, **options)
     try:
         keys = sorted(dataset[0])
     except Exception:  # not a dataset, empty, or a bad sample: reported when it is loaded

@@ -141,7 +141,7 @@ def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microb
     Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
     samples (images, packed rows) keep their shape.
     """
-    if set(sample) <= {"tokens", "labels", "mask"}:
+    if set(sample) <= {"tokens", "labels", "mask", "dataset_index"}:
         sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
         ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)

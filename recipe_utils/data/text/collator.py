@@ -23,7 +23,7 @@ from recipe_utils.data.text.collate import (
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.components import component_at
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index"}
 
 _log = get_logger("INFO")
 

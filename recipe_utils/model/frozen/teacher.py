@@ -336,7 +336,7 @@ class Teacher:
 
 def _numbers_of(sample: Sample) -> dict[str, Any]:
     """Returns the parts of a sample that hidden states depend on; ValueError for more than text."""
-    other = sorted(sample.keys() - {*_TEXT, "mask"})
+    other = sorted(sample.keys() - {*_TEXT, "mask", "dataset_index"})
     if other:
         raise ValueError(
             f"teacher_cache: it stores text only, a sample also has {', '.join(other)}; set teacher_cache=null"

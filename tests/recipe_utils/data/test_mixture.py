@@ -1,0 +1,207 @@
+"""Shares of a mixture are exact in every update step, and no sample repeats before all others came."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import tiny
+from distributed_runs import run_distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.plan import MicrobatchCost
+from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.mixture import Mixture, MixtureOrder, Shares
+from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.parallel.ranks import RankSettings, join_ranks
+from recipe_utils.settings.components import split_entry
+
+WEIGHTS = st.lists(st.decimals("0.001", "999", places=3), min_size=1, max_size=30)
+
+
+def shares_of(weights, size):
+    return Shares([{0: Fraction(str(weight))} for weight in weights], size)
+
+
+@settings(max_examples=40)
+@given(WEIGHTS, st.integers(1, 256), st.integers(0, 150))
+def test_every_update_step_has_floor_or_ceil_of_each_share(weights, size, step):
+    total = sum(map(Fraction, weights))
+    exact = [Fraction(weight) * size / total for weight in weights]
+    shares = shares_of(weights, size)
+    before, counts = shares.of(step)
+    assert sum(counts) == size
+    assert sum(before) == size * step
+    for count, share in zip(counts, exact, strict=True):
+        assert abs(count - share) < 1
+    after, _ = shares_of(weights, size).of(step + 1)
+    assert after == [a + b for a, b in zip(before, counts, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_dataset_is_ever_a_sample_ahead_or_behind(seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(1, 10 ** rng.integers(1, 6), rng.integers(2, 40)).tolist()
+    if seed == 0:
+        weights = [10**6 // n for n in range(1, 40)]
+    size, total = int(rng.integers(1, 257)), sum(weights)
+    shares, drawn = shares_of(weights, size), [0] * len(weights)
+    for step in range(500):
+        before, counts = shares.of(step)
+        assert list(before) == drawn
+        drawn = [a + b for a, b in zip(drawn, counts, strict=True)]
+        for number, weight in zip(drawn, weights, strict=True):
+            assert abs(number * total - (step + 1) * size * weight) < total
+
+
+def test_a_schedule_changes_shares_at_its_update_step_and_earlier_ones_not():
+    changed = Shares([{0: Fraction(1, 2), 100: Fraction(1, 8)}, {0: Fraction(1, 2)}], 10)
+    constant = shares_of(["0.5", "0.5"], 10)
+    assert [changed.of(n) for n in range(100)] == [constant.of(n) for n in range(100)]
+    counts = [changed.of(n)[1][0] for n in range(100, 200)]
+    assert (sum(counts), set(counts)) == (200, {2})
+    assert changed.of(3) == constant.of(3)
+    with pytest.raises(ValueError, match="all weights are 0 from update step 4 on"):
+        Shares([{0: Fraction(1), 4: Fraction(0)}], 8)
+
+
+LENGTHS, SHARES = (40, 7, 300), ("0.5", "0.3", "0.2")
+NAMES = ("chat", "code", "math")
+
+
+def mixture_of(parts, weights=SHARES, **keys):
+    entries = zip(NAMES, weights, strict=True)
+    return Mixture(parts, [{"name": name, "weight": weight, **keys} for name, weight in entries])
+
+
+def order_of(shuffle=True):
+    mixture = mixture_of([tiny.Samples(range(n)) for n in LENGTHS])
+    return MixtureOrder(mixture, DataSettings(shuffle=shuffle, data_seed=3), 16, num_epochs=3)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_dataset_is_passed_through_without_repetition_also_across_epochs(shuffle):
+    order, drawn = order_of(shuffle), Counter()
+    starts = [0, *accumulate(LENGTHS)]
+    assert order.steps_per_epoch == 347 // 16
+    for epoch in range(3):
+        for step in range(order.steps_per_epoch):
+            drawn.update(order.epoch(epoch)[16 * step : 16 * step + 16].tolist())
+            for first, end in pairwise(starts):
+                of_dataset = [drawn[i] for i in range(first, end)]
+                assert max(of_dataset) - min(of_dataset) <= 1
+    assert sum(drawn.values()) == sum(order.drawn) == 3 * 21 * 16
+
+
+def test_passes_have_new_orders_and_datasets_of_equal_length_their_own():
+    order = order_of()
+    passes = {tuple(order._pass(which, number).tolist()) for which in (0, 2) for number in (0, 1)}
+    assert len(passes) == 4
+    first = [order.step(n).tolist() for n in range(60)]
+    assert [order_of().step(n).tolist() for n in reversed(range(60))] == first[::-1]
+
+
+# ---- Through the loader ---------------------------------------------------------------------------
+
+PARTS = [tiny.make_samples(n, seed=n) for n in (40, 7, 60)]
+SETTINGS = {"global_batch_size": 12, "num_workers": 0}
+
+
+def make_loader(num_epochs=2, saved=(), weights=SHARES, **settings):
+    data = DataSettings(**{**SETTINGS, **settings})
+    limits = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
+    return UpdateStepLoader(
+        mixture_of([tiny.Samples(list(part)) for part in PARTS], weights),
+        TextCollator(data, tiny.tiny_tokenizer(), tiny.IGNORE, limits),
+        data,
+        join_ranks(RankSettings(device="cpu")),
+        num_epochs=num_epochs,
+        saved=dict(saved),
+    )
+
+
+def steps_of_rank(settings, epoch, consumed):
+    loader = make_loader(**settings)
+    with loader.epoch(epoch, consumed) as steps:
+        return [
+            ([row.tolist() for m in step.microbatches if m.counts for row in m.inputs["tokens"]], dict(step.totals))
+            for step in steps
+        ]  # fmt: skip
+
+
+def update_steps(world_size, epoch=1, consumed=0, **settings):
+    """Sorted rows without padding, and the total, of each update step."""
+    of_ranks = run_distributed(steps_of_rank, world_size, settings, epoch, consumed)
+    return [
+        (
+            sorted([token for token in row if token] for rows, _ in ranks for row in rows),
+            ranks[0][1]["target_tokens"],
+        )
+        for ranks in zip(*of_ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [(2, {}), (3, {"num_workers": 2}), (4, {"microbatching": "least_padding", "max_tokens_per_microbatch": 90})],
+)  # fmt: skip
+def test_update_steps_are_the_same_on_any_layout_and_after_a_resume(world_size, settings):
+    whole = update_steps(1)
+    assert len(whole) == 107 // 12
+    assert update_steps(world_size, **settings) == whole
+    for num_done in (1, 5, 8):
+        assert update_steps(world_size, consumed=12 * num_done, **settings) == whole[num_done:]
+
+
+@pytest.fixture
+def one_process():
+    ranks = join_ranks(RankSettings(device="cpu"))
+    yield
+    ranks.leave()
+
+
+def test_samples_carry_their_dataset_and_errors_its_name(one_process):
+    loader = make_loader()
+    assert [loader.dataset[i]["dataset_index"] for i in (0, 39, 40, 46, 47)] == [0, 0, 1, 1, 2]
+    loader.dataset.dataset.parts[1].samples[2] = {}
+    with pytest.raises(ValueError, match=r"^sample 2 of dataset.code: it has no 'tokens'"):
+        loader.dataset[42]
+
+
+def test_weights_of_tokens_are_divided_by_mean_target_tokens_once(one_process):
+    loader = make_loader(mixture={"weigh": "tokens"})
+    means = loader.fingerprint()["mean_target_tokens"]
+    targets = [
+        [sum(label != tiny.IGNORE for label in s["labels"][1:]) for s in part] for part in PARTS
+    ]
+    assert means == {n: round(sum(t) / len(t), 2) for n, t in zip(NAMES, targets, strict=True)}
+    quotas = loader._mixture.shares.quotas[0]
+    tokens = [float(q) * mean for q, mean in zip(quotas, means.values(), strict=True)]
+    assert [each / sum(tokens) for each in tokens] == pytest.approx([0.5, 0.3, 0.2])
+    saved = {"mean_target_tokens": dict.fromkeys(NAMES, 1.0)}
+    resumed = make_loader(mixture={"weigh": "tokens"}, saved=saved)
+    assert resumed._mixture.shares.quotas == make_loader()._mixture.shares.quotas
+
+
+def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
+    make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5).log_epoch_size()
+    rows = [line.split() for line in caplog.messages]
+    assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
+    assert ["code", "7", "49.2%", "4.21", "8.43"] in rows
+    assert "math: 0.12 samples per update step, in one of 8.33" in caplog.messages
+
+
+def takes_names(tokenizer, name, weight=1):
+    """A component with parameters of these names."""
+
+
+def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name():
+    entry = {"_component_": f"{__name__}.takes_names", "name": "a", "weight": 2, "max_epochs": 3}
+    assert split_entry(entry)[1] == {"max_epochs": 3}
+    entry = {"_component_": "torchtune.datasets.chat_dataset", "name": "a", "subset": "main"}
+    expected = {"_component_": "torchtune.datasets.chat_dataset", "name": "main"}
+    assert split_entry(entry) == (expected, {"name": "a"})

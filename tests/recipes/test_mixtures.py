@@ -1,0 +1,80 @@
+"""Texts, pairs and images are mixed alike on any layout; weights change only from now on."""
+
+import re
+
+import pytest
+from big_batch_of_views import step_of_16
+from distributed_runs import run_distributed
+from recipe_runs import DINO, DPO, KD, SFT, losses, run_recipe, slow, writing_to
+
+from recipe_utils.files import CheckpointError
+
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 40, "weight": 0.75}
+PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19, "weight": 3}
+IMAGES = {"_component_": "tiny.tiny_images", "num_images": 9, "weight": 3, "name": "few"}
+STEPS_OF_8 = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
+SECOND = {
+    "tiny_dataset": {"num_samples": 7, "seed": 1, "name": "small", "weight": 0.25},
+    "tiny_pair_dataset": {"num_pairs": 5, "seed": 1, "name": "few", "weight": 1},
+    "tiny_images": {"num_images": 40, "name": "many", "weight": 1},
+}
+
+
+def mixed(first):
+    return [first, {**first, **SECOND[first["_component_"].removeprefix("tiny.")]}]
+
+
+@pytest.mark.parametrize("recipe", [SFT, slow(DPO), slow(KD), slow(DINO)])
+def test_each_kind_of_data_is_mixed_alike_on_one_and_two_ranks(
+    recipe, tiny_config, tiny_dpo_config, tiny_kd_config
+):
+    if recipe == DINO:
+        config = step_of_16(tiny_config, dataset=mixed(IMAGES), batch_size=4, epochs=2)
+    else:
+        make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
+        data = mixed(PAIRS if recipe == DPO else DATA)
+        config = make(dataset=data, epochs=2, microbatching="packed", **STEPS_OF_8)
+    if recipe == KD:
+        config |= {"teacher_cache": "hidden"}
+    one, two = (losses(run_distributed(run_recipe, n, config, recipe)[0]) for n in (1, 2))
+    assert len(one) == 2 * {DPO: 24 // 8, DINO: 49 // 16}.get(recipe, 47 // 8)
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_weight_changes_from_the_resumed_update_step_on_or_not_at_all(tiny_config, tmp_path):
+    config = tiny_config(dataset=mixed(DATA), save_every_n_steps=11, **STEPS_OF_8)
+    assert len(run_recipe(config)) == 5
+    resumed = {**config, "resume_from_checkpoint": True, "epochs": 2}
+    resumed["dataset"][1]["weight"] = 0.5
+    message = (
+        "dataset.small: weight 0.25 in the checkpoint, 0.5 now; write weight: {0: 0.25, 5: 0.5} to change "
+        "it from update step 5 on"
+    )
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(message)} .*resume_with_other_data=True"
+    ):
+        run_recipe(resumed)
+    resumed["dataset"][1]["weight"] = {0: 0.25, 5: 0.5}
+    undisturbed = writing_to(tmp_path, {**resumed, "resume_from_checkpoint": False})
+    assert losses(run_recipe(resumed)) == losses(run_recipe(undisturbed))[5:]
+
+
+def test_weights_by_length_and_epochs_of_any_length(tiny_config, caplog):
+    data = [{key: value for key, value in each.items() if key != "weight"} for each in mixed(DATA)]
+    mixture = {"temperature": 2.0, "samples_per_epoch": 100}
+    assert len(run_recipe(tiny_config(dataset=data, mixture=mixture, **STEPS_OF_8))) == 100 // 8
+    rows = [message.split() for message in caplog.messages]
+    assert ["small", "7", "29.2%", "4.00", "4.00"] in rows
+    assert (
+        "dataset: a mixture has no short last update step; its epoch ends at 12 of 100 / 8"
+        in caplog.text
+    )
+
+
+def test_a_list_with_names_alone_is_concatenated(tiny_config):
+    named = [{**DATA, "name": "large"}, {**DATA, "num_samples": 7, "seed": 1, "name": "small"}]
+    named = [{key: value for key, value in each.items() if key != "weight"} for each in named]
+    plain = [{key: value for key, value in each.items() if key != "name"} for each in named]
+    assert losses(run_recipe(tiny_config(dataset=named))) == losses(
+        run_recipe(tiny_config(dataset=plain))
+    )
