@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
     "full_finetune_update_step": (
         "llama3_2/5M_full_update_step",
+        "llama3_2/5M_mixture_update_step",
         "llama3_2/5M_generation",
         "llama3_2/1B_full_update_step",
         "llama3_2/3B_full_update_step",
