@@ -283,7 +283,7 @@ class Run:
         else is logged, saved or exported. ``sums`` are this rank's parts of metrics, [] each, of
         one dtype; their means over ranks are logged. Metrics that are None are not logged.
         """
-        metrics = {"lr": lr, "grad_norm": grad_norm, **metrics}
+        metrics = {"lr": lr, "grad_norm": grad_norm, **metrics, **self._step.token_shares}
         fraction = self._changed_weights.fraction(self._step.is_last_of_epoch)
         metrics["weights_moved_fraction"] = fraction
         metrics["num_spanning_samples"] = self._step.totals.get("spanning_samples")

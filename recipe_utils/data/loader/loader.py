@@ -49,6 +49,9 @@ _NUM_REMARKED = 100
 _NUM_MEASURED = 1000
 """Maximum number of samples of a dataset that are read for its mean number of target tokens."""
 
+OF_DATASET = "target_tokens/"
+"""Prefix of the counts of named datasets."""
+
 
 class Collator(Protocol):
     """Checks, measurement, plans and collation of the samples of one objective.
@@ -124,6 +127,15 @@ class UpdateStep:
         """
         return self.dp_degree / max(self.totals[count], 1)
 
+    @property
+    def token_shares(self) -> dict[str, float]:
+        """Returns the fraction of the target tokens of each named dataset, as ``token_share/NAME``."""
+        return {
+            f"token_share/{name.removeprefix(OF_DATASET)}": number / self.totals["target_tokens"]
+            for name, number in self.totals.items()
+            if name.startswith(OF_DATASET)
+        }
+
 
 class UpdateStepLoader:
     """Loader of update steps, which a background thread prepares. All ranks call it together.
@@ -139,6 +151,8 @@ class UpdateStepLoader:
         num_epochs: epochs of the training, which a mixture's datasets are drawn for; None to take
             each sample of a mixture once per epoch.
         saved: fingerprint of the checkpoint that training resumes from.
+        weigh: maps ``loss_weights`` and target tokens over all ranks of k named datasets to
+            ``dataset_weights`` of an update step. Default: none, and no sums by dataset.
 
     Raises:
         recipe_utils.settings.problems.ConfigError: the dataset is empty, has nothing to train on,
@@ -155,6 +169,7 @@ class UpdateStepLoader:
         num_microbatches_to_run: Callable[[int], int] | None = None,
         num_epochs: int | None = None,
         saved: Mapping[str, Any] = {},
+        weigh: Callable[[Sequence[float], Sequence[int]], Tensor] | None = None,
     ) -> None:
         self._collator = collator
         self.settings = settings
@@ -164,6 +179,11 @@ class UpdateStepLoader:
         self.dataset = CheckedDataset(
             dataset, name, collator.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
+        named = getattr(dataset, "names", ()) if collator.counts[0] == "target_tokens" else ()
+        self._counts_of_datasets = [f"{OF_DATASET}{each}" for each in named]
+        self._weigh = weigh if named else None
+        self.num_sums = 1 + len(named) if self._weigh else 1
+        """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
         num_samples = len(self.dataset)
         with naming(name):
             if agree_on_length(num_samples, self._group) == 0:
@@ -393,9 +413,9 @@ class UpdateStepLoader:
         closed: threading.Event,
     ) -> Iterator[UpdateStep]:
         collator, ranks = self._collator, self._ranks
-        together = StepCollectives(
-            collator.counts, ranks.is_dp_leader, ranks.dp_peers, self._group, closed
-        )
+        of_datasets = self._counts_of_datasets
+        names = [*collator.counts, *of_datasets]
+        together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self._group, closed)
         exchange = partial(
             together.exchange,
             length_of=collator.length,
@@ -417,11 +437,14 @@ class UpdateStepLoader:
                 if exchanged is None:
                     exchanged = group_samples(samples, collator.length, collator.plan)
                 microbatches = [self._collate(of_row, part, dummy) for of_row, part in exchanged]
+                counts = {
+                    name: sum(m.counts.get(name, 0) for m in microbatches)
+                    for name in collator.counts
+                }
+                for i, name in enumerate(of_datasets):
+                    counts[name] = sum(m.targets.num_of_dataset(i) for m in microbatches)
                 local = RankCounts(
-                    {
-                        name: sum(m.counts.get(name, 0) for m in microbatches)
-                        for name in collator.counts
-                    },
+                    counts,
                     len(microbatches),
                     stop.is_set(),
                     time.monotonic_ns() // 1_000_000,
@@ -433,6 +456,10 @@ class UpdateStepLoader:
                 num_to_run = self._num_microbatches_to_run(num_to_run)
             if dummy is not None:
                 microbatches += [dummy] * (num_to_run - len(microbatches))
+            if self._weigh is not None:
+                of_all_ranks = [agreed.totals[name] for name in of_datasets]
+                weights = self._weigh(self.dataset.dataset.loss_weights, of_all_ranks)
+                microbatches = [m.with_dataset_weights(weights) for m in microbatches]
             if ranks.device.type == "cuda":
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(

@@ -1,6 +1,6 @@
 """Microbatches: the tensors of one forward and backward on one rank.
 
-Shapes: b rows, s positions per row, n target tokens.
+Shapes: b rows, s positions per row, n target tokens, k named datasets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +49,15 @@ class Targets(NamedTuple):
     teacher: Any = None
     """Outputs of a frozen model (teacher or reference) at these targets: tensors in any nesting."""
     pairs: Pairs | None = None
+    dataset_indices: Tensor | None = None
+    """[n]: index of each target's dataset; None without named datasets."""
+    dataset_weights: Tensor | None = None
+    """[k]: factor of the loss of a target by dataset, fp64; 1 on average over the update step's
+    targets. None without sums by dataset."""
+
+    def num_of_dataset(self, index: int) -> int:
+        """Returns the number of targets of a named dataset."""
+        return 0 if self.dataset_indices is None else int((self.dataset_indices == index).sum())
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,10 @@ class Microbatch:
     def with_teacher(self, outputs: Any) -> "Microbatch":
         """Returns the microbatch with outputs of a frozen model at its targets."""
         return replace(self, targets=self.targets._replace(teacher=outputs))
+
+    def with_dataset_weights(self, weights: Tensor) -> "Microbatch":
+        """Returns the microbatch with weights [k] of its targets' datasets."""
+        return replace(self, targets=self.targets._replace(dataset_weights=weights))
 
 
 # PyTorch's tree functions copy it as part of larger structures.

@@ -58,7 +58,8 @@ def collate_microbatch(
         raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
     labels = inputs.pop("labels")
     num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-    return _microbatch(inputs, labels, document_lengths, num_real, ignore_index)
+    datasets = _datasets_of(samples, [labels.size(1)] * len(labels))
+    return _microbatch(inputs, labels, document_lengths, num_real, ignore_index, datasets)
 
 
 def collate_packed_microbatch(
@@ -92,6 +93,7 @@ def collate_packed_microbatch(
         positions = sample.get("input_pos", torch.arange(num_real))
         columns = (sample["tokens"], sample["labels"], positions)
         parts.append(torch.stack([torch.as_tensor(each)[:num_real] for each in columns]))
+    datasets = _datasets_of(samples, [part.size(1) for part in parts])
     num_real = sum(lengths)
     multiple = (row_multiple or 1) * part.num_ranks
     if num_real % multiple:
@@ -100,7 +102,7 @@ def collate_packed_microbatch(
         parts.append(padding.expand(3, lengths[-1]))
     tokens, labels, input_pos = torch.cat(parts, dim=1).unsqueeze(1)
     inputs = {"tokens": tokens, "input_pos": input_pos, "document_lengths": Documents([lengths])}
-    row = _microbatch(inputs, labels, [lengths], num_real, ignore_index)
+    row = _microbatch(inputs, labels, [lengths], num_real, ignore_index, datasets)
     return cut_part(row, part, len(samples))
 
 
@@ -121,6 +123,8 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
         labels=row.targets.labels[:, own],
         positions=row.targets.positions[is_own] // part.num_ranks,
     )
+    if targets.dataset_indices is not None:
+        targets = targets._replace(dataset_indices=targets.dataset_indices[is_own])
     if targets.pairs is not None:
         of_row = targets.pairs.segment_lengths
         segments = torch.arange(len(of_row)).repeat_interleave(of_row)[is_own]
@@ -142,7 +146,7 @@ def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microb
     samples (images, packed rows) keep their shape.
     """
     if set(sample) <= {"tokens", "labels", "mask", "dataset_index"}:
-        sample = {"tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
+        sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
         ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)
         sample = {**sample, "labels": ignored if "seq_lens" in sample else ignored.tolist()}
@@ -178,14 +182,26 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     return len(sample["tokens"]) - (last if is_padding else 0)
 
 
+def _datasets_of(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
+    """Returns the dataset index of each position of samples of given lengths; None without named datasets."""
+    if "dataset_index" not in samples[0]:
+        return None
+    indices = torch.tensor([sample["dataset_index"] for sample in samples])
+    return indices.repeat_interleave(torch.tensor(lengths))
+
+
 def _microbatch(
     inputs: dict[str, Any],
     labels: Tensor,
     document_lengths: DocumentLengths | None,
     num_real: int,
     ignore_index: int,
+    datasets: Tensor | None,
 ) -> Microbatch:
-    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
+    """Shifts labels [b, s] left by one; the last position of a row or document has no target.
+
+    ``datasets`` are the dataset indices of the flattened positions up to the last target or beyond.
+    """
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1] = ignore_index
     for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
@@ -197,4 +213,5 @@ def _microbatch(
         "real_tokens": num_real,
         "positions": inputs["tokens"].numel(),
     }
-    return Microbatch(inputs, Targets(shifted, positions), counts)
+    indices = None if datasets is None else datasets[positions]
+    return Microbatch(inputs, Targets(shifted, positions, dataset_indices=indices), counts)

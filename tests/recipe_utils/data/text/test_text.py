@@ -135,6 +135,31 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
     assert stacked.counts["real_tokens"] == sum(num_real)
 
 
+def test_every_target_has_the_index_of_its_sample_s_dataset():
+    """In padded, packed and padded packed rows, and rows of a packed dataset, cut documents included."""
+    samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
+    packed = packed_rows(samples, split_across_pack=True)
+    for rows in (samples, packed):
+        marked = [{**row, "dataset_index": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
+        for microbatch in (
+            collate(marked),
+            collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True),
+            collate_packed_microbatch(marked, IGNORE, row_multiple=128),
+        ):
+            of_datasets = [collate_packed_microbatch([row], IGNORE).targets for row in rows]
+            expected = [
+                row["dataset_index"]
+                for row, targets in zip(marked, of_datasets, strict=True)
+                for _ in targets.positions
+            ]
+            assert microbatch.targets.dataset_indices.tolist() == expected
+            counts = [microbatch.targets.num_of_dataset(i) for i in range(4)]
+            assert counts == [expected.count(i) for i in range(4)]
+        dummy = collate_dummy(marked[0], collate, IGNORE)
+        assert dummy.targets.dataset_indices.tolist() == []
+        assert collate(rows).targets.dataset_indices is None
+
+
 def test_samples_with_images_are_not_packed():
     with pytest.raises(ValueError, match="a sample has encoder_input"):
         collate_packed_microbatch([{**tiny.make_samples(1)[0], "encoder_input": 0}], IGNORE)
