@@ -30,6 +30,7 @@ from recipe_utils.data.loader.microbatch import Microbatch, mark_last
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
+from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.self_distillation import (
     SUMS,
     HeadArguments,
@@ -107,6 +108,7 @@ class Settings:
         )
         yield from self.run.problems_with(self.ranks, self.dataset_val)
         yield from self.run.problems_without_text()
+        yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
         if self.ranks.tensor_parallel_dim > 1:
             yield Problem(
                 "tensor_parallel_dim",

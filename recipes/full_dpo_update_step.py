@@ -27,6 +27,7 @@ from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pa
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss import preference
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
+from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.preference import METRICS, PreferenceLoss, PreferenceSettings
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
@@ -97,6 +98,7 @@ class Settings:
         yield from self.pipeline.problems_with_split_backward()
         yield from self.updates.problems_with(self.data, self.ranks)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
+        yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
 class FullDPORecipe:

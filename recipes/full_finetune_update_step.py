@@ -32,6 +32,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
+from recipe_utils.loss.dataset_weights import LossWeightSettings, losses_by_dataset
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
@@ -68,6 +69,7 @@ class Settings:
     pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
     updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
     run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    weighing: LossWeightSettings  # loss_weights
 
     model: Component
     """A torchtune decoder, or a fusion model with a ``decoder``."""
@@ -92,6 +94,7 @@ class Settings:
         yield from self.pipeline.problems_with(self.ranks, self.data)
         yield from self.updates.problems_with(self.data, self.ranks)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
+        yield from self.weighing.problems_with(self.dataset, self.dataset_val, self.loss)
 
 
 class FullFinetuneRecipe:
@@ -121,7 +124,8 @@ class FullFinetuneRecipe:
         limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
         collator = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
-        self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
+        loaders = build_loaders(cfg, load, collator, settings, ranks, run, loss_fn)
+        self.loader, self.val_loader = loaders
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
         row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
@@ -137,7 +141,8 @@ class FullFinetuneRecipe:
         checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        self.pipeline = build_pipeline(self.model, settings.pipeline, modules.torch_dtype, ranks)
+        dtype, num_sums = modules.torch_dtype, self.loader.num_sums
+        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
 
         # ---- Optimizer, and resume
@@ -152,6 +157,7 @@ class FullFinetuneRecipe:
     def sums(self, microbatch: Microbatch) -> Tensor:
         """Returns the cross-entropy summed over the microbatch's target tokens [nats], shape [1].
 
+        With k named datasets [1 + k]: a sum with ``loss_weights``, and one for each dataset.
         ``attach_loss`` makes the loss a part of the model, where FSDP2 gathers the output weight.
         """
         with self.offloading:
@@ -160,47 +166,49 @@ class FullFinetuneRecipe:
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients and makes one optimizer step.
 
-        Returns this rank's part of the loss, whose mean over ranks is the mean per target token
-        [nats], and the gradient norm before clipping, None with ``optimizer_in_bwd``.
+        Returns this rank's part of the loss and of each dataset's, whose means over ranks are means
+        per target token [nats], and the gradient norm before clipping, None with
+        ``optimizer_in_bwd``.
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
-        loss = self.settings.modules.new_sums(1, self.ranks.device)
+        losses = self.settings.modules.new_sums(self.loader.num_sums, self.ranks.device)
         if self.pipeline is not None:
             # One schedule per update step pays the pipeline bubble once.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
-            loss += sums * scale
+            losses += sums * scale
         else:
             microbatches = mark_last(step.microbatches)
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
                 with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
-                    scaled_loss = self.sums(microbatch) * scale
-                    scaled_loss.backward()
-                loss += scaled_loss.detach()
+                    scaled = self.sums(microbatch) * scale
+                    scaled[0].backward()
+                losses += scaled.detach()
 
         grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss[0]}, grad_norm
+        return losses_by_dataset(losses, step.totals), grad_norm
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
-        """Returns the mean loss per target token of ``dataset_val`` [nats], over all ranks."""
+        """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
         self.model.eval()
-        sums = self.settings.modules.new_sums(1, self.ranks.device)
+        sums = self.settings.modules.new_sums(self.val_loader.num_sums, self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
                 if self.pipeline is not None:
-                    sums += self.pipeline.forward(step.microbatches)
+                    sums += self.pipeline.forward(step.microbatches, len(sums))
                 else:
                     for microbatch in to_device_ahead(step.microbatches, self.ranks.device):
                         sums += self.sums(microbatch)
                 totals.update(step.totals)
         self.model.train()
-        return ratios({"val_loss": sums[0]}, totals, "target_tokens", self.ranks.dp_degree)
+        losses = losses_by_dataset(sums, totals, "val_")
+        return ratios(losses, totals, "target_tokens", self.ranks.dp_degree)
 
     # ---- Training loop --------------------------------------------------------------------------
 

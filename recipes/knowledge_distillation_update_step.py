@@ -28,6 +28,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
+from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.distillation import SUMS, make_distillation_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
@@ -101,6 +102,7 @@ class Settings:
         yield from self.updates.problems_with(self.data, self.ranks)
         yield from self.teacher.problems_with(self)
         yield from self.run.problems_with(self.ranks, self.dataset_val)
+        yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
 class KDRecipe:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
@@ -21,6 +22,7 @@ class LinearCrossEntropyLoss(nn.Module):
     """
 
     takes_hidden_states = True
+    sums_datasets = True
 
     def __init__(
         self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100
@@ -46,38 +48,59 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor:
         """Returns the loss summed over the targets [nats], shape [], at least fp32; 0 without targets.
 
-        For the arguments see :mod:`recipe_utils.loss.attach_loss`.
+        With ``dataset_weights`` [k] of ``targets`` returns [1 + k]: first the sum in which each
+        target has the weight of its dataset, then the unweighted sum of each dataset. For the
+        arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         labels = targets.labels.flatten().index_select(0, targets.positions)
+        datasets, weights = targets.dataset_indices, targets.dataset_weights
 
         def chunk_loss(
             logits: Tensor, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
             given = [logits]
             del logits  # a second reference would keep them alive longer
-            return self._cross_entropy(given.pop(), labels[rows], needs_gradient)
+            of_rows = None if datasets is None else datasets[rows]
+            return self._cross_entropy(given.pop(), labels[rows], needs_gradient, of_rows, weights)
 
-        return sum_over_chunks(
+        sums = sum_over_chunks(
             output,
             hidden.flatten(0, 1).index_select(0, targets.positions),
             chunk_loss,
-            num_sums=1,
+            num_sums=1 if weights is None else 1 + len(weights),
             tokens_per_chunk=self.tokens_per_chunk,
             num_output_chunks=self.num_output_chunks,
             backward_in_parts=backward_in_parts,
-        ).squeeze(0)
+        )
+        return sums.squeeze(0) if weights is None else sums
 
 
 def _cross_entropy(
-    logits: Tensor, labels: Tensor, needs_gradient: bool
+    logits: Tensor,
+    labels: Tensor,
+    needs_gradient: bool,
+    datasets: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum [1] and its gradient for the logits [c, v] of c tokens, for labels [c]."""
+    """Returns sums [1] and the gradient of the first for the logits [c, v] of c tokens, for labels [c].
+
+    With ``weights`` [k] of datasets, and the dataset of each token [c], the sums are [1 + k].
+    """
     log_probs = F.log_softmax(logits, dim=-1)
     del logits  # frees them early
     label = labels.unsqueeze(1)
-    loss = -log_probs.gather(1, label).sum().view(1)
+    losses = -log_probs.gather(1, label)
+    of_target = None
+    if datasets is None or weights is None:
+        sums = losses.sum().view(1)
+    else:
+        of_target = weights.to(losses.dtype)[datasets].unsqueeze(1)
+        # [c, k]. Not index_add_, whose order of additions varies on CUDA.
+        is_of = datasets.unsqueeze(1) == torch.arange(len(weights), device=datasets.device)
+        sums = torch.cat([(of_target * losses).sum().view(1), losses.where(is_of, 0).sum(0)])
     if not needs_gradient:
-        return loss, None
+        return sums, None
     # d loss / d logits = softmax(logits) - one_hot(label)
     gradient = log_probs.exp_()
-    return loss, gradient.scatter_add_(1, label, gradient.new_full((), -1).expand_as(label))
+    gradient.scatter_add_(1, label, gradient.new_full((), -1).expand_as(label))
+    return sums, gradient if of_target is None else gradient.mul_(of_target)

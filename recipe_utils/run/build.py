@@ -15,6 +15,7 @@ from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
+from recipe_utils.loss.dataset_weights import LossWeightSettings
 from recipe_utils.model.vision.vision_transformer import layer_of
 from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.optim.schedules import ScheduleSettings
@@ -30,10 +31,12 @@ def build_loaders(
     settings: Any,
     ranks: Ranks,
     run: Run,
+    loss_fn: Any = None,
 ) -> tuple[UpdateStepLoader, UpdateStepLoader | None]:
     """Builds the loaders of ``dataset`` and, if training validates, of ``dataset_val``.
 
-    ``load`` builds a dataset, as :func:`.load_dataset`. Raises ConfigError for problems of both.
+    ``load`` builds a dataset, as :func:`.load_dataset`. With a ``loss_fn`` that sums named datasets
+    their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
     """
     validates = run.validates_on(settings.dataset_val)
     temperature = settings.data.of_mixture.temperature
@@ -43,12 +46,16 @@ def build_loaders(
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.pipeline.fill(ranks) if hasattr(settings, "pipeline") else None
     drawn = (settings.run.epochs, run.saved_fingerprint)
-    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill, *drawn)
+    weigh = settings.weighing.weigh if hasattr(loss_fn, "sums_datasets") else None
+    loader = UpdateStepLoader(
+        dataset, collator, settings.data, ranks, "dataset", fill, *drawn, weigh=weigh
+    )
     loader.log_epoch_size()
     if not validates:
         return loader, None
     data, collator = settings.data.of_validation(), collator.for_validation()
-    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
+    weigh = weigh and LossWeightSettings().weigh
+    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill, weigh)
 
 
 def build_image_loaders(

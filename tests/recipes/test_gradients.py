@@ -8,7 +8,11 @@ import pytest
 import tiny
 from big_batch import STEP_OF_16, TOLERANCE, error
 from distributed_runs import run_distributed
-from recipe_runs import recipe_class, run_recipe_recording_gradients
+from recipe_runs import (
+    recipe_class,
+    run_recipe_recording_gradients,
+    run_recording_gradients_and_metrics,
+)
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.model.attention import document_mask
@@ -37,6 +41,82 @@ def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, refere
         for step, expected in enumerate(references[row.model]):
             assert set().union(*(found[step] for found in of_ranks)) == expected.keys(), row
             assert max(error(found[step], expected) for found in of_ranks) < TOLERANCE, row
+
+
+WEIGHINGS = ("tokens", "datasets")
+WEIGHTED = [
+    *arrays.FAST,
+    arrays.Row("one", "untied", "packed", 2, "each_microbatch"),
+    arrays.Row("fsdp-2", "untied", "least_padding", 2, "last_microbatch"),
+    arrays.Row("tp-2", "untied", "in_order", 4, "each_microbatch"),
+    arrays.Row("pp-2", "untied", "packed", 2, "InterleavedZeroBubble"),
+    arrays.Row("fsdp-4", "untied", "in_order", 1, "each_microbatch"),
+    arrays.Row("hsdp-2x2", "tied", "packed", 1, "last_microbatch"),
+    arrays.Row("pp-2-fsdp-2", "tied", "packed", 1, "Interleaved1F1B"),
+]
+
+
+def weighted(tiny_config, how, model=tiny.DEEP_UNTIED_MODEL, **changes):
+    data = {**STEP_OF_16, "dataset": big_batch.MIXED, "loss_weights": how}
+    return tiny_config(model=model, **{**data, **changes})
+
+
+@arrays.on_ranks(arrays.FAST, WEIGHTED)
+def test_datasets_with_loss_weights_have_the_gradient_and_losses_of_one_big_batch(
+    rows, world_size, tiny_config
+):
+    cases = [(row, how) for row in arrays.rows_on(rows, world_size) for how in WEIGHINGS]
+    val = {"dataset_val": big_batch.HELD_OUT, "run_val_every_n_steps": 1}
+    configs = [
+        weighted(tiny_config, how, MODELS[row.model], **row.changes, **val) for row, how in cases
+    ]
+    run = run_recording_gradients_and_metrics
+    ranks = run_distributed(run, world_size, configs, timeout_seconds=300)
+    for case, *of_ranks in zip(cases, *ranks, strict=True):
+        row, how = case
+        with tiny.float64_throughout():
+            expected = big_batch.weighted_references(MODELS[row.model], how)
+            validated = big_batch.validation_losses(MODELS[row.model])
+        of_steps, of_validations = of_ranks[0][1][::2], of_ranks[0][1][1::2]
+        for found in of_validations:
+            assert found == pytest.approx({"step": found["step"], **validated}, rel=1e-12), case
+        for step, (gradients, loss, datasets) in enumerate(expected):
+            found = max(error(each[step], gradients) for each, _ in of_ranks)
+            assert found < TOLERANCE, (case, found)
+            logged = of_steps[step]
+            assert logged["loss"] == pytest.approx(loss, rel=1e-12), case
+            of_datasets = {name: logged[name] for name in logged if name.startswith("loss/")}
+            means = {f"loss/{name}": mean for name, (mean, _) in datasets.items()}
+            assert of_datasets == pytest.approx(means, rel=1e-12), case
+            for name in ("chat", "code", "math"):
+                number = datasets.get(name, (0, 0))[1]
+                assert logged[f"token_share/{name}"] == number / logged["num_tokens"]
+
+
+def gradients_normalised_by_microbatch(config):
+    """The weights of datasets average 1 over the targets of each microbatch, not of the update step."""
+    recipe = recipe_class()
+    sums = recipe.sums
+
+    def sums_by_microbatch(self, m):
+        counts = [m.targets.num_of_dataset(i) for i in range(3)]
+        weigh = self.settings.weighing.weigh
+        weights = weigh([part.get("loss_weight", 1) for part in big_batch.MIXED], counts)
+        targets = m.targets._replace(dataset_weights=weights)
+        return sums(self, dataclasses.replace(m, targets=targets))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(recipe, "sums", sums_by_microbatch)
+        return run_recipe_recording_gradients(config)
+
+
+@pytest.mark.parametrize("how", WEIGHINGS)
+def test_weights_normalised_by_microbatch_miss_the_big_batch(how, tiny_config):
+    config = weighted(tiny_config, how, batch_size=2, max_steps_per_epoch=1)
+    (found,) = run_distributed(gradients_normalised_by_microbatch, 1, config)
+    with tiny.float64_throughout():
+        expected = big_batch.weighted_references(tiny.DEEP_UNTIED_MODEL, how)
+    assert error(found[0], expected[0][0]) > 1e-2
 
 
 def replace(name, make):

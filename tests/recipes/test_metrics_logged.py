@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from distributed_runs import run_distributed
-from recipe_runs import ListLogger, run_recipe, set_up
+from recipe_runs import DPO, KD, SFT, ListLogger, run_recipe, set_up
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +29,21 @@ def test_metrics_have_their_names_and_definitions(world_size, tiny_config):
         ratio = metrics["real_tokens_per_second_per_gpu"] / metrics["tokens_per_second_per_gpu"]
         assert ratio == pytest.approx(sum(rows) / metrics["num_tokens"])
         assert metrics["data_wait_seconds"] >= 0
+
+
+def test_names_of_datasets_add_metrics_and_change_no_bit(recipe_and_config):
+    recipe, make = recipe_and_config
+    one = make()["dataset"]
+    runs = []
+    for names in ({}, {}), ({"name": "a"}, {"name": "b"}):
+        config = make(dataset=[{**one, **name} for name in names], max_steps_per_epoch=2)
+        runs.append(run_recipe(config, recipe))
+    shares, losses = {"token_share/a", "token_share/b"}, {"loss/a", "loss/b"}
+    added = {SFT: shares | losses, KD: shares, DPO: set()}[recipe]
+    for plain, named in zip(*runs, strict=True):
+        assert named.keys() - plain.keys() == added
+        same = [name for name in plain if "second" not in name]
+        assert {name: named[name] for name in same} == {name: plain[name] for name in same}
 
 
 class CountReads(TorchDispatchMode):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.collectives import (

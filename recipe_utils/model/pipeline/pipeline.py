@@ -120,9 +120,12 @@ class Pipeline:
         return totals * self._num_ranks
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Returns the sums over microbatches [k] of :meth:`forward_backward`, without gradients."""
-        totals = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
+    def forward(self, microbatches: Sequence[Microbatch], num_sums: int | None = None) -> Tensor:
+        """Returns the sums over microbatches [k] of :meth:`forward_backward`, without gradients.
+
+        ``num_sums`` is k if it differs from that of training.
+        """
+        totals = torch.zeros(num_sums or self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False
         )
@@ -148,8 +151,8 @@ class Pipeline:
 
     def _add_sums(self, totals: Tensor, output: Tensor) -> Tensor:
         sums = output.reshape(-1)
-        if len(sums) != self._num_sums:  # a single sum would broadcast to all totals
-            raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={self._num_sums}")
+        if len(sums) != len(totals):  # a single sum would broadcast to all totals
+            raise ValueError(f"the last stage returned {len(sums)} sums, num_sums={len(totals)}")
         totals += sums.detach()
         return sums
 

@@ -1,0 +1,78 @@
+"""Weights of named datasets in the loss, and the loss of each of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from recipe_utils.data.loader.loader import OF_DATASET
+from recipe_utils.settings.components import component_at
+from recipe_utils.settings.keys import STRICT
+from recipe_utils.settings.problems import Problem
+
+
+@dataclass(frozen=True, config=STRICT)
+class LossWeightSettings:
+    """Weights of named datasets in the loss."""
+
+    loss_weights: Literal["tokens", "datasets"] = "tokens"
+    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an update
+    step. ``tokens``: sum of w CE / sum of w n, weights of target tokens; ``datasets``: sum of w CE
+    / n / sum of w, weights of the means of datasets that have target tokens."""
+
+    def problems_with(self, dataset: Any, dataset_val: Any, loss: Any) -> Iterator[Problem]:
+        """Yields weights that have no effect with these datasets or this loss."""
+        yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
+        wanted = self.loss_weights != "tokens"
+        with suppress(ValueError):  # a problem of ``loss`` by itself
+            path = str(loss.get("_component_"))
+            if not hasattr(component_at(path), "sums_datasets"):
+                text = f"{path} cannot weight targets; set loss._component_ to recipe_utils.loss.LinearCrossEntropyLoss"
+                yield from refused_weights(text, dataset=dataset)
+                if wanted:
+                    yield Problem("loss_weights", text, self.loss_weights, ("loss",))
+        entries = dataset if isinstance(dataset, list) else []
+        if wanted and not any(part.get("name") or part.get("weight") for part in entries):
+            text = "it has no effect without named datasets; set dataset to a list with names"
+            yield Problem("loss_weights", text, self.loss_weights, ("dataset",))
+
+    def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
+        """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
+
+        The weighted sum of losses over the number of targets is then the loss of the update step.
+        ``counts`` are target tokens over all ranks; without any, factors are 0.
+        """
+        number, given = torch.tensor(counts), torch.tensor(weights, dtype=torch.float64)
+        if self.loss_weights == "datasets":
+            given = torch.where(number > 0, given / number, 0)
+        return given * (number.sum() / (given * number).sum().clamp(min=1e-300))
+
+
+def refused_weights(
+    text: str = "this recipe weights no datasets; remove it", **datasets: Any
+) -> Iterator[Problem]:
+    """Yields entries of datasets, by key of the config, whose ``loss_weight`` cannot have an effect."""
+    for key, entries in datasets.items():
+        for index, part in enumerate(entries if isinstance(entries, list) else []):
+            if part.get("loss_weight", 1) != 1:
+                yield Problem(f"{key}[{index}].loss_weight", text, part["loss_weight"], ("loss",))
+
+
+def losses_by_dataset(
+    sums: Tensor, totals: Mapping[str, int], prefix: str = ""
+) -> dict[str, Tensor]:
+    """Returns sums [1] or [1 + k] as ``loss`` and, for each named dataset with targets, ``loss/NAME``.
+
+    Those of datasets are multiplied by N / n of ``totals``: divided by all N target tokens, they are
+    means over the dataset's n.
+    """
+    losses = {f"{prefix}loss": sums[0]}
+    of_datasets = [name for name in totals if name.startswith(OF_DATASET)]
+    for name, part in zip(of_datasets, sums[1:], strict=False):
+        if totals[name]:
+            factor = totals["target_tokens"] / totals[name]
+            losses[f"{prefix}loss/{name.removeprefix(OF_DATASET)}"] = part * factor
+    return losses
