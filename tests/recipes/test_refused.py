@@ -22,6 +22,8 @@ LORA = "lora_finetune_update_step"
 GEMMA2 = json.dumps(tiny.GEMMA2_MODEL)
 QUANTIZER = "quantizer._component_=torchtune.training.quantization."
 QAT = f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer quantizer.groupsize"
+WEIGHTED = "[{_component_: tiny.tiny_dataset, num_samples: 8, name: a, loss_weight: 2}]"
+NAMED = WEIGHTED.replace(", loss_weight: 2", "")
 HELD_OUT = "run_val_every_n_steps=2 knn_neighbors=3 dataset_val._component_=tiny.{} dataset_val.num_images=9"
 
 CODE = "{_component_: tiny.tiny_dataset, num_samples: 8, name: code%s}"
@@ -86,6 +88,13 @@ REFUSED = {
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
     (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
+    (SFT, f"dataset={WEIGHTED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): r"dataset\[0\].loss_weight=2: torch.nn.CrossEntropyLoss cannot weight targets; set",
+    (SFT, "loss_weights=datasets"): "loss_weights=datasets: it has no effect without named datasets; set",
+    (SFT, f"loss_weights=datasets dataset={NAMED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): "loss_weights=datasets: torch.nn.CrossEntropyLoss cannot",
+    (SFT, f"dataset_val={WEIGHTED} run_val_every_n_steps=1"): r"dataset_val\[0\].loss_weight=2: validation has no weights",
+    (KD, f"dataset={WEIGHTED}"): r"dataset\[0\].loss_weight=2: this recipe weights no datasets; remove it",
+    (DPO, f"dataset={WEIGHTED}"): r"dataset\[0\].loss_weight=2: this recipe weights no datasets; remove it",
+    (DPO, "loss_weights=datasets"): "loss_weights: this recipe has no such key",
     (SFT, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     (SFT, "memory_efficient_fsdp_wrap=True"): "memory_efficient_fsdp_wrap=True: it must be False",
     (SFT, "quantizer={groupsize: 16}"): r"quantizer=\{'groupsize': 16\}: it must .* set quantizer._component_ to its path",
