@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,12 @@ class LossWeightSettings:
                 if wanted:
                     yield Problem("loss_weights", text, self.loss_weights, ("loss",))
         entries = dataset if isinstance(dataset, list) else []
-        if wanted and not any(part.get("name") or part.get("weight") for part in entries):
+        for index, part in enumerate(entries):
+            weight = part.get("loss_weight", 1)
+            if type(weight) not in (int, float) or not 0 < weight < inf:
+                text = "it must be a number above 0"
+                yield Problem(f"dataset[{index}].loss_weight", text, weight)
+        if wanted and not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
             text = "it has no effect without named datasets; set dataset to a list with names"
             yield Problem("loss_weights", text, self.loss_weights, ("dataset",))
 

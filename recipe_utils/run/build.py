@@ -54,8 +54,8 @@ def build_loaders(
     if not validates:
         return loader, None
     data, collator = settings.data.of_validation(), collator.for_validation()
-    weigh = weigh and LossWeightSettings().weigh
-    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill, weigh)
+    weigh, key = weigh and LossWeightSettings().weigh, "dataset_val"
+    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, key, fill, weigh=weigh)
 
 
 def build_image_loaders(

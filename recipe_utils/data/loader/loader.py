@@ -180,10 +180,11 @@ class UpdateStepLoader:
         self.dataset = CheckedDataset(
             dataset, name, collator.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
-        named = getattr(dataset, "names", ()) if collator.counts[0] == "target_tokens" else ()
-        self._counts_of_datasets = [f"{OF_DATASET}{each}" for each in named]
-        self._weigh = weigh if named else None
-        self.num_sums = 1 + len(named) if self._weigh else 1
+        counts_datasets = isinstance(dataset, Mixture) and collator.counts[0] == "target_tokens"
+        names = dataset.names if counts_datasets else ()
+        self._counts_of_datasets = [f"{OF_DATASET}{each}" for each in names]
+        self._weigh = weigh if names else None
+        self.num_sums = 1 + len(names) if self._weigh else 1
         """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
         num_samples = len(self.dataset)
         with naming(name):

@@ -112,14 +112,17 @@ def test_logits_that_overflow_on_ignored_positions_do_not_matter(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"),
+    ("make", "kind", "num_datasets"),
     [
-        (LinearCrossEntropyLoss, "linear"),
-        (LinearCrossEntropyLoss, "bias"),
-        (LinearLogProbs, "linear"),
+        (LinearCrossEntropyLoss, "linear", 0),
+        (LinearCrossEntropyLoss, "linear", 2),
+        (LinearCrossEntropyLoss, "bias", 0),
+        (LinearLogProbs, "linear", 0),
     ],
 )
-def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(make, kind):
+def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(
+    make, kind, num_datasets
+):
     """Two functions are compiled. Fewer than two rows, for which the compiler specializes, run eagerly."""
     torch._dynamo.reset()  # other variants of the same functions count for its limit
     counter = CompileCounter()
@@ -129,6 +132,9 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(mak
     for num_targets in (3, 16, 17, 33, 40, 1, 5, 0, 100, 64):
         hidden = torch.randn(1, 100, D, requires_grad=True)
         targets = Targets(torch.randint(V, (1, 100)), torch.arange(num_targets))
+        if num_datasets:
+            indices, weights = targets.positions % num_datasets, torch.rand(num_datasets).double()
+            targets = targets._replace(dataset_indices=indices, dataset_weights=weights)
         found, expected = (
             values_and_gradients(loss, output, hidden, targets) for loss in (compiled, eager)
         )
