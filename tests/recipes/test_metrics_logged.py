@@ -76,7 +76,7 @@ def num_reads_while_training(config):
 )
 def test_an_update_step_does_not_wait_for_the_device(loss, world_size, tiny_config):
     config = tiny_config(
-        dataset={**DATA, "num_samples": 17},
+        dataset=[{**DATA, "num_samples": 17, "name": "a"}, {**DATA, "name": "b"}],
         loss={"_component_": loss},
         optimizer={"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True},
         clip_grad_norm=1.0,
