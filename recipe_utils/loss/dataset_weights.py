@@ -21,29 +21,23 @@ class LossWeightSettings:
 
     loss_weights: Literal["tokens", "datasets"] = "tokens"
     """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an update
-    step. ``tokens``: sum of w CE / sum of w n, weights of target tokens; ``datasets``: sum of w CE
-    / n / sum of w, weights of the means of datasets that have target tokens."""
+    step. ``tokens``: sum of w CE / sum of w n, weights of target tokens; ``datasets``: sum of (w / n)
+    CE / sum of w, weights of the means of datasets that have target tokens."""
 
     def problems_with(self, dataset: Any, dataset_val: Any, loss: Any) -> Iterator[Problem]:
-        """Yields weights that have no effect with these datasets or this loss."""
+        """Yields weights that are wrong, or have no effect with these datasets or this loss."""
         yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
-        wanted = self.loss_weights != "tokens"
+        text = ""
         with suppress(ValueError):  # a problem of ``loss`` by itself
             path = str(loss.get("_component_"))
             if not hasattr(component_at(path), "sums_datasets"):
                 text = f"{path} cannot weight targets; set loss._component_ to recipe_utils.loss.LinearCrossEntropyLoss"
-                yield from refused_weights(text, dataset=dataset)
-                if wanted:
-                    yield Problem("loss_weights", text, self.loss_weights, ("loss",))
+        yield from refused_weights(text, dataset=dataset)
         entries = dataset if isinstance(dataset, list) else []
-        for index, part in enumerate(entries):
-            weight = part.get("loss_weight", 1)
-            if type(weight) not in (int, float) or not 0 < weight < inf:
-                text = "it must be a number above 0"
-                yield Problem(f"dataset[{index}].loss_weight", text, weight)
-        if wanted and not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
+        if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
             text = "it has no effect without named datasets; set dataset to a list with names"
-            yield Problem("loss_weights", text, self.loss_weights, ("dataset",))
+        if text and self.loss_weights != "tokens":
+            yield Problem("loss_weights", text, self.loss_weights, ("loss", "dataset"))
 
     def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
         """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
@@ -60,11 +54,17 @@ class LossWeightSettings:
 def refused_weights(
     text: str = "this recipe weights no datasets; remove it", **datasets: Any
 ) -> Iterator[Problem]:
-    """Yields entries of datasets, by key of the config, whose ``loss_weight`` cannot have an effect."""
+    """Yields each ``loss_weight`` that is wrong, in entries of datasets by config key.
+
+    With ``text``, the reason why weights have no effect, any but 1 is wrong.
+    """
     for key, entries in datasets.items():
         for index, part in enumerate(entries if isinstance(entries, list) else []):
-            if part.get("loss_weight", 1) != 1:
-                yield Problem(f"{key}[{index}].loss_weight", text, part["loss_weight"], ("loss",))
+            weight = part.get("loss_weight", 1)
+            is_valid = type(weight) in (int, float) and 0 < weight < inf
+            if not is_valid or (text and weight != 1):
+                reason = text or "it must be a number above 0"
+                yield Problem(f"{key}[{index}].loss_weight", reason, weight, ("loss",))
 
 
 def losses_by_dataset(

@@ -183,7 +183,7 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
 
 
 def _datasets_of(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
-    """Returns the dataset index of each position of samples of given lengths; None without named datasets."""
+    """Returns the dataset index of each position, for samples of given lengths; None without any."""
     if "dataset_index" not in samples[0]:
         return None
     indices = torch.tensor([sample["dataset_index"] for sample in samples])
@@ -198,10 +198,7 @@ def _microbatch(
     ignore_index: int,
     datasets: Tensor | None,
 ) -> Microbatch:
-    """Shifts labels [b, s] left by one; the last position of a row or document has no target.
-
-    ``datasets`` are the dataset indices of the flattened positions up to the last target or beyond.
-    """
+    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1] = ignore_index
     for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):

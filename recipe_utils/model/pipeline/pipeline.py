@@ -121,10 +121,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch], num_sums: int | None = None) -> Tensor:
-        """Returns the sums over microbatches [k] of :meth:`forward_backward`, without gradients.
-
-        ``num_sums`` is k if it differs from that of training.
-        """
+        """Returns the sums [k] of :meth:`forward_backward`, without gradients; ``num_sums`` is another k."""
         totals = torch.zeros(num_sums or self._num_sums, dtype=torch.float64, device=self._device)
         self._run(
             microbatches, lambda _, output: self._add_sums(totals, output), has_backward=False

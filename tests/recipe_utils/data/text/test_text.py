@@ -136,27 +136,20 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
 
 
 def test_every_target_has_the_index_of_its_sample_s_dataset():
-    """In padded, packed and padded packed rows, and rows of a packed dataset, cut documents included."""
+    """Padded, packed and padded packed rows, and rows of a packed dataset with cut documents."""
     samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
-    packed = packed_rows(samples, split_across_pack=True)
-    for rows in (samples, packed):
+    for rows in (samples, packed_rows(samples, split_across_pack=True)):
         marked = [{**row, "dataset_index": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]
-        for microbatch in (
-            collate(marked),
-            collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True),
-            collate_packed_microbatch(marked, IGNORE, row_multiple=128),
-        ):
-            of_datasets = [collate_packed_microbatch([row], IGNORE).targets for row in rows]
-            expected = [
-                row["dataset_index"]
-                for row, targets in zip(marked, of_datasets, strict=True)
-                for _ in targets.positions
-            ]
-            assert microbatch.targets.dataset_indices.tolist() == expected
-            counts = [microbatch.targets.num_of_dataset(i) for i in range(4)]
-            assert counts == [expected.count(i) for i in range(4)]
-        dummy = collate_dummy(marked[0], collate, IGNORE)
-        assert dummy.targets.dataset_indices.tolist() == []
+        alone = [collate_packed_microbatch([row], IGNORE).counts["target_tokens"] for row in rows]
+        expected = [
+            row["dataset_index"] for row, n in zip(marked, alone, strict=True) for _ in range(n)
+        ]
+        made = [collate(marked), collate_packed_microbatch(marked, IGNORE, row_multiple=128)]
+        made.append(collate_microbatch(marked, COLLATE, IGNORE, merge_packed_rows=True))
+        for targets in (microbatch.targets for microbatch in made):
+            assert targets.dataset_indices.tolist() == expected
+            assert [targets.num_of_dataset(i) for i in range(4)] == [*map(expected.count, range(4))]
+        assert collate_dummy(marked[0], collate, IGNORE).targets.dataset_indices.tolist() == []
         assert collate(rows).targets.dataset_indices is None
 
 
