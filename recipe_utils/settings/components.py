@@ -61,16 +61,31 @@ def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any
 
     ``subset`` becomes the ``name`` of a component that passes further arguments to ``datasets``.
     """
-    try:
-        takes = inspect.signature(component_at(str(entry.get("_component_")))).parameters
-    except (ValueError, TypeError):  # reported by check_component
+    takes = _parameters_of(entry)
+    if takes is None:  # reported by check_component
         return dict(entry), {}
     own = {key: value for key, value in entry.items() if key in ENTRY_KEYS and key not in takes}
     made = {key: value for key, value in entry.items() if key not in own}
-    passes_on = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    if passes_on and "subset" in made.keys() - takes.keys():
+    if _passes_on(takes) and "subset" in made.keys() - takes.keys():
         made["name"] = made.pop("subset")
     return made, own
+
+
+def may_mean_subset(entry: Mapping[Any, Any]) -> bool:
+    """Returns True if torchtune would take an entry's ``name`` for a subset of a hub's dataset."""
+    says = entry.keys() & {"name", "subset", "data_files"} == {"name"}
+    return says and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
+
+
+def _parameters_of(component: Mapping[Any, Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(component_at(str(component.get("_component_")))).parameters
+    except (ValueError, TypeError):
+        return None
+
+
+def _passes_on(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def names_of_paths(component: Mapping[Any, Any]) -> set[str]:

@@ -5,6 +5,7 @@ return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
 import hashlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.datasets import ConcatDataset
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.workers import load_batches
 from recipe_utils.data.mixture import Mixture, entries_of, mixture_of
-from recipe_utils.settings.components import split_entry
+from recipe_utils.settings.components import may_mean_subset, split_entry
 
 Sample = Mapping[str, Any]
 
@@ -192,6 +193,9 @@ def load_dataset(
     if isinstance(cfg, ListConfig):
         parts: Any = OmegaConf.to_container(cfg, resolve=True)
         made, own = zip(*map(split_entry, parts), strict=True)
+        for name in (part["name"] for part in parts if may_mean_subset(part)):
+            text = f"name={name} is the name of a dataset in the log; set subset={name} for a subset of the hub"
+            log_rank_zero(_log, text, logging.WARNING)
         datasets = [_instantiate(OmegaConf.create(part), *given) for part in made]
         if temperature is None and not any(own):
             return ConcatDataset(datasets=datasets)

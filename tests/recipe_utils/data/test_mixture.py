@@ -18,7 +18,7 @@ from recipe_utils.data.mixture import Mixture, MixtureOrder, Shares
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.components import split_entry
+from recipe_utils.settings.components import may_mean_subset, split_entry
 
 WEIGHTS = st.lists(st.decimals("0.001", "999", places=3), min_size=1, max_size=30)
 
@@ -205,3 +205,8 @@ def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name()
     entry = {"_component_": "torchtune.datasets.chat_dataset", "name": "a", "subset": "main"}
     expected = {"_component_": "torchtune.datasets.chat_dataset", "name": "main"}
     assert split_entry(entry) == (expected, {"name": "a"})
+    assert not may_mean_subset(entry)
+    del entry["subset"]
+    assert may_mean_subset(entry)
+    assert not may_mean_subset({**entry, "data_files": "chats.json"})
+    assert not may_mean_subset({"_component_": f"{__name__}.takes_names", "name": "a"})
