@@ -10,11 +10,11 @@ import tiny
 from distributed_runs import run_distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_utils.data.loader.plan import MicrobatchCost
 
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.mixture import Mixture, MixtureOrder, Shares
+from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
