@@ -187,6 +187,24 @@ def test_gradient_and_metrics_are_those_of_one_big_batch(row, config_of):
     assert ranks[0][1][0]["num_spanning_samples"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tokens", "datasets"])
+def test_datasets_have_their_loss_weights_in_parts_of_rows(how, tiny_config):
+    of_rows = {**SPANNING, "max_ranks_per_row": 2, "loss_weights": how}
+    config = tiny_config(
+        model=tiny.DEEP_MODEL, **{**STEP_OF_16, "dataset": big_batch.MIXED, **of_rows}
+    )
+    run = run_recording_gradients_and_metrics
+    ranks = [found for (found,) in run_distributed(run, 2, [config])]
+    with tiny.float64_throughout():
+        expected = big_batch.weighted_references(tiny.DEEP_MODEL, how)
+    for step, (gradients, loss, datasets) in enumerate(expected):
+        assert max(error(found[step], gradients) for found, _ in ranks) < TOLERANCE
+        logged = ranks[0][1][step]
+        means = {"loss": loss, **{f"loss/{name}": mean for name, (mean, _) in datasets.items()}}
+        assert {name: logged[name] for name in means} == pytest.approx(means, rel=1e-12)
+
+
 def test_a_teacher_s_cache_of_whole_rows_is_refused(tiny_kd_config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = tiny_kd_config(**SPANNING, max_ranks_per_row=2, teacher_cache="hidden")
