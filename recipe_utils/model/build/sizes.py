@@ -44,10 +44,15 @@ def limits_of(
     if attention.kernel == "transformers":
         # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
         num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
-        if not decoder.proof.spans_ranks:
+        name = type(decoder.model).__name__
+        if not decoder.is_sdpa:
             spanning_problem = (
-                f"{type(decoder.model).__name__} mixes tokens elsewhere than in causal attention within "
-                "documents, or was not proved to compute parts of rows; leave it out"
+                f"{name} computes parts of rows with sdpa only; set model.attention=sdpa"
+            )
+        elif not decoder.proof.spans_ranks:
+            spanning_problem = (
+                f"{name} mixes tokens elsewhere than in causal attention within documents, or was not "
+                "proved to compute parts of rows; leave it out"
             )
 
     def num_row_lengths(kernel: str) -> int | None:

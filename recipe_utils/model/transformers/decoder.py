@@ -73,7 +73,8 @@ class Decoder(nn.Module):
         self.head_dim: int = text.hidden_size // self.num_heads
         self.exchanges: dict[int, Exchange] = {}
         attention: str = model.config._attn_implementation
-        self.splits_attention = proof.splits_attention and attention == "sdpa"
+        self.is_sdpa = attention == "sdpa"
+        self.splits_attention = proof.splits_attention and self.is_sdpa
         if proof.way != "positions" or proof.shares_prefixes or self.splits_attention:
             model.set_attn_implementation(masked_by_document(attention, self.splits_attention))
         self.axes = {} if proof.axes is None else {int(n): each for n, each in proof.axes.items()}
@@ -117,6 +118,8 @@ class Decoder(nn.Module):
         has_own_masks = documents is not None and (shares_prefixes or self.splits_attention)
         needs_documents = has_own_masks or self.proof.way != "positions"
         exchange = None if documents is None else self.exchanges.get(documents.num_ranks)
+        if documents is not None and documents.num_ranks > 1 and not self.splits_attention:
+            raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
         with documents_of(documents if needs_documents else None, input_pos, exchange):
             out = getattr(self.model, name)(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},

@@ -147,3 +147,12 @@ def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
         problem = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
     with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
         row_multiple_of_packed(limits.with_shared_prefixes(), 64, 2)
+
+
+def test_parts_of_rows_need_attention_by_document(tmp_path):
+    """On CUDA the default attention is another one."""
+    save_tiny(tmp_path, "qwen3")
+    with torch.device("meta"):
+        limits = limits_of(causal_lm(str(tmp_path), attention="eager"), torch.device("cpu"), False)
+    with pytest.raises(ConfigError, match=r"=2: Qwen3ForCausalLM .* set model.attention=sdpa"):
+        row_multiple_of_packed(limits, 64, 2)
