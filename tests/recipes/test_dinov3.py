@@ -147,6 +147,7 @@ def test_terms_and_neighbours_are_those_of_one_process(layout, tiny_config, curv
             assert rates[0] / rates[1] == pytest.approx(tokens_of_image)
 
 
+@pytest.mark.slow
 def test_a_last_update_step_of_one_image_has_no_koleo_loss(tiny_config):
     data = {"dataset": {"_component_": "tiny.tiny_images", "num_images": 33}}
     configs = [

@@ -69,7 +69,7 @@ def splits_of(dp_degree, schedule):
             yield {"batch_size": size, "koleo_group_size": None}
 
 
-FAST = ("one-process", "fsdp-2")
+FAST = ("one-process",)
 
 
 @pytest.mark.parametrize("layout", [name if name in FAST else slow(name) for name in LAYOUTS])

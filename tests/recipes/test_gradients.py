@@ -61,7 +61,7 @@ def weighted(tiny_config, how, model=tiny.DEEP_UNTIED_MODEL, **changes):
     return tiny_config(model=model, **{**data, **changes})
 
 
-@arrays.on_ranks(arrays.FAST, WEIGHTED)
+@arrays.on_ranks(arrays.FAST[:3], WEIGHTED)
 def test_datasets_with_loss_weights_have_the_gradient_and_losses_of_one_big_batch(
     rows, world_size, tiny_config
 ):

@@ -98,6 +98,7 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
         assert_same_curve(figures(logged), one_process[model])
 
 
+@pytest.mark.slow
 def test_pipelines_whose_shares_of_an_update_step_differ_give_the_same_curve(tiny_config):
     """8 and 7 samples; of the last update step 1 each."""
     uneven = {"sizes": tiny.DEEP_MODEL, "global_batch_size": 15}
