@@ -123,7 +123,7 @@ class DataSettings:
     def problems_with_lists(self, **datasets: Any) -> Iterator[Problem]:
         """Yields problems of names and weights in lists of datasets, by config key."""
         for key, parts in datasets.items():
-            settings = self.of_mixture if self.mixture and key == "dataset" else None
+            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
             yield from problems_with_list(key, parts, settings)
 
     def _problems_of_spanning(self) -> Iterator[Problem]:

@@ -45,7 +45,7 @@ def limits_of(
         # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
         num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
         name = type(decoder.model).__name__
-        if not decoder.is_sdpa:
+        if not decoder.is_sdpa and decoder.model._supports_sdpa:
             spanning_problem = (
                 f"{name} computes parts of rows with sdpa only; set model.attention=sdpa"
             )
