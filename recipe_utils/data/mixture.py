@@ -23,6 +23,7 @@ from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
 
 _STEPS_PER_STATE = 64
+"""Update steps between stored states, from which those between are computed."""
 
 
 @dataclass(frozen=True)

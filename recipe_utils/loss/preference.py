@@ -6,12 +6,11 @@ define the inputs: ``normalizes_length = True`` (means over an answer's targets 
 ``needs_reference = False`` (zeros as reference log-probabilities).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -21,7 +20,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
-from recipe_utils.parallel.exchange import all_reduce
+from recipe_utils.parallel.exchange import RowGroups, all_reduce
 from recipe_utils.settings.keys import STRICT, Count
 
 Losses = tuple[Tensor, Tensor, Tensor]
@@ -143,7 +142,7 @@ class PreferenceLoss(nn.Module):
         self,
         loss_fn: Any,
         tokens_per_chunk: int = 2048,
-        row_groups: Mapping[int, dist.ProcessGroup] = MappingProxyType({}),
+        row_groups: RowGroups = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.row_groups = row_groups

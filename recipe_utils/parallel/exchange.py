@@ -3,11 +3,15 @@
 Shapes: c ranks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+RowGroups = Mapping[int, dist.ProcessGroup]
+"""Number of ranks -> this rank's group of so many."""
 
 
 class _AllToAll(torch.autograd.Function):

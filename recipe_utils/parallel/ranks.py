@@ -114,7 +114,7 @@ class RankSettings:
         return ParallelDims(replicate, shard, tp, pp)
 
     def nodes_that_fit(self) -> str:
-        """Returns which numbers of nodes fit these dimensions, as text; empty if all that may come do."""
+        """Returns which numbers of nodes fit these dimensions, as text; empty if all of them do."""
         nodes, per_node = process_group.elastic_nodes(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         replicate, shard = self.data_parallel_replicate_dim, self.data_parallel_shard_dim
         unit = replicate * max(shard, 1) * self.tensor_parallel_dim * self.pipeline_parallel_dim

@@ -73,8 +73,10 @@ def split_entry(entry: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any
 
 def may_mean_subset(entry: Mapping[Any, Any]) -> bool:
     """Returns True if torchtune would take an entry's ``name`` for a subset of a hub's dataset."""
-    says = entry.keys() & {"name", "subset", "data_files"} == {"name"}
-    return says and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
+    is_unclear = entry.keys() & {"name", "subset", "data_files"} == {"name"}
+    return (
+        is_unclear and "name" in split_entry(entry)[1] and _passes_on(_parameters_of(entry) or {})
+    )
 
 
 def _parameters_of(component: Mapping[Any, Any]) -> Mapping[str, inspect.Parameter] | None:

@@ -149,8 +149,8 @@ class UpdateStepLoader:
         name: config key of the dataset, for errors.
         num_microbatches_to_run: maps the largest number of microbatches on a rank to the number, at
             least as large, that all ranks run with dummy ones. Default: the same number.
-        num_epochs: epochs of the training, which a mixture's datasets are drawn for; None to take
-            each sample of a mixture once per epoch.
+        num_epochs: epochs of the training, in which a mixture takes its shares; None to take each
+            sample of a mixture once per epoch.
         saved: fingerprint of the checkpoint that training resumes from.
         weigh: maps ``loss_weights`` and target tokens over all ranks of k named datasets to
             ``dataset_weights`` of an update step. Default: none, and no sums by dataset.

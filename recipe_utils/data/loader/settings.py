@@ -70,7 +70,7 @@ class DataSettings:
         Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
         | None
     ) = None
-    """Of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
+    """Options of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
     of target tokens), ``samples_per_epoch`` (default: the number of all samples). ``temperature`` T sets
     the weights to length^(1/T)."""
     collate_fn: str = "torchtune.data.padded_collate_sft"

@@ -64,9 +64,8 @@ def plan_packed(
     fewest = sizes_at(float("inf"))
     best = _plan(lengths, costs, fewest, sizes, num_ranks, max_tokens, cost.overhead_slots)
     level = max(map(operator.truediv, costs, fewest), default=0.0)
-    while (
-        max(fewest, default=1) > 1
-    ):  # a round lasts as long as its costliest row: try more ranks for it
+    # A round lasts as long as its costliest row, so more ranks for that may shorten it.
+    while max(fewest, default=1) > 1:
         level *= _LOWER
         more = sizes_at(level)
         found = _plan(lengths, costs, more, sizes, num_ranks, max_tokens, cost.overhead_slots)
@@ -111,18 +110,18 @@ def _plan(
     rounds: list[list[_Row]] = [[] for _ in num_free]
     for row, at in zip(filled, round_of, strict=True):
         rounds[at].append(row)
-    plan = _Plan([[] for _ in range(num_ranks)], 0.0)
+    ranks: list[Microbatches] = [[] for _ in range(num_ranks)]
+    total = 0.0
     loads = [0.0] * num_ranks
     for of_round, number in zip(rounds, num_free, strict=True):
         of_round += single[:number]
         single = single[number:]
-        _deal(of_round, sizes, plan.ranks, loads)
-        most = max((row.cost for row in of_round), default=0.0)
-        plan = plan._replace(total=plan.total + most + overhead)
-    for microbatches in plan.ranks:
+        _deal(of_round, sizes, ranks, loads)
+        total += max((row.cost for row in of_round), default=0.0) + overhead
+    for microbatches in ranks:
         while microbatches and not microbatches[-1]:
             microbatches.pop()
-    return plan
+    return _Plan(ranks, total)
 
 
 def _rounds_of(

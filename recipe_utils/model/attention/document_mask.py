@@ -30,10 +30,10 @@ from recipe_utils.model.attention.packed_attention import (
 )
 from recipe_utils.model.attention.rows_over_ranks import (
     PartMask,
-    RowGroups,
     heads_of_row,
     tokens_of_part,
 )
+from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.settings.problems import ConfigError
 
 _log = get_logger("INFO")
@@ -120,7 +120,7 @@ def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _forward(by_varlen: bool) -> Callable[..., Tensor]:
-    """Returns a forward of torchtune's self-attention that stands in for it where keys are shared by heads.
+    """Returns a forward of torchtune's self-attention that does not copy keys to the heads that share them.
 
     torchtune copies each key and value to all query heads that share it; FlashAttention reads it in
     place, and ranks of a row need not exchange copies.

@@ -6,7 +6,6 @@ instead of one for all. Everything but attention is computed token by token, eac
 Shapes: s tokens of a part, c ranks of the row, h query heads, g heads of keys, d width of a head.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_utils.parallel.exchange import all_to_all
-
-RowGroups = Mapping[int, dist.ProcessGroup]
-"""Number of ranks -> this rank's group of so many."""
 
 
 class PartMask:

@@ -29,7 +29,6 @@ from recipe_utils.loss.distillation import (
 )
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.attention.rows_over_ranks import RowGroups
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
 from recipe_utils.model.build.weights import (
@@ -47,6 +46,7 @@ from recipe_utils.model.frozen.model import (
 from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
 from recipe_utils.settings.problems import Build, Problem, naming, problems_with_folder

@@ -308,6 +308,8 @@ def _error_of_parts(
 
     Only attention gets the row's order back, so all else must be computed token by token.
     """
+    if not proof.splits_attention or proof.modules:
+        return float("inf")
     lengths, num_parts = [len(d) for d in documents], 3
     order = torch.cat([torch.arange(i, sum(lengths), num_parts) for i in range(num_parts)])
     back = order.argsort()
@@ -325,8 +327,6 @@ def _error_of_parts(
         )
         return logits[0, back].split(lengths)
 
-    if not proof.splits_attention or proof.modules:
-        return float("inf")
     try:
         return difference(gradients(decoder.model, forward, documents), expected)
     except Exception:  # any: a mask that is not causal
