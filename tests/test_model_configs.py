@@ -38,20 +38,20 @@ TRAINING = [
     if "benchmark" not in name and "generation" not in name
 ]
 OF_TRANSFORMERS: dict[str, tuple[float, str, dict[str, Any]]] = {  # published size, way, config.json
-    "qwen3/0.6B_full_update_step": (0.596e9, "positions", {
+    "qwen3/0.6B_full_update_step": (0.596e9, "masks", {
         "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True,
     }),
-    "qwen3/8B_full_update_step": (8.19e9, "positions", {
+    "qwen3/8B_full_update_step": (8.19e9, "masks", {
         "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
     }),
-    "gemma3/1B_full_update_step": (1.00e9, "positions", {
+    "gemma3/1B_full_update_step": (1.00e9, "masks", {
         "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "sliding_window": 512,
         "vocab_size": 262144,
     }),
-    "smollm3/3B_full_update_step": (3.08e9, "positions", {
+    "smollm3/3B_full_update_step": (3.08e9, "masks", {
         "model_type": "smollm3", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 11008, "tie_word_embeddings": True, "vocab_size": 128256,
     }),

@@ -15,17 +15,20 @@ BLOCK = 128
 """Positions per block, of queries and of keys: flex attention's default."""
 
 
-def sees(documents: Documents) -> Callable[..., Tensor]:
+def sees(documents: Documents, window: int | None = None) -> Callable[..., Tensor]:
     """Returns flex attention's ``mask_mod``.
 
     A query attends to keys up to its own position in its own document, of the shared prefix or of
-    its own answer.
+    its own answer. With a ``window`` [positions] only to the last ones, its own included; there are
+    no prefix-shared pairs then.
     """
     document_of, branch_of = documents.of_positions()
 
     def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (document_of[b, k] == document_of[b, q])
 
+    if window is not None:
+        return lambda b, h, q, k: of_plain(b, h, q, k) & (q - k < window)
     if branch_of is None:
         return of_plain
     branches = branch_of
@@ -45,7 +48,7 @@ def dense_mask(documents: Documents) -> Tensor:
     return sees(documents)(rows, rows, positions[:, None], positions)
 
 
-def block_mask(documents: Documents) -> BlockMask:
+def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
     """Returns a microbatch's mask on the documents' device, equal to ``create_block_mask`` of :func:`sees`.
 
     ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions.
@@ -74,13 +77,17 @@ def block_mask(documents: Documents) -> BlockMask:
         is_plain = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
         is_own = (of_query == last_branch[:, :, None]) & (of_query == of_keys) & is_plain
         is_seen_by_all &= (of_keys == 0) | is_own
+    if window is not None:
+        distance = index[:, None] - index  # in blocks; of positions one block more or less
+        is_seen &= (distance - 1) * BLOCK + 1 < window
+        is_seen_by_all &= (distance + 1) * BLOCK - 1 < window
     # On the diagonal each position attends to itself and not to later ones.
     is_partial = (is_seen & ~is_seen_by_all) | (index == index[:, None])
     return BlockMask.from_kv_blocks(
         *_in_order(is_partial[:, None]),
         *_in_order(is_seen_by_all[:, None]),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees(documents),
+        mask_mod=sees(documents, window),
         seq_lengths=(row_length, row_length),
     )
 

@@ -17,13 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtune.modules import MultiHeadAttention
-from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.text.documents import Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.packed_attention import (
-    Kernel,
-    PackedAttention,
     raise_recompile_limit,
     select_kernel,
     self_attentions,
@@ -34,9 +31,6 @@ from recipe_utils.model.attention.rows_over_ranks import (
     tokens_of_part,
 )
 from recipe_utils.parallel.exchange import RowGroups
-from recipe_utils.settings.problems import ConfigError
-
-_log = get_logger("INFO")
 
 
 def attend_within_documents(
@@ -55,19 +49,19 @@ def attend_within_documents(
     below the original. ``row_groups`` are those of rows that span ranks.
     """
     attention = select_kernel(model, device)
-    if attention.kernel not in ("dense", "transformers"):
+    if attention.kernel != "dense" and not hasattr(model, "proof"):
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
             if attention.kernel == "varlen" or row_groups:
                 module.forward = MethodType(_forward(attention.kernel == "varlen"), module)
-    if attention.with_shared_prefixes().kernel == "flex":
+    if "flex" in (attention.kernel, attention.with_shared_prefixes().kernel):
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # its positions end here
     decoder.max_seq_len = max(decoder.max_seq_len, max_row_length)
-    if attention.kernel == "transformers":
-        decoder.compute_rows_over_ranks(row_groups)
+    if hasattr(model, "proof"):
+        decoder.attend_within_documents(attention, row_groups)
         return  # its forward takes documents
 
     def documents_to_mask(
@@ -75,33 +69,15 @@ def attend_within_documents(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "document_lengths" in kwargs:
             documents = kwargs.pop("document_lengths")
-            mask: Any = _make_mask(documents, attention, device)
+            kernel = attention.kernel_of(documents)
+            masks: dict[str, Callable[..., Any]] = {"flex": block_mask, "dense": dense_mask}
+            mask: Any = masks[kernel](documents) if kernel in masks else documents
             if documents.num_ranks > 1:
                 mask = PartMask(mask, row_groups[documents.num_ranks])
             kwargs["mask"] = mask
         return args, kwargs
 
     model.register_forward_pre_hook(documents_to_mask, with_kwargs=True)
-
-
-def _make_mask(
-    documents: Documents, attention: PackedAttention, device: torch.device
-) -> Documents | BlockMask | Tensor:
-    """Returns the ``mask`` argument of attention: the documents themselves, unless the kernel needs a mask."""
-    if documents.segments is not None:
-        attention = attention.with_shared_prefixes()
-    if attention.problem is not None:
-        raise ConfigError(attention.problem)
-    _log_once(attention.kernel, attention.why, device)
-    if attention.kernel == "flex":
-        return block_mask(documents)
-    return dense_mask(documents) if attention.kernel == "dense" else documents
-
-
-@cache
-def _log_once(kernel: Kernel, why: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
 
 
 def _within_documents(attention_call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -158,7 +134,7 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
         if group is not None:
             q, k, v = heads_of_row(q, k, v, group)
         if is_varlen:
-            attended = _attend_by_varlen(q, k, v, of_row)
+            attended = attend_by_varlen(q, k, v, of_row)
         else:
             k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
             of_heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
@@ -176,13 +152,27 @@ def _forward(by_varlen: bool) -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Computes [b * s, h, d] from q [b * s, h, d] and k, v [b * s, h or fewer, d]."""
+def attend_by_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Computes [b * s, h, d] from q [b * s, h, d] and k, v [b * s, h or fewer, d].
+
+    A query attends to the last ``window`` positions of its document, its own included; to all if
+    None. Scores are multiplied by ``scale``, d**-0.5 if None.
+    """
     # A local import, because it takes 0.3 seconds and is not needed on a CPU.
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal within each document
+    # Causal within each document; the kernel counts the positions before a query.
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if scale is not None:
+        options["scale"] = scale
     if q.size(1) != k.size(1):
         if _shares_keys(attend):
             options["enable_gqa"] = True

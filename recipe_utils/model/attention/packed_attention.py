@@ -1,34 +1,58 @@
-"""Attention kernels for packed rows, and their requirements.
+"""Attention kernels for packed rows of both libraries, and their requirements.
 
 | kernel | computes | needs |
 | --- | --- | --- |
 | ``by_document`` | scaled_dot_product_attention, document by document | nothing; one kernel per document and layer |
-| ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width |
+| ``varlen`` | FlashAttention over all documents of a microbatch at once | CUDA, bf16, a supported head width; causal masks and sliding windows |
 | ``flex`` | flex attention with a block mask | CUDA, Triton, few different row lengths |
-| ``dense`` | the model's own attention with a mask [b, s, s] | an attention other than torchtune's |
-| ``transformers`` | the model's own attention, as proved at start-up | a model of transformers |
+| ``dense`` | the model's own attention with a mask [b, s, s] | nothing; attention that cannot be split by document |
 """
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
+from torchtune.utils import get_logger, log_rank_zero
 
-Kernel = Literal["varlen", "flex", "by_document", "dense", "transformers"]
+from recipe_utils.data.text.documents import Documents
+from recipe_utils.settings.problems import ConfigError
 
+_log = get_logger("INFO")
+
+Kernel = Literal["varlen", "flex", "by_document", "dense"]
+
+_NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
 _DTYPES = {
     "varlen": (torch.bfloat16, torch.float16),
     "flex": (torch.bfloat16, torch.float16, torch.float32),
 }
 _RECOMPILE_LIMIT = 64
 """Variants per compiled function: row lengths, times training and validation, times models."""
+
+
+class AttentionNeeds(NamedTuple):
+    """Properties of a model's attention that not every kernel supports."""
+
+    dtype: torch.dtype
+    head_dims: frozenset[tuple[int, int]]
+    """Widths of keys and values."""
+    dropout: float = 0.0
+    others: frozenset[str] = frozenset()
+    """Names of transformers' arguments (``softcap``, ``s_aux``, ``position_bias``), and ``other masks``
+    than causal ones and sliding windows."""
+    can_split: bool = True
+    """False if documents are kept apart by masks [b, s, s] only."""
+    has_flex: bool = True
+    has_flash: bool = True
 
 
 class PackedAttention(NamedTuple):
@@ -39,17 +63,32 @@ class PackedAttention(NamedTuple):
     """Reason, for the log."""
     problem: str | None = None
     """Reason that it is not supported, and keys to set instead; None if it is."""
+    kernel_with_shared_prefixes: Kernel | None = None
+    """Kernel of prefix-shared pairs; None for the same."""
     problem_with_shared_prefixes: str | None = None
-    """The same for prefix-shared pairs, if they take another kernel."""
+    """Reason that prefix-shared pairs are not supported."""
 
     def with_shared_prefixes(self) -> "PackedAttention":
         """Returns the attention for a microbatch with prefix-shared pairs."""
-        if self.kernel == "transformers":
-            return self._replace(problem=self.problem or self.problem_with_shared_prefixes)
-        if self.kernel != "varlen":
-            return self
-        why = "pairs share prefixes, and FlashAttention has no mask that hides one answer from the other"
-        return PackedAttention("flex", why, self.problem or self.problem_with_shared_prefixes)
+        kernel, why = self.kernel_with_shared_prefixes, self.why
+        if kernel is not None:
+            why = f"pairs share prefixes, and {self.kernel} has no mask that hides one answer from the other"
+        problem = self.problem or self.problem_with_shared_prefixes
+        return PackedAttention(kernel or self.kernel, why, problem)
+
+    def kernel_of(self, documents: Documents) -> Kernel:
+        """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is not supported."""
+        own = self if documents.segments is None else self.with_shared_prefixes()
+        if own.problem is not None:
+            raise ConfigError(own.problem)
+        if documents.boundaries.device.type != "cpu":
+            _log_once(own.kernel, own.why)
+        return own.kernel
+
+
+@cache
+def _log_once(kernel: Kernel, why: str) -> None:
+    log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
 
 
 def self_attentions(model: nn.Module) -> list[Any]:
@@ -70,62 +109,99 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
     """Selects the attention of ``model``, whole or a stage in its compute precision, within documents.
 
     On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
-    ``flex`` if FlashAttention does not support the model or is not deterministic enough.
+    ``flex`` if FlashAttention does not support the model or is not deterministic enough. A kernel that
+    does not compute a decoder of transformers on the device as its start-up comparison did is replaced
+    by ``by_document``, with a warning.
     """
-    proof: Any = getattr(model, "proof", None)
-    if proof is not None:
-        text = f"microbatching=packed: {proof.problem} mixes the documents of a row; set microbatching=least_padding"
-        shared = None
-        if not proof.shares_prefixes:
-            of_pairs = f"{', '.join(proof.modules)} computes one document after the other"
-            if not proof.modules:
-                of_pairs = (
-                    "it does not compute pairs with a shared prefix as it computes them without"
-                )
-            name = type(model.model).__name__
-            shared = f"prefix_sharing=True: not with {name}: {of_pairs}; set prefix_sharing=False"
-        why = "it is a model of transformers"
-        return PackedAttention("transformers", why, text if proof.problem else None, shared)
     other = other_attention(model)
     if other is not None:
         return PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
-    if device.type != "cuda":
-        return PackedAttention("by_document", f"the device is {device.type}")
-
     configured: Any = getattr(model, "packed_attention", None)
-    against_varlen = _obstacle("varlen", model, device)
-    against_flex = _obstacle("flex", model, device)
+    if not hasattr(model, "proof"):
+        attentions = self_attentions(model)
+        needs = AttentionNeeds(
+            next(model.parameters()).dtype,
+            frozenset((each.head_dim, each.head_dim) for each in attentions),
+            max((float(each.attn_dropout) for each in attentions), default=0.0),
+        )
+        return choose_kernel(needs, device, configured)
+    decoder: Any = model
+    chosen = choose_kernel(
+        decoder.attention_needs, device, configured, shares_prefixes_by_mask=True
+    )
+    if chosen.kernel in _NAMES and chosen.problem is None:
+        error = decoder.error_on(device, chosen.kernel)
+        if error is not None:
+            name = type(decoder.model).__name__
+            text = f"{chosen.kernel} does not compute {name} on {device.type} as SDPA does: {error}"
+            log_rank_zero(
+                _log, f"packed_attention: {text}; by_document is used instead", logging.WARNING
+            )
+            chosen = chosen._replace(kernel="by_document", why=text)
+    problem, of_pairs = decoder.packing_problems()
+    return chosen._replace(
+        problem=problem or chosen.problem,
+        problem_with_shared_prefixes=of_pairs or chosen.problem_with_shared_prefixes,
+    )
+
+
+def choose_kernel(
+    needs: AttentionNeeds,
+    device: torch.device,
+    configured: Kernel | None = None,
+    shares_prefixes_by_mask: bool = False,
+) -> PackedAttention:
+    """Returns the attention for what a model needs, on a device; a pure function but for Triton and capabilities.
+
+    ``shares_prefixes_by_mask``: ``by_document`` has no own way to compute prefix-shared pairs.
+    """
+    dense_pairs: Kernel | None = "dense" if shares_prefixes_by_mask else None
+    if not needs.can_split:
+        return PackedAttention(
+            "dense", "its attention was not proved to compute document by document"
+        )
+    if device.type != "cuda":
+        why = f"the device is {device.type}"
+        return PackedAttention("by_document", why, None, dense_pairs)
+
+    against_varlen = _reason_against("varlen", needs, device)
+    against_flex = _reason_against("flex", needs, device)
     kernel, why = configured, "packed_attention is set to it"
     if configured is None:
         kernel, why = _default_kernel(against_varlen, against_flex)
     key = f"packed_attention={configured or 'null'}: "
-    if kernel == "by_document":
-        return PackedAttention(kernel, why)
     if kernel == "flex":
         reason = "" if configured else f"{why}, and "
         return PackedAttention(kernel, why, _problem_of_flex(key + reason, against_flex))
+    if shares_prefixes_by_mask and (against_flex or missing_for_triton()):
+        kernel_of_pairs, problem_of_pairs = dense_pairs, None
+    elif kernel == "by_document" and not shares_prefixes_by_mask:
+        kernel_of_pairs, problem_of_pairs = None, None
+    else:
+        of_pairs = f"{key}pairs with prefix_sharing use flex attention, and "
+        kernel_of_pairs, problem_of_pairs = "flex", _problem_of_flex(of_pairs, against_flex)
     problem = None
-    if against_varlen is not None:
+    if kernel == "varlen" and against_varlen is not None:
         problem = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
-    of_pairs = f"{key}pairs with prefix_sharing use flex attention, and "
-    return PackedAttention(kernel, why, problem, _problem_of_flex(of_pairs, against_flex))
+    return PackedAttention(kernel, why, problem, kernel_of_pairs, problem_of_pairs)  # type: ignore[arg-type]
 
 
-def _obstacle(
-    kernel: Literal["varlen", "flex"], model: nn.Module, device: torch.device
+def _reason_against(
+    kernel: Literal["varlen", "flex"], needs: AttentionNeeds, device: torch.device
 ) -> str | None:
     """Returns the reason that a kernel rejects a model, if any (flash_attn/flash_api.cpp at 03b7c19)."""
-    name = {"varlen": "FlashAttention", "flex": "flex attention"}[kernel]
-    attentions = self_attentions(model)
-    dtype = next(model.parameters()).dtype
-    if dtype not in _DTYPES[kernel]:
-        return f"{name} does not compute in {str(dtype).removeprefix('torch.')}"
-    dropout = max(float(attention.attn_dropout) for attention in attentions)
-    if dropout > 0:
-        return f"{name} does not support attn_dropout={dropout}"
+    name = _NAMES[kernel]
+    if needs.dtype not in _DTYPES[kernel]:
+        return f"{name} does not compute in {str(needs.dtype).removeprefix('torch.')}"
+    if needs.dropout > 0:
+        return f"{name} does not support attn_dropout={needs.dropout}"
     if kernel == "flex":
-        return None
-    for head_dim in {attention.head_dim for attention in attentions}:
+        return None if needs.has_flex else f"the model does not support {name}"
+    if not needs.has_flash or needs.others:
+        return f"{name} does not support its {', '.join(sorted(needs.others)) or 'attention'}"
+    for head_dim, width in sorted(needs.head_dims):
+        if head_dim != width:
+            return f"{name} does not support keys of width {head_dim} and values of width {width}"
         if head_dim % 8 or head_dim > 256:
             return f"{name} does not support heads of width {head_dim}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
@@ -134,15 +210,14 @@ def _obstacle(
 
 
 def _default_kernel(against_varlen: str | None, against_flex: str | None) -> tuple[Kernel, str]:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if against_varlen is None and not is_deterministic:
+        return "varlen", "FlashAttention supports the model"
     if against_flex is not None:
         return "by_document", against_flex
-    if against_varlen is not None:
-        return "flex", against_varlen
-    if torch.are_deterministic_algorithms_enabled():
-        # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
-        why = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
-        return "flex", why
-    return "varlen", "FlashAttention supports the model"
+    # FlashAttention has a deterministic backward for "error", not for "warn" (attention_backward.cu).
+    why = "cudnn_deterministic_mode is set, and FlashAttention's backward adds in any order"
+    return "flex", against_varlen or why
 
 
 def _problem_of_flex(beginning: str, obstacle: str | None) -> str | None:

@@ -41,21 +41,19 @@ def limits_of(
             "model.num_heads / tensor_parallel_dim": decoder.num_heads // tensor_parallel_dim
         }
     spanning_problem = None
-    if attention.kernel == "transformers":
+    proof: Any = getattr(decoder, "proof", None)
+    if proof is not None:
         # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
         num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
-        name = type(decoder.model).__name__
-        if not decoder.is_sdpa and decoder.model._supports_sdpa:
+        if not proof.spans_ranks:
             spanning_problem = (
-                f"{name} computes parts of rows with sdpa only; set model.attention=sdpa"
-            )
-        elif not decoder.proof.spans_ranks:
-            spanning_problem = (
-                f"{name} mixes tokens elsewhere than in causal attention within documents, or was not "
-                "proved to compute parts of rows; leave it out"
+                f"{type(decoder.model).__name__} mixes tokens elsewhere than in causal attention within documents, or "
+                "was not proved to compute parts of rows; leave it out"
             )
 
     def num_row_lengths(kernel: str) -> int | None:
+        if proof is not None and proof.modules:
+            return None  # they run by document, and take microbatches of one row only
         if compiles and device.type == "cpu":
             return _NUM_ROW_LENGTHS_ON_CPU
         return _NUM_ROW_LENGTHS if compiles or kernel == "flex" else None
@@ -73,7 +71,7 @@ def limits_of(
         packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
         num_heads=tuple(num_heads.items()),
         spanning_problem=spanning_problem,
-        shares_prefixes_over_ranks=attention.kernel != "transformers",
+        shares_prefixes_over_ranks=proof is None,
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

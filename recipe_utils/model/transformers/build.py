@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from recipe_utils.checkpoint.transformers import WEIGHTS
 from recipe_utils.files import write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
-from recipe_utils.model.transformers.probe import proof_of
+from recipe_utils.model.transformers.probe import error_on_device, proof_of
 
 
 def causal_lm(
@@ -28,8 +28,8 @@ def causal_lm(
 
     Args:
         path: local folder in the format of transformers; never a name on the hub.
-        attention: attention of transformers, such as ``sdpa`` or ``eager``; null is ``sdpa``, and
-            ``flex_attention`` on CUDA.
+        attention: ``sdpa`` or ``eager``, for padded rows and for documents one by one; null is ``sdpa``
+            where the model supports it. ``packed_attention`` selects the kernel of packed rows.
         config: architecture to train from fresh weights: the content of ``config.json``, which is
             written to the folder. ``checkpointer.seed`` seeds the weights.
 
@@ -50,7 +50,10 @@ def decoder_of(
     if config is not None:
         _write_config(Path(path), config)
     described = config_of(path)
-    attention = attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+    if attention not in (None, "sdpa", "eager"):
+        raise ValueError(
+            f"model.attention={attention}: it must be sdpa or eager; packed_attention selects kernels of packed rows"
+        )
     model = build(described, attention)
     if adapt is not None:
         adapt(model)  # before the proof, which takes longer than to find a wrong name
@@ -58,6 +61,10 @@ def decoder_of(
     log_once(f"{path}: {proof}")
     decoder = Decoder(model, proof)
     decoder.path = path
+    dtype = torch.get_default_dtype()
+    decoder.error_on = lambda device, kernel: error_on_device(
+        described, proof, device, kernel, dtype
+    )
     if decoder.max_seq_len < (
         getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
     ):

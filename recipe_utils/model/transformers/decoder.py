@@ -6,6 +6,7 @@ Shapes: b rows, s positions, d width of the model, v vocabulary.
 import copy
 import json
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,13 +23,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.model.attention.packed_attention import (
+    AttentionNeeds,
+    Kernel,
+    PackedAttention,
+    choose_kernel,
+)
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
 from recipe_utils.model.pipeline.stages import NotOnThisStage
 from recipe_utils.model.transformers.documents import (
     Exchange,
-    current_documents,
-    documents_of,
-    masked_by_document,
+    Rows,
+    attention_within_documents,
+    current_rows,
+    forward_of,
     run_by_document,
 )
 from recipe_utils.parallel.exchange import RowGroups
@@ -40,11 +48,14 @@ _NOT_COMPUTED = {
 """Keys of ``config.json`` that change no logits."""
 
 
-def build(config: Any, attention: str) -> PreTrainedModel:
-    """Returns a causal language model on the current device, in the default precision."""
+def build(config: Any, attention: str | None = None) -> PreTrainedModel:
+    """Returns a causal language model on the current device, in the default precision.
+
+    Its ``attention`` is ``sdpa`` or ``eager``; None is ``sdpa`` where the model supports it.
+    """
     config = copy.deepcopy(config)
     make = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config._attn_implementation = attention if make._supports_sdpa else "eager"
+    config._attn_implementation = (attention or "sdpa") if make._supports_sdpa else "eager"
     config.use_cache = False
     if torch.get_default_dtype() == torch.float64:
         for part in (config, config.get_text_config()):
@@ -73,12 +84,24 @@ class Decoder(nn.Module):
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = text.hidden_size // self.num_heads
         self.exchanges: dict[int, Exchange] = {}
-        attention: str = model.config._attn_implementation
-        self.is_sdpa = attention == "sdpa"
-        self.splits_attention = proof.splits_attention and self.is_sdpa
-        if proof.way != "positions" or proof.shares_prefixes or self.splits_attention:
-            model.set_attn_implementation(masked_by_document(attention, self.splits_attention))
-        self.axes = {} if proof.axes is None else {int(n): each for n, each in proof.axes.items()}
+        self.error_on: Callable[[torch.device, Kernel], str | None] = lambda *_: None
+        self.calls: set[str | tuple[int, int]] | None = None
+        attention = model.config._attn_implementation
+        self.attention_needs = AttentionNeeds(
+            next(model.parameters()).dtype,
+            frozenset(proof.head_dims),
+            _attention_dropout(text),
+            frozenset(proof.attention_needs),
+            proof.splits_attention,
+            has_flex=model._supports_flex_attn,
+            has_flash=attention == "sdpa",
+        )
+        cpu = torch.device("cpu")
+        self.attention = choose_kernel(
+            self.attention_needs, cpu, None, shares_prefixes_by_mask=True
+        )
+        model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
+        self.axes = {} if proof.axes is None else proof.axes
         for module in model.modules():
             if type(module).__name__ in proof.modules:
                 run_by_document(module, self.axes, learns=proof.axes is None)
@@ -112,31 +135,45 @@ class Decoder(nn.Module):
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
         Raises ValueError for prefix-shared pairs of a model that is not proved to compute them.
         """
-        name, documents = decoder_name(self.model), document_lengths
-        shares_prefixes = documents is not None and documents.segments is not None
-        if shares_prefixes and not self.proof.shares_prefixes:
-            raise ValueError(f"{type(self.model).__name__} cannot share prefixes of pairs")
-        has_own_masks = documents is not None and (shares_prefixes or self.splits_attention)
-        needs_documents = has_own_masks or self.proof.way != "positions"
-        exchange = None if documents is None else self.exchanges.get(documents.num_ranks)
-        if documents is not None and documents.num_ranks > 1 and not self.splits_attention:
-            raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
-        with documents_of(documents if needs_documents else None, input_pos, exchange):
-            out = getattr(self.model, name)(
+        documents = document_lengths
+        rows = Rows()
+        if documents is not None:
+            if documents.segments is not None and not self.proof.shares_prefixes:
+                raise ValueError(f"{type(self.model).__name__} cannot share prefixes of pairs")
+            if documents.num_ranks > 1 and not self.proof.splits_attention:
+                raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
+            exchange = self.exchanges.get(documents.num_ranks)
+            kernel = self.attention.kernel_of(documents)
+            rows = Rows(documents, input_pos, exchange, kernel, self.calls)
+        with forward_of(rows):
+            out = getattr(self.model, decoder_name(self.model))(
                 **{"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens},
                 position_ids=input_pos if documents is not None else None,
-                # Without a mask transformers takes every restart of positions for a document.
-                attention_mask=tokens.new_ones(tokens.shape[:2]) if has_own_masks else None,
                 use_cache=False,
             )
         return self.unembed(hidden_of(out))
 
-    def compute_rows_over_ranks(self, groups: RowGroups) -> None:
-        """Makes the forward take parts of rows that the ranks of a group compute together."""
+    def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
+        """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
+        self.attention = attention
         for size, group in groups.items():
             self.exchanges[size] = Exchange(
                 partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
             )
+
+    def packing_problems(self) -> tuple[str | None, str | None]:
+        """Returns the reasons that rows, and rows with prefix-shared pairs, cannot be packed, if any."""
+        proof, name = self.proof, type(self.model).__name__
+        problem = of_pairs = None
+        if proof.problem:
+            text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
+            problem = f"microbatching=packed: {text}"
+        if not proof.shares_prefixes:
+            why = "it does not compute pairs with a shared prefix as it computes them without"
+            if proof.modules:
+                why = f"{', '.join(proof.modules)} computes one document after the other"
+            of_pairs = f"prefix_sharing=True: not with {name}: {why}; set prefix_sharing=False"
+        return problem, of_pairs
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v] of hidden states [b, s, d]."""
@@ -182,7 +219,7 @@ class Decoder(nn.Module):
         layers = set(map(id, self.layers[::interval]))
 
         def contexts() -> tuple[Any, Any]:  # called in the forward
-            return nullcontext(), documents_of(*current_documents())
+            return nullcontext(), forward_of(current_rows())
 
         apply_activation_checkpointing(
             self.model,
@@ -264,6 +301,16 @@ class _Output(BaseModelOutputWithPast):
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def _attention_dropout(config: Any) -> float:
+    """Returns the largest probability with which attention drops a key, under any name of transformers."""
+    rates = [
+        value
+        for name, value in vars(config).items()
+        if "att" in name and "drop" in name and isinstance(value, (int, float))
+    ]
+    return float(max(rates, default=0.0))
 
 
 def max_seq_len_of(config: Any) -> int:

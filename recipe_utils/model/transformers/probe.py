@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from recipe_utils.data.text.documents import Document, Documents, segment_lengths
 from recipe_utils.files import write_atomically
+from recipe_utils.model.attention.packed_attention import Kernel, PackedAttention
 from recipe_utils.model.transformers.decoder import (
     Decoder,
     build,
@@ -35,14 +36,16 @@ from recipe_utils.model.transformers.decoder import (
 )
 from recipe_utils.model.transformers.documents import Exchange
 
-Way = Literal["positions", "masks", "by_document", "padded"]
+Way = Literal["masks", "by_document", "padded"]
 
-WAYS: tuple[Way, ...] = ("positions", "masks", "by_document")
+WAYS: tuple[Way, ...] = ("masks", "by_document")
 """Ways to compute packed rows, the cheapest first."""
 _MAX_MODULES = 3
 """Most classes of modules that run by document in one model."""
 _LENGTHS = (17, 29, 1, 22)
 """Tokens of the documents that are compared: more than the copy's windows, chunks and selections."""
+_TIMES_ON_DEVICE = 16
+"""Factor of their lengths on a device, for several blocks of a kernel."""
 _SHARED: tuple[Document, ...] = ((11, 17, 20), 7)
 """A prefix-shared pair, and a document behind it."""
 _WINDOW = 6
@@ -62,9 +65,9 @@ class Proof:
     """What was proved of a decoder.
 
     Attributes:
-        way: how packed rows are computed. ``positions``: positions that restart with each document
-            are enough; ``masks``: every mask keeps documents apart; ``by_document``: ``modules``
-            run once for each document; ``padded``: they are not, see ``problem``.
+        way: how packed rows are computed. ``masks``: attention keeps documents apart;
+            ``by_document``: ``modules`` run once for each document, too; ``padded``: they are not, see
+            ``problem``.
         modules: classes of modules.
         axes: dimensions of positions in their tensors, see :func:`.documents.run_by_document`; None
             while it is tried.
@@ -72,7 +75,9 @@ class Proof:
         problem: the module that mixes documents.
         error: largest relative difference of a gradient.
         seconds: time that the proof took.
-        splits_attention: attention computes one document after the other.
+        splits_attention: attention computes one document after the other, else by a mask [b, s, s].
+        head_dims: widths of keys and values.
+        attention_needs: see :attr:`.AttentionNeeds.others`.
         shares_prefixes: the sides of a pair may share their prefix in a packed row.
         can_be_cut: pipeline stages of any layers compute packed rows.
         spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
@@ -84,60 +89,111 @@ class Proof:
     problem: str | None
     error: float = 0.0
     seconds: float = 0.0
-    axes: dict[int, list[int]] | None = None
+    axes: dict[str, list[int]] | None = None
     splits_attention: bool = False
+    head_dims: tuple[tuple[int, int], ...] = ()
+    attention_needs: tuple[str, ...] = ()
     shares_prefixes: bool = False
     can_be_cut: bool = False
     spans_ranks: bool = False
 
     def __str__(self) -> str:
         how = {
-            "positions": "packed, positions restart",
-            "masks": "packed, all masks keep documents apart",
+            "masks": "packed, attention keeps documents apart",
             "by_document": f"packed, {', '.join(self.modules)} runs by document",
             "padded": f"not packed, {self.problem} mixes documents",
         }[self.way]
         return f"{how}; gradients differ by {self.error:.0e} (proved in {self.seconds:.0f} s)"
 
 
-def proof_of(config: Any, attention: str) -> Proof:
+def proof_of(config: Any, attention: str | None = None) -> Proof:
     """Returns the proof for a config, from the user's cache if it was made before.
 
     Raises ValueError if the model is not causal, its padded rows are not exact, or its logits are
     not made of its decoder's hidden states.
     """
-    described = config.to_diff_dict() | {"model_type": config.model_type}
-    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    made_from = [described, attention, torch.__version__, transformers.__version__, code]
-    key = hashlib.sha256(json.dumps(made_from, default=str).encode()).hexdigest()
+    found = _cached([config, attention], lambda: asdict(prove(config, attention)))
+    tuples = {
+        "modules": tuple(found["modules"]),
+        "head_dims": tuple(map(tuple, found["head_dims"])),
+        "attention_needs": tuple(found["attention_needs"]),
+    }
+    return Proof(**found | tuples)
+
+
+def error_on_device(
+    config: Any, proof: Proof, device: torch.device, kernel: Kernel, dtype: torch.dtype
+) -> str | None:
+    """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
+
+    Both are compared with the documents' gradients in fp32: an exact kernel is as far from them as rounding
+    alone, so more than twice as far is an error. Returns both distances as text then, else None.
+    """
+
+    def measure() -> dict[str, float]:
+        with torch.device(device), torch.random.fork_rng():
+            copied = cut(config)
+            num_tokens = copied.get_text_config().vocab_size
+            in_fp32, in_dtype = (_copies(copied, None, each) for each in (torch.float32, dtype))
+            lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
+            documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
+            one_by_one = partial(_logits_one_by_one, documents=documents)
+            expected = gradients(in_fp32(), one_by_one, documents)
+            alone = gradients(in_dtype(), one_by_one, documents)
+            decoder = Decoder(in_dtype(), proof)
+            decoder.attention = PackedAttention(kernel, "it is compared")
+
+            def forward(_: Any) -> Sequence[Tensor]:
+                return _of_row(decoder, documents)[0].split(lengths)
+
+            row = gradients(decoder.model, forward, documents)
+        return {"row": distance(row, expected), "alone": distance(alone, expected)}
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = _cached([config, name, kernel, str(dtype)], measure)
+    if found["row"] <= 2 * found["alone"] + 1e-5:
+        return None
+    return f"gradients differ by {found['row']:.0e}, and by {found['alone']:.0e} of rounding"
+
+
+def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what ``make`` returned before for these values, these versions and this code; else calls it."""
+    described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
+    package = Path(__file__).parents[2]
+    folders = ("data/text", "model/attention", "model/transformers")  # all that a forward calls
+    paths = [
+        *(p for f in folders for p in sorted((package / f).glob("*.py"))),
+        package / "parallel/exchange.py",
+    ]
+    versions = [torch.__version__, transformers.__version__, *(path.read_text() for path in paths)]
+    text = json.dumps([described, *made_from[1:], *versions], default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     path = cache / "torchtune_update_step" / f"proof_{key[:32]}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:  # a home that cannot be written
-        return prove(config, attention)
+        return make()
     with FileLock(path.with_suffix(".lock")):  # one of several processes proves
         if not path.exists():
-            write_atomically(path, json.dumps(asdict(prove(config, attention))).encode())
-    found = json.loads(path.read_text())
-    return Proof(**found | {"modules": tuple(found["modules"])})
+            write_atomically(path, json.dumps(make()).encode())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
-def prove(config: Any, attention: str, ways: Sequence[Way] = WAYS) -> Proof:
+def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:
     """Compares gradients of padded and packed rows with those of documents one at a time.
 
     Returns the proof of the first of ``ways`` that is exact; see :func:`proof_of`.
     """
     start = time.monotonic()
-    if attention.startswith("flex"):
-        attention = "sdpa"  # flex has no backward on a CPU
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), DoublePrecision():
-            torch.manual_seed(_SEED)
             copied = cut(config)
-            make, num_tokens = _copies(copied, attention), copied.get_text_config().vocab_size
+            num_tokens = copied.get_text_config().vocab_size
+            make = _copies(copied, attention, torch.float64)
             documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in _LENGTHS]
             found = _compare(make, documents, type(make()).__name__, ways)
     finally:
@@ -162,10 +218,10 @@ class DoublePrecision(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _copies(config: Any, attention: str) -> Callable[[], Any]:
-    """Returns a function that makes equal models with weights of order 1."""
-    first = build(config, attention).eval()
-    first.double()
+def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
+    """Returns a function that makes equal models with weights of order 1, the same for each dtype."""
+    torch.manual_seed(_SEED)
+    first = build(config, attention).eval().to(dtype)
     with torch.no_grad():
         for parameter in first.parameters():
             if parameter.dim() > 1:
@@ -175,7 +231,7 @@ def _copies(config: Any, attention: str) -> Callable[[], Any]:
     weights = first.state_dict()
 
     def make() -> Any:
-        model = build(config, attention).eval().double()
+        model = build(config, attention).eval().to(dtype)
         model.load_state_dict(weights)
         return model
 
@@ -201,26 +257,27 @@ def _compare(
         proofs: Iterable[Proof] = [Proof(way, (), head_is_tail, None)]
         if way == "by_document":
             proofs = _by_document(make, documents, head_is_tail)
-        for proof in proofs:
+        splits = (True, False) if make()._can_set_attn_implementation() else (False,)
+        tries = (replace(proof, splits_attention=each) for proof in proofs for each in splits)
+        for proof in tries:
             decoder = Decoder(make(), proof)
+            decoder.calls = set()
             error = _error_of_packed(decoder, documents, expected)
             if not error <= _BOUND:
                 continue
-            own = replace(proof, axes=decoder.axes)
-            splitting = replace(proof, splits_attention=True)
-            decoder = Decoder(make(), splitting)
-            if _error_of_packed(decoder, documents, expected) <= _BOUND:
-                own = replace(splitting, axes=decoder.axes)
-            sharing = replace(own, shares_prefixes=way != "by_document")
-            if (
-                sharing.shares_prefixes
-                and _error_of_shared(make, documents, sharing) <= _BOUND
-                and _error_of_packed(Decoder(make(), sharing), documents, expected) <= _BOUND
-            ):
-                own = sharing
-            can_be_cut = _error_of_stages(make, documents, own, expected) <= _BOUND
-            spans_ranks = _error_of_parts(make, documents, own, expected) <= _BOUND
-            return replace(own, error=error, can_be_cut=can_be_cut, spans_ranks=spans_ranks)
+            proof = replace(
+                proof,
+                axes=decoder.axes,
+                error=error,
+                head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
+                attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
+            )
+            sharing = replace(proof, shares_prefixes=way != "by_document")
+            if sharing.shares_prefixes and _error_of_shared(make, documents, sharing) <= _BOUND:
+                proof = sharing
+            can_be_cut = _error_of_stages(make, documents, proof, expected) <= _BOUND
+            spans_ranks = _error_of_parts(make, documents, proof, expected) <= _BOUND
+            return replace(proof, can_be_cut=can_be_cut, spans_ranks=spans_ranks)
     last = Proof(ways[-1], (), head_is_tail, None)
     problem, _ = _modules_that_mix(make, documents, last)
     return Proof("padded", (), head_is_tail, problem or name, error_of_padded)
@@ -282,6 +339,13 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
         (found[n] - g).abs().max() / g.abs().max().clamp(min=least) for n, g in expected.items()
     ]
     return torch.stack(errors).nan_to_num(nan=torch.inf).max().item()
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the norm of the difference of all gradients, over that of the expected ones."""
+    squares = [(found[n].double() - g).square().sum() for n, g in expected.items()]
+    norms = [g.double().square().sum() for g in expected.values()]
+    return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
 
 
 def _error_of_packed(
@@ -402,7 +466,7 @@ def check_tail(model: Any, same: Any, tokens: Tensor) -> bool:
     are not those of ``model``.
     """
     expected = logits_of(model, tokens[None])
-    decoder = Decoder(same, Proof("positions", (), False, None))
+    decoder = Decoder(same, Proof("masks", (), False, None))
     if not torch.equal(decoder(tokens[None]), expected):
         raise ValueError(
             f"model: {type(model).__name__}: its logits are not made of its decoder's hidden states; it cannot be trained"

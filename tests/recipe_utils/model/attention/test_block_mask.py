@@ -33,10 +33,10 @@ def some_documents(row_length, with_shared_prefixes, draw):
     return row
 
 
-def assert_is_mask_of_all_pairs(rows):
+def assert_is_mask_of_all_pairs(rows, window=None):
     documents, size = Documents(rows), sum(segment_lengths(rows[0]))
-    ours = block_mask(documents)
-    expected = create_block_mask(sees(documents), len(rows), None, size, size, "cpu")
+    ours = block_mask(documents, window)
+    expected = create_block_mask(sees(documents, window), len(rows), None, size, size, "cpu")
     for name in TENSORS:
         mine, theirs = getattr(ours, name), getattr(expected, name)
         assert mine.dtype == theirs.dtype
@@ -71,6 +71,19 @@ PAIRS = [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 1
 )
 def test_documents_of_chosen_lengths_have_the_mask_of_all_pairs(row):
     assert_is_mask_of_all_pairs([row])
+
+
+@pytest.mark.parametrize("row", PLAIN)
+@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 255, 256, 257, 600, 5000])
+def test_windows_have_the_mask_of_all_pairs(row, window):
+    assert_is_mask_of_all_pairs([row], window)
+    positions = torch.arange(sum(row))
+    rows = torch.zeros((), dtype=torch.long)
+    seen = sees(Documents([row]), window)(rows, rows, positions[:, None], positions)
+    ends = torch.tensor(row).cumsum(0)
+    first = torch.searchsorted(ends, positions, right=True)
+    starts = (ends - torch.tensor(row))[first]
+    assert torch.equal(seen.sum(1), (positions - starts + 1).clamp(max=window))
 
 
 def test_a_dense_mask_is_torchtune_s():

@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention import varlen as varlen_module
 from torchtune.modules import RMSNorm
 
@@ -123,66 +122,6 @@ def test_rows_that_cannot_be_computed_are_refused_in_the_forward():
 
 
 # ---- Kernels for CUDA ---------------------------------------------------------------------------
-
-
-def flash_attention(q, k, v, sizes, grad=None):
-    """What FlashAttention computes of documents of ``sizes``; given ``grad`` its gradients, by the formula.
-
-    Takes q [t, h, d], k and v [t, h or fewer, d]. No autograd: it ends above a custom operator's kernels.
-    """
-    num_copies = q.size(1) // k.size(1)
-    scale = q.size(-1) ** -0.5
-    made = []
-    inputs = (q, k, v) if grad is None else (q, k, v, grad)
-    for row in zip(*(each.transpose(0, 1).split(sizes, dim=1) for each in inputs), strict=True):
-        q, k, v = row[0], *(each.repeat_interleave(num_copies, dim=0) for each in row[1:3])
-        sees = torch.ones(q.size(1), q.size(1), dtype=torch.bool).tril()
-        p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)
-        if grad is None:
-            made.append([p @ v])
-            continue
-        of_p = row[3] @ v.mT
-        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
-        of_k, of_v = (
-            each.unflatten(0, (-1, num_copies)).sum(1) for each in (of_scores.mT @ q, p.mT @ row[3])
-        )
-        made.append([of_scores @ k, of_k, of_v])
-    return tuple(
-        torch.cat(parts, dim=1).transpose(0, 1).contiguous() for parts in zip(*made, strict=True)
-    )
-
-
-@pytest.fixture(scope="module")
-def flash_attention_on_a_cpu():
-    """PyTorch's varlen_attn with kernels for a CPU; what its operators are called with is checked."""
-
-    def check(cu_q, cu_k, max_q, max_k, is_causal):
-        sizes = cu_q.diff()
-        assert cu_q.dtype == torch.int32
-        assert torch.equal(cu_q, cu_k)
-        assert sizes.min() > 0
-        assert max_q == max_k
-        assert max_q >= sizes.max()
-        assert is_causal
-        return sizes.tolist()
-
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, *_, **__):
-        sizes = check(cu_q, cu_k, max_q, max_k, is_causal)
-        (attended,) = flash_attention(q, k, v, sizes)
-        return attended, torch.zeros(q.size(1), q.size(0)), torch.zeros(2, dtype=torch.uint64)
-
-    def backward(grad, q, k, v, _, __, cu_q, cu_k, max_q, max_k, is_causal, *___, **____):
-        return flash_attention(q, k, v, check(cu_q, cu_k, max_q, max_k, is_causal), grad)
-
-    varlen_module._varlen_attn.register_kernel("cpu", forward)
-    varlen_module._varlen_attn_backward.register_kernel("cpu", backward)
-
-
-@pytest.fixture
-def flex_attention_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # no backward on a CPU
-    triton = "recipe_utils.model.attention.packed_attention.missing_for_triton"
-    monkeypatch.setattr(triton, lambda: None)
 
 
 def assert_same_as_on_a_cpu(model, on_cpu, lengths):

@@ -1,0 +1,197 @@
+"""Decoders of transformers compute packed rows with the kernels of torchtune's, selected by one function."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from recipe_runs import slow
+from torch import nn
+from torchtune.training import set_default_dtype
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from recipe_utils.data.text.documents import Documents
+from recipe_utils.model.attention.document_mask import attend_within_documents
+from recipe_utils.model.attention.packed_attention import AttentionNeeds, choose_kernel
+from recipe_utils.model.transformers import documents, probe
+from recipe_utils.model.transformers.decoder import Decoder, build
+from recipe_utils.model.transformers.decoder_types import tiny_config_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LENGTHS = [17, 1, 30, 9]
+CLASSES = {make.__name__: make for make in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(
+        "recipe_utils.model.attention.packed_attention.missing_for_triton", lambda: None
+    )
+
+
+@pytest.mark.parametrize(
+    "others", [frozenset(), frozenset({"softcap"}), frozenset({"other masks"})]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("can_split", [True, False])
+def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
+    others, dtype, can_split, with_triton
+):
+    """All causal language models of transformers, on a device that this machine need not have."""
+    assert len(CLASSES) > 150
+    for name, make in CLASSES.items():
+        needs = AttentionNeeds(
+            dtype,
+            frozenset({(64, 64)}),
+            others=others,
+            can_split=can_split,
+            has_flex=make._supports_flex_attn,
+            has_flash=make._supports_sdpa,
+        )
+        choose = partial(choose_kernel, needs, shares_prefixes_by_mask=True)
+        on_cpu, on_cuda = choose(CPU), choose(CUDA)
+        assert on_cpu.kernel == ("by_document" if can_split else "dense"), name
+        assert on_cpu.with_shared_prefixes().kernel == "dense", name
+        expected, of_pairs = "dense", "dense"
+        if can_split:
+            has_flex = make._supports_flex_attn and dtype != torch.float64
+            has_flash = make._supports_sdpa and dtype == torch.bfloat16 and not others
+            expected = "varlen" if has_flash else "flex" if has_flex else "by_document"
+            of_pairs = "flex" if has_flex else "dense"
+        assert (on_cuda.kernel, on_cuda.with_shared_prefixes().kernel) == (expected, of_pairs), name
+        assert on_cuda.problem is on_cuda.problem_with_shared_prefixes is None
+
+
+def test_windows_are_told_from_other_masks():
+    window_of = documents._window_of
+    assert window_of(sliding_window_causal_mask_function(7)) == 7
+    no_padding = torch.zeros(1, dtype=torch.long)
+    others = causal_mask_function, chunked_causal_mask_function(7, no_padding)
+    assert [window_of(each) for each in others] == [None, None]
+
+
+def row_of(lengths):
+    torch.manual_seed(1)
+    parts = [torch.randint(3, 200, (n,)) for n in lengths]
+    row = {
+        "input_pos": torch.cat([torch.arange(n) for n in lengths])[None],
+        "document_lengths": Documents([lengths]),
+    }
+    return parts, torch.cat(parts)[None], row
+
+
+def gradients_of(model, logits):
+    torch.cat([each.square().flatten() for each in logits]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def models_of(model_type):
+    """A decoder, and the same model as transformers computes it, in float64."""
+    config = tiny_config_of(model_type)
+    with set_default_dtype(torch.float64), probe.DoublePrecision():
+        torch.manual_seed(0)
+        plain = build(config).eval()
+        for p in plain.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=p[0].numel() ** -0.5)
+        decoder = Decoder(copy.deepcopy(plain), probe.proof_of(config))
+    return decoder, plain
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel"),
+    [
+        ("qwen3", "varlen"),
+        ("gemma3_text", "varlen"),  # windows, and a scale of its own
+        ("gemma3_text", "flex"),
+        ("gemma2", "flex"),  # soft caps
+        ("gpt_oss", "by_document"),  # sinks
+        slow("granite", "varlen"),
+        slow("cohere2", "varlen"),
+        slow("qwen3", "flex"),
+        slow("deepseek_v3", "flex"),  # keys are wider than values
+    ],
+)
+def test_each_kernel_gives_the_gradients_of_single_documents(
+    model_type, kernel, flash_attention_on_a_cpu, flex_attention_on_a_cpu
+):
+    decoder, plain = models_of(model_type)
+    decoder.packed_attention = kernel
+    decoder.attention_needs = decoder.attention_needs._replace(dtype=torch.bfloat16)
+    attend_within_documents(decoder, CUDA if kernel != "by_document" else CPU, 64)
+    assert decoder.attention.kernel == kernel
+    documents_, tokens, row = row_of(LENGTHS)
+    with torch.compiler.set_stance("force_eager"), probe.DoublePrecision():
+        found = gradients_of(decoder.model, [decoder(tokens, **row)])
+        alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
+        expected = gradients_of(plain, alone)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_documents_are_not_inferred_from_positions():
+    """A document that continues the positions of the one before, as halves that a packed dataset has cut."""
+    decoder, plain = models_of("qwen3")
+    (first, second), tokens, row = row_of([11, 13])
+    row["input_pos"] = torch.arange(24)[None]
+    with probe.DoublePrecision():
+        logits = decoder(tokens, **row)[0]
+        alone = plain(
+            input_ids=second[None], position_ids=torch.arange(11, 24)[None], use_cache=False
+        )
+    torch.testing.assert_close(logits[11:], alone.logits[0])
+
+
+def test_rows_are_computed_without_a_number_from_the_device():
+    """On the meta device, where reading one raises; padded and packed rows."""
+    with torch.device("meta"):
+        decoder = Decoder(
+            build(tiny_config_of("gemma3_text")), probe.proof_of(tiny_config_of("gemma3_text"))
+        )
+        tokens = torch.empty(1, 57, dtype=torch.long)
+        positions = torch.empty(1, 57, dtype=torch.long)
+    for rows in ({}, {"input_pos": positions, "document_lengths": Documents([LENGTHS])}):
+        assert decoder(tokens, **rows).is_meta
+
+
+def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
+    """A mixing module with a learned matrix as argument, and a row as long as the matrix is wide."""
+
+    class Mixer(nn.Module):
+        def forward(self, hidden, matrix):
+            return hidden.cumsum(1) @ matrix
+
+    mixer, axes = Mixer(), {}
+    documents.run_by_document(mixer, axes, learns=True)
+    hidden, matrix = torch.randn(1, 40, 8), torch.randn(1, 8, 8)
+    with documents.forward_of(documents.Rows(Documents([[30, 10]]))):
+        mixer(hidden, matrix)
+    other = Mixer()
+    documents.run_by_document(other, axes, learns=False)
+    row = torch.randn(1, 8, 8)
+    with documents.forward_of(documents.Rows(Documents([[5, 3]]))):
+        found = other(row, matrix)
+    expected = [Mixer()(part, matrix) for part in row.split([5, 3], dim=1)]
+    torch.testing.assert_close(found, torch.cat(expected, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = tiny_config_of("gemma3_text")
+    proof = probe.proof_of(config)
+    compare = partial(probe.error_on_device, config, proof, CPU, dtype=dtype)
+    assert compare(kernel="by_document") is None
+
+    def whole_row(attend, base, module, query, key, value, *_):
+        return attend(module, query, key, value, None)[0]
+
+    monkeypatch.setattr(documents, "_attend_by_document", whole_row)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert "gradients differ by" in compare(kernel="by_document")
