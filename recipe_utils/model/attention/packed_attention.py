@@ -109,9 +109,9 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
     """Selects the attention of ``model``, whole or a stage in its compute precision, within documents.
 
     On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
-    ``flex`` if FlashAttention does not support the model or is not deterministic enough. A kernel that
-    does not compute a decoder of transformers on the device as its start-up comparison did is replaced
-    by ``by_document``, with a warning.
+    ``flex`` if FlashAttention does not support the model or is not deterministic enough. Decoders of
+    transformers are compared with it on the device: if it is not exact, ``by_document`` replaces it, with
+    a warning, and if that is not exact either, rows cannot be packed.
     """
     other = other_attention(model)
     if other is not None:
@@ -129,20 +129,22 @@ def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
     chosen = choose_kernel(
         decoder.attention_needs, device, configured, shares_prefixes_by_mask=True
     )
-    if chosen.kernel in _NAMES and chosen.problem is None:
-        error = decoder.error_on(device, chosen.kernel)
-        if error is not None:
-            name = type(decoder.model).__name__
-            text = f"{chosen.kernel} does not compute {name} on {device.type} as SDPA does: {error}"
-            log_rank_zero(
-                _log, f"packed_attention: {text}; by_document is used instead", logging.WARNING
-            )
-            chosen = chosen._replace(kernel="by_document", why=text)
     problem, of_pairs = decoder.packing_problems()
-    return chosen._replace(
-        problem=problem or chosen.problem,
-        problem_with_shared_prefixes=of_pairs or chosen.problem_with_shared_prefixes,
-    )
+    problem = problem or chosen.problem
+    if device.type == "cuda" and problem is None:
+        error, name = decoder.error_on(device, chosen.kernel), type(decoder.model).__name__
+        if error is not None and chosen.kernel in _NAMES:
+            text = f"{chosen.kernel} computes other gradients of {name} in packed rows: {error}"
+            log_rank_zero(_log, f"{text}; by_document is used instead", logging.WARNING)
+            chosen = chosen._replace(kernel="by_document", why=text)
+            error = decoder.error_on(device, chosen.kernel)
+        if error is not None:
+            problem = (
+                f"microbatching=packed: {name} computes other gradients in packed rows on this device: {error}; set "
+                "microbatching=least_padding"
+            )
+    of_pairs = of_pairs or chosen.problem_with_shared_prefixes
+    return chosen._replace(problem=problem, problem_with_shared_prefixes=of_pairs)
 
 
 def choose_kernel(

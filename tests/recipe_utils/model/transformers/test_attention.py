@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from recipe_runs import slow
+from tiny_transformers import save_tiny
 from torch import nn
 from torchtune.training import set_default_dtype
 from transformers.masking_utils import (
@@ -17,8 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.attention.packed_attention import AttentionNeeds, choose_kernel
+from recipe_utils.model.attention.packed_attention import (
+    AttentionNeeds,
+    choose_kernel,
+    select_kernel,
+)
+from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import documents, probe
+from recipe_utils.model.transformers.build import causal_lm
 from recipe_utils.model.transformers.decoder import Decoder, build
 from recipe_utils.model.transformers.decoder_types import tiny_config_of
 
@@ -138,7 +145,7 @@ def test_each_kernel_gives_the_gradients_of_single_documents(
 def test_documents_are_not_inferred_from_positions():
     """A document that continues the positions of the one before, as halves that a packed dataset has cut."""
     decoder, plain = models_of("qwen3")
-    (first, second), tokens, row = row_of([11, 13])
+    (_, second), tokens, row = row_of([11, 13])
     row["input_pos"] = torch.arange(24)[None]
     with probe.DoublePrecision():
         logits = decoder(tokens, **row)[0]
@@ -195,3 +202,25 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
     monkeypatch.setattr(documents, "_attend_by_document", whole_row)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert "gradients differ by" in compare(kernel="by_document")
+
+
+def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refused(
+    with_triton, caplog
+):
+    decoder = Decoder(build(tiny_config_of("qwen3")), probe.proof_of(tiny_config_of("qwen3")))
+    needs = decoder.attention_needs
+    decoder.attention_needs = needs._replace(dtype=torch.bfloat16)
+    decoder.error_on = lambda _, kernel: "0.3" if kernel == "varlen" else None
+    replaced = select_kernel(decoder, CUDA)
+    assert (replaced.kernel, replaced.problem) == ("by_document", None)
+    assert "varlen computes other gradients of Qwen3ForCausalLM" in caplog.text
+    decoder.error_on = lambda *_: "0.3"
+    assert select_kernel(decoder, CUDA).problem.endswith("set microbatching=least_padding")
+
+
+def test_modules_that_run_by_document_take_one_row(tmp_path):
+    """Rows of a packed dataset are merged for them, also in compiled models."""
+    save_tiny(tmp_path, "lfm2")
+    with torch.device("meta"):
+        limits = limits_of(causal_lm(str(tmp_path)), CPU, compiles=True)
+    assert limits.num_row_lengths is limits.other_attention is None
