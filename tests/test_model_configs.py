@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchtune
 import yaml
+from decoder_types import tiny_config_of
 from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.modules import MultiHeadAttention
@@ -22,7 +23,6 @@ from recipe_utils.data.images.multi_crop import check_fits
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.model.transformers import decoder
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 from recipe_utils.model.transformers.probe import prove
 from recipe_utils.model.vision.vision_transformer import with_heads
 from recipe_utils.settings.describe import settings_of

@@ -4,13 +4,13 @@ import pytest
 import tiny
 from big_batch import TOLERANCE, error
 from big_batch_of_pairs import PAIRS_PER_STEP, metrics_and_gradients
+from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
 from recipe_runs import DPO, refusal, slow
 from tiny_transformers import Plain, gradients_in_float64, save_tiny
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.model.transformers import documents, probe
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 
 NUM_PAIRS = 9
 SHARED, PACKED, PADDED = (

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from big_batch import STEP_OF_16, TOLERANCE, error
+from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
 from recipe_runs import DPO, SFT, refusal, slow
 from tiny_transformers import gradients_in_float64, reference_gradients, save_tiny
 
 from recipe_utils.model.transformers import decoder, probe
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 
 PP_2, TP_2 = {"pipeline_parallel_dim": 2}, {"tensor_parallel_dim": 2}
 PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from decoder_types import tiny_config_of
 from recipe_runs import SFT, run_recipe_recording_gradients
 from torch import nn
 from torchtune.training import set_default_dtype
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint import transformers as checkpoint
 from recipe_utils.data.loader.sampler import epoch_permutation
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 from recipe_utils.model.transformers.probe import DoublePrecision
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -352,14 +353,28 @@ def _error_of_packed(
     decoder: Decoder, documents: Sequence[Tensor], expected: Mapping[str, Tensor]
 ) -> float:
     lengths = [len(d) for d in documents]
+    return _error(
+        [decoder], lambda: _of_row(decoder, documents)[0].split(lengths), documents, expected
+    )
 
-    def forward(_: Any) -> Sequence[Tensor]:
-        return _of_row(decoder, documents)[0].split(lengths)
 
+def _error(
+    stages: Sequence[Decoder],
+    forward: Callable[[], Sequence[Tensor]],
+    documents: Sequence[Tensor],
+    expected: Mapping[str, Tensor],
+) -> float:
+    """Returns the difference of the gradients of a forward through ``stages``; infinity if it raises."""
     try:
-        return difference(gradients(decoder.model, forward, documents), expected)
-    except Exception:  # any: a module that cannot run once per document
+        gradients(stages[0].model, lambda _: forward(), documents)
+    except Exception:  # any: a module that cannot run so
         return float("inf")
+    found: dict[str, Any] = {}
+    for stage in stages:
+        for name, weight in stage.model.named_parameters():
+            if weight.grad is not None:  # twice for a tied output
+                found[name] = found.get(name, 0) + weight.grad
+    return difference(found, expected)
 
 
 def _error_of_parts(
@@ -383,7 +398,7 @@ def _error_of_parts(
         lambda attended: attended[order],
     )
 
-    def forward(_: Any) -> Sequence[Tensor]:
+    def forward() -> Sequence[Tensor]:
         logits = decoder(
             torch.cat(list(documents))[order][None],
             input_pos=torch.cat([torch.arange(n) for n in lengths])[order][None],
@@ -391,10 +406,7 @@ def _error_of_parts(
         )
         return logits[0, back].split(lengths)
 
-    try:
-        return difference(gradients(decoder.model, forward, documents), expected)
-    except Exception:  # any: a mask that is not causal
-        return float("inf")
+    return _error([decoder], forward, documents, expected)
 
 
 def _of_row(decoder: Decoder, documents: Sequence[Tensor], hidden: Any = None) -> Tensor:
@@ -416,15 +428,12 @@ def _error_of_shared(make: Callable[[], Any], documents: Sequence[Tensor], proof
     row = {"input_pos": torch.cat(ranges)[None], "document_lengths": Documents([_SHARED])}
     decoder = Decoder(make(), proof)
 
-    def forward(_: Any) -> Sequence[Tensor]:
+    def forward() -> Sequence[Tensor]:
         shared, *answers, last = decoder(torch.cat(parts)[None], **row)[0].split(sizes)
         return [*(torch.cat([shared, answer]) for answer in answers), last]
 
-    try:
-        found = gradients(decoder.model, forward, alone)
-    except Exception:  # any: a module that cannot run so
-        return float("inf")
-    return difference(found, gradients(make(), partial(_logits_one_by_one, documents=alone), alone))
+    expected = gradients(make(), partial(_logits_one_by_one, documents=alone), alone)
+    return _error([decoder], forward, alone, expected)
 
 
 def _error_of_stages(
@@ -434,28 +443,17 @@ def _error_of_stages(
     expected: Mapping[str, Tensor],
 ) -> float:
     """Compares a row through stages of one layer each with its documents one at a time."""
-    stages: list[Decoder] = []
+    stages = [Decoder(make(), proof) for _ in layers_of(make())]
 
-    def forward(_: Any) -> Sequence[Tensor]:
+    def forward() -> Sequence[Tensor]:
         hidden = None
-        for stage in stages:
+        for index, stage in enumerate(stages):
+            stage.cut_to_stage(range(index, index + 1))
             hidden = _of_row(stage, documents, hidden)
         assert hidden is not None
         return hidden[0].split([len(d) for d in documents])
 
-    try:
-        for index in range(len(layers_of(make()))):
-            stages.append(Decoder(make(), proof))
-            stages[-1].cut_to_stage(range(index, index + 1))
-        gradients(stages[-1], forward, documents)
-    except Exception:  # any: the loop over layers needs more than hidden states
-        return float("inf")
-    found: dict[str, Any] = {}
-    for stage in stages:
-        for name, weight in stage.model.named_parameters():
-            if weight.grad is not None:  # twice for a tied output
-                found[name] = found.get(name, 0) + weight.grad
-    return difference(found, expected)
+    return _error(stages, forward, documents, expected)
 
 
 @torch.no_grad()
@@ -506,34 +504,31 @@ def _modules_that_mix(
     return problem, list(dict.fromkeys(classes))
 
 
-class _traced:  # noqa: N801
+_Call = tuple[nn.Module, str, list[Tensor], list[Tensor]]
+
+
+@contextmanager
+def _traced(model: nn.Module, by_document: Sequence[str]) -> Iterator[list[_Call]]:
     """Records inputs and outputs of modules, in the order in which the calls end.
 
     Modules inside of those that run by document are called more often, and left out.
     """
-
-    def __init__(self, model: nn.Module, by_document: Sequence[str]) -> None:
-        self._model = model
-        of_class = [m for m in model.modules() if type(m).__name__ in by_document]
-        self._inside = {id(part) for m in of_class for part in m.modules() if part is not m}
-        self._calls: list[tuple[nn.Module, str, list[Tensor], list[Tensor]]] = []
-
-    def __enter__(self) -> list[tuple[nn.Module, str, list[Tensor], list[Tensor]]]:
-        self._hooks = [
-            module.register_forward_hook(
-                lambda m, args, kwargs, out, name=name: self._calls.append(
-                    (m, name, _tensors_of((args, kwargs)), _tensors_of(out))
-                ),
-                with_kwargs=True,
-            )
-            for name, module in self._model.named_modules()
-            if name and id(module) not in self._inside
-        ]
-        return self._calls
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    of_class = [m for m in model.modules() if type(m).__name__ in by_document]
+    inside = {id(part) for m in of_class for part in m.modules() if part is not m}
+    calls: list[_Call] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda m, args, kwargs, out, name=name: calls.append(
+                (m, name, _tensors_of((args, kwargs)), _tensors_of(out))
+            ),
+            with_kwargs=True,
+        )
+        for name, module in model.named_modules()
+        if name and id(module) not in inside
+    ]
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from decoder_types import tiny_config_of
 from recipe_runs import slow
 from tiny_transformers import save_tiny
 from torch import nn
@@ -27,7 +28,6 @@ from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import documents, probe
 from recipe_utils.model.transformers.build import causal_lm
 from recipe_utils.model.transformers.decoder import Decoder, build
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [17, 1, 30, 9]

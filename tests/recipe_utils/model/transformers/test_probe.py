@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from decoder_types import tiny_config_of
 from recipe_runs import slow
 from tiny_transformers import save_tiny
 
@@ -14,7 +15,6 @@ from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import probe
 from recipe_utils.model.transformers.build import causal_lm, config_of
 from recipe_utils.model.transformers.decoder import Decoder, build
-from recipe_utils.model.transformers.decoder_types import tiny_config_of
 from recipe_utils.settings.problems import ConfigError
 
 MASKS = (

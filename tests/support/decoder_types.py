@@ -1,7 +1,7 @@
-"""How the decoders of transformers compute packed rows: the proof of a tiny model of each type.
+"""Tiny models of all decoder types of transformers, and how they compute packed rows.
 
-    python -m recipe_utils.model.transformers.decoder_types            # all types, a table
-    python -m recipe_utils.model.transformers.decoder_types qwen3      # some types
+    python tests/support/decoder_types.py            # all types, a table
+    python tests/support/decoder_types.py qwen3      # some types
 
 Every type runs in a process of its own for at most 100 seconds.
 """
@@ -105,7 +105,7 @@ def result_of(model_type: str) -> dict[str, Any]:
 def _prove(model_type: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(asdict(prove(tiny_config_of(model_type), "sdpa")))
+        pipe.send(asdict(prove(tiny_config_of(model_type))))
     except Exception as error:  # any: each type has its own
         refused = isinstance(error, ValueError) and str(error).startswith("model: ")
         text = f"{type(error).__name__}: {error}".splitlines()[0]
