@@ -157,16 +157,22 @@ def error_on_device(
     return f"gradients differ by {found['row']:.0e}, and by {found['alone']:.0e} of rounding"
 
 
+def paths_of_code() -> list[Path]:
+    """Returns the files of this package that a proof depends on."""
+    package = Path(__file__).parents[2]
+    folders = ("model", "data/text", "parallel")
+    paths = [path for folder in folders for path in sorted((package / folder).rglob("*.py"))]
+    return [*paths, package / "checkpoint" / "transformers.py"]
+
+
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns what ``make`` returned before for these values, these versions and this code; else calls it."""
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
-    package = Path(__file__).parents[2]
-    folders = ("data/text", "model/attention", "model/transformers")  # all that a forward calls
-    paths = [
-        *(p for f in folders for p in sorted((package / f).glob("*.py"))),
-        package / "parallel/exchange.py",
+    versions = [
+        torch.__version__,
+        transformers.__version__,
+        *(p.read_text() for p in paths_of_code()),
     ]
-    versions = [torch.__version__, transformers.__version__, *(path.read_text() for path in paths)]
     text = json.dumps([described, *made_from[1:], *versions], default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -146,3 +148,15 @@ def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
         problem = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
     with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
         row_multiple_of_packed(limits.with_shared_prefixes(), 64, 2)
+
+
+def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
+    """All modules of these packages that the probe imports."""
+    code = (
+        "import sys, recipe_utils.model.transformers.probe\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('recipe_utils.')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {path for path in ran.stdout.split() if re.search(r"/(model|text|parallel)/", path)}
+    assert len(imported) > 20
+    assert imported <= set(map(str, probe.paths_of_code()))
