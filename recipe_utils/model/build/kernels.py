@@ -100,8 +100,8 @@ class _Turned(torch.autograd.Function):
 
 
 def _times(x: Tensor, turn: Tensor) -> Tensor:
-    # No view: an output that is one cannot be overwritten, as Gemma 2's attention does.
-    product = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # No view, because Gemma 2's attention overwrites it; strides as those of x, because kernels depend on them.
+    product = torch.empty_like(x)
     pairs, out = (torch.view_as_complex(t.reshape(*x.shape[:-1], -1, 2)) for t in (x, product))
     torch.mul(pairs, turn, out=out)
     return product

@@ -58,6 +58,13 @@ def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
     assert_fused_is_bitwise_equal(rope, torch.randn(2, 40, 3, 16).to(dtype), **given)
 
 
+def test_rotation_keeps_strides():
+    rope = RotaryPositionalEmbeddings(dim=16, max_seq_len=64)
+    fuse_norms_and_rope(rope)
+    x = torch.randn(2, 3, 40, 16).transpose(1, 2)
+    assert rope(x).stride() == x.stride()
+
+
 def test_other_norms_keep_their_forward_and_weights_their_names():
     class Own(RMSNorm):
         pass
