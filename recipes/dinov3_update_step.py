@@ -208,7 +208,7 @@ class DINOv3Recipe:
         self.loss_fn.divergence.teacher_temperature = temperature
         # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("images")
-        metrics = self.settings.modules.new_sums(len(SUMS), self.ranks.device)
+        metrics = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its targets depend on all images.
         with self.teacher.teaching(step, temperature, self.max_images) as (taught, num_used):
             if self.pipeline is not None:

@@ -184,9 +184,9 @@ class FullDPORecipe:
         ratios of sums) and the gradient norm before clipping, None with ``optimizer_in_bwd``.
         """
         # dp_degree / counts on all ranks: FSDP2 averages gradients over data-parallel ranks.
-        per_metric = [step.scale("pairs")] * (len(METRICS) - 1) + [step.scale("chosen_tokens")]
-        scale = torch.tensor(per_metric, dtype=torch.float64).to(self.ranks.device)
-        metrics = torch.zeros_like(scale)
+        metrics = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
+        scale = torch.full_like(metrics, step.scale("pairs"))
+        scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
         with self.reference.outputs.attached(step) as microbatches:
             if self.pipeline is not None:

@@ -172,7 +172,7 @@ class FullFinetuneRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
-        losses = self.settings.modules.new_sums(self.loader.num_sums, self.ranks.device)
+        losses = torch.zeros(self.loader.num_sums, dtype=torch.float64, device=self.ranks.device)
         if self.pipeline is not None:
             # One schedule per update step pays the pipeline bubble once.
             sums = self.pipeline.forward_backward(step.microbatches, lambda sums: sums[0] * scale)
@@ -196,7 +196,7 @@ class FullFinetuneRecipe:
     def validate(self) -> dict[str, Tensor]:
         """Returns mean losses per target token of ``dataset_val`` [nats], over all ranks."""
         self.model.eval()
-        sums = self.settings.modules.new_sums(self.val_loader.num_sums, self.ranks.device)
+        sums = torch.zeros(self.val_loader.num_sums, dtype=torch.float64, device=self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:

@@ -189,7 +189,7 @@ class KDRecipe:
         """
         # dp_degree / target tokens on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("target_tokens")
-        metrics = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
+        metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
         with self.teacher.outputs.attached(step) as microbatches:
             if self.pipeline is not None:
@@ -215,7 +215,7 @@ class KDRecipe:
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
         self.model.eval()
-        sums = self.settings.modules.new_sums(len(self.metrics), self.ranks.device)
+        sums = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:

@@ -4,6 +4,7 @@ Shapes: b samples, s positions per sample, n target tokens, c target tokens of a
 width and v vocabulary of the student, d_t and v_t of the teacher, m = min(v, v_t) common tokens.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -132,8 +133,8 @@ def jensen_shannon(
     The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649,
     equation 1); b is TRL's ``beta`` and must be above 0 and below 1.
     """
-    b = torch.tensor(part_of_teacher, dtype=log_q.dtype, device=log_q.device)
-    log_m = torch.logaddexp(log_p + torch.logit(b), log_q).add_((1 - b).log())
+    b = part_of_teacher  # a float: a tensor on the device would be copied there, and the host would wait
+    log_m = torch.logaddexp(log_p + math.log(b / (1 - b)), log_q).add_(math.log(1 - b))
     of_teacher = p.mul_(log_p.sub_(log_m)).sum(1)
     log_ratio = torch.sub(log_q, log_m, out=log_m)
     h = torch.exp(log_q, out=p).mul_(log_ratio)

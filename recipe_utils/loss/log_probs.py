@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Pairs, Targets
-from recipe_utils.loss.chunks import chunks_of, compiled_for_all_lengths, plain_weight, sum_dtype
+from recipe_utils.loss.chunks import (
+    WeightGradient,
+    chunks_of,
+    compiled_for_all_lengths,
+    plain_weight,
+    sum_dtype,
+)
 
 
 class LinearLogProbs(nn.Module):
@@ -115,7 +121,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         hidden, weight, labels, normalisers = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_weight = WeightGradient(weight) if needs_weight else None
         logits, ctx.logits = ctx.logits, None
         for chunk in reversed(chunks_of(len(hidden), ctx.tokens_per_chunk)):
             if logits is None:
@@ -125,9 +131,9 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), hidden[chunk])
+                grad_weight.add(grad_logits, hidden[chunk])
             del grad_logits
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.total(), None, None, None
 
 
 def _log_probs(output: Any, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -98,7 +98,11 @@ class Metrics:
         tensors = {name: each for name, each in metrics.items() if isinstance(each, Tensor)}
         counts, num_steps = guard.take_counts()
         means = mean_over_ranks(torch.stack([*sums.values()]))
-        others = [each.detach().double().view(1) for each in (*tensors.values(), *counts)]
+        # CPU offload: the gradient norm is on the CPU, the sums of losses are on the device.
+        others = [
+            each.detach().to(means.device, means.dtype, non_blocking=True).view(1)
+            for each in (*tensors.values(), *counts)
+        ]
         numbers = torch.cat([means, *others])
         on_host = numbers.to("cpu", non_blocking=numbers.is_cuda)  # pinned by PyTorch
         arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None

@@ -31,6 +31,7 @@ WEIGHTS = {
     "wide_untied.pt": tiny.WIDE_UNTIED_MODEL,
     "teacher.pt": tiny.TEACHER_MODEL,
     "untied_teacher.pt": tiny.UNTIED_TEACHER_MODEL,
+    "gemma2.pt": tiny.GEMMA2_MODEL,
 }
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",

@@ -120,11 +120,6 @@ class ModelSettings:
             **changes,
         )
 
-    def new_sums(self, num_sums: int, device: torch.device) -> torch.Tensor:
-        """Returns zeros [num_sums] to add summed losses to: fp64 for fp64 models, else fp32."""
-        dtype = torch.promote_types(self.torch_dtype, torch.float32)
-        return torch.zeros(num_sums, dtype=dtype, device=device)
-
     def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns the forward's context, which offloads activations if configured."""
         context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(

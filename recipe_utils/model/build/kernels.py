@@ -100,5 +100,8 @@ class _Turned(torch.autograd.Function):
 
 
 def _times(x: Tensor, turn: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turn).flatten(-2)
+    # No view, because Gemma 2's attention overwrites it; strides as those of x, because kernels depend on them.
+    product = torch.empty_like(x)
+    pairs, out = (torch.view_as_complex(t.reshape(*x.shape[:-1], -1, 2)) for t in (x, product))
+    torch.mul(pairs, turn, out=out)
+    return product

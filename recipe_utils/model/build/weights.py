@@ -96,7 +96,8 @@ def load_weights(
     """Materializes a meta model on ``device`` with a checkpoint's weights and, if it has adapters, theirs.
 
     Each rank slices its own shards from the full weights, without communication. Parameters are
-    converted to the precision that they were built in, and stay on the CPU for FSDP2's offload.
+    converted to the precision that they were built in, and stay on the CPU for FSDP2's offload;
+    buffers do not.
 
     ``checkpoint`` contains full weights and, optionally, adapters, on every rank, by torchtune's
     keys; both are removed from it. ``seed`` is that of fresh adapters.
@@ -135,13 +136,17 @@ def _load(
 
     check_weights(model, weights, names_of_other_stages)
     scaler_block_sizes = find_adapters(model).frozen
-    on_cpu = settings.offloads_to_cpu(device)
-    weights_device = torch.device("cpu") if on_cpu else device
+    # FSDP2's CPU offload moves parameters to the device, buffers stay where they are.
+    of_parameters = torch.device("cpu") if settings.offloads_to_cpu(device) else device
     shards = {
         name: _shard_like(
-            like, name, weights[name], weights_device, scaler_block_sizes.get(name, 0)
+            like.detach(),
+            name,
+            weights[name],
+            of_parameters if isinstance(like, nn.Parameter) else device,
+            scaler_block_sizes.get(name, 0),
         )
-        for name, like in model.state_dict().items()
+        for name, like in model.state_dict(keep_vars=True).items()
     }
     model.load_state_dict(shards, assign=True)  # meta tensors cannot be copied to
     training.validate_no_params_on_meta_device(model)

@@ -58,6 +58,13 @@ def test_positions_are_torchtune_s_bitwise(kind, positions, dtype):
     assert_fused_is_bitwise_equal(rope, torch.randn(2, 40, 3, 16).to(dtype), **given)
 
 
+def test_rotation_keeps_strides():
+    rope = RotaryPositionalEmbeddings(dim=16, max_seq_len=64)
+    fuse_norms_and_rope(rope)
+    x = torch.randn(2, 3, 40, 16).transpose(1, 2)
+    assert rope(x).stride() == x.stride()
+
+
 def test_other_norms_keep_their_forward_and_weights_their_names():
     class Own(RMSNorm):
         pass
@@ -70,3 +77,13 @@ def test_other_norms_keep_their_forward_and_weights_their_names():
     fuse_norms_and_rope(model)
     assert list(model.state_dict()) == names
     assert sum("forward" in vars(module) for module in model.modules()) == 2 * 2 + 1 + 1
+
+
+def test_gemma_2_overwrites_its_rotated_queries_in_fp32():
+    tokens = torch.arange(16).view(2, 8)
+    models = [tiny.tiny_model(tiny.GEMMA2_MODEL) for _ in range(2)]
+    fuse_norms_and_rope(models[0])
+    for model in models:
+        model(tokens).sin().sum().backward()
+    for ours, stock in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.grad, stock.grad)

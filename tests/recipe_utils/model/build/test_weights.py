@@ -26,7 +26,7 @@ from recipe_utils.model.build.weights import (
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 FP32 = ModelSettings()
 
 
@@ -62,6 +62,16 @@ def test_a_buffer_that_no_checkpoint_holds_is_refused():
     model.register_buffer("scale", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(RuntimeError, match="scale"):
         load_weights(model, {"model": tiny.tiny_model().state_dict()}, FP32, CPU)
+
+
+def test_cpu_offload_keeps_parameters_on_the_cpu_and_buffers_on_the_device(monkeypatch):
+    monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)
+    model = on_meta()
+    model.register_buffer("scale", torch.empty(3, device="meta"))
+    weights = {**tiny.tiny_model().state_dict(), "scale": torch.ones(3)}
+    load_weights(model, {"model": weights}, ModelSettings(fsdp_cpu_offload=True), META)
+    assert {parameter.device for parameter in model.parameters()} == {CPU}
+    assert model.scale.device == META
 
 
 # ---- Ranks --------------------------------------------------------------------------------------
