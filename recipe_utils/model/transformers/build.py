@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,8 @@ def decoder_of(
     decoder = Decoder(model, proof)
     decoder.path = path
     dtype = torch.get_default_dtype()
-    decoder.error_on = lambda device, kernel: error_on_device(
-        described, proof, device, kernel, dtype
-    )
+    if torch.cuda.is_available():
+        decoder.error_on = partial(error_on_device, described, proof, dtype)
     if decoder.max_seq_len < (
         getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
     ):

@@ -123,7 +123,7 @@ def proof_of(config: Any, attention: str | None = None) -> Proof:
 
 
 def error_on_device(
-    config: Any, proof: Proof, device: torch.device, kernel: Kernel, dtype: torch.dtype
+    config: Any, proof: Proof, dtype: torch.dtype, device: torch.device, kernel: Kernel
 ) -> str | None:
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
