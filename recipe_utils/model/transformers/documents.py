@@ -99,13 +99,11 @@ def attention_within_documents(base: str, can_split: bool) -> str:
 
     transformers calls the mask function of an attention for each kind of mask that a model makes, so
     windows and chunks stay as they are. ``base`` computes rows without documents: ``sdpa``, or
-    ``eager``, the function of the model's own module. Without ``can_split`` documents are kept apart by
-    masks [b, 1, s, s] only.
+    ``eager``, the function of the model's own module. Without ``can_split`` it keeps its name, by which
+    models find their own attention, and masks [b, 1, s, s] keep documents apart.
     """
-    name = f"{base}_within_documents"
-    if base == "eager" and not can_split:
-        name = base  # models look for their own function by this name
-    else:
+    name = f"{base}_within_documents" if can_split else base
+    if can_split:
         AttentionInterface.register(name, partial(_attend, base))
     AttentionMaskInterface.register(name, partial(_mask, _MASKS[base]))
     return name
