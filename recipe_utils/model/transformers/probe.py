@@ -393,7 +393,8 @@ def _error_of_parts(
 
     Only attention gets the row's order back, so all else must be computed token by token.
     """
-    if not proof.splits_attention or proof.modules:
+    # A rank computes some of the heads, and sinks (s_aux) are those of all.
+    if not proof.splits_attention or proof.modules or "s_aux" in proof.attention_needs:
         return float("inf")
     lengths, num_parts = [len(d) for d in documents], 3
     order = torch.cat([torch.arange(i, sum(lengths), num_parts) for i in range(num_parts)])
