@@ -32,7 +32,7 @@ SPANNING = {**PACKED, "max_tokens_per_microbatch": 12, "max_ranks_per_row": 2}
         (("lfm2",), [RECOMPUTED], 2),
         (("qwen3",), [SPANNING], 2),
         slow(
-            ("qwen3", "qwen3_moe", "deepseek_v3"),
+            ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text"),
             [{**RECOMPUTED, **SPANNING}, {**SPANNING, **HSDP}],
             4,
         ),
