@@ -34,7 +34,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+        is_empty = func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+        if not (func.is_view or is_empty):
             inputs = [value for name, value in kwargs.items() if name != "out"]
             leaves = tree_leaves((args, inputs, made))
             self.num_operations += 1
