@@ -12,9 +12,9 @@ import pytest
 import tiny
 import yaml
 from big_batch_of_views import step_of_16
-from kill_and_resume import kill_and_resume, logging_to, losses_in
+from kill_and_resume import Run, kill_and_resume, logging_to, losses_in
 from programs import TUNE, Popen, children_of
-from recipe_runs import DINO, KD, SFT, tiny_config, tiny_kd_config
+from recipe_runs import DINO, KD, SFT, slow, tiny_config, tiny_kd_config
 
 
 def write(config, tmp_path):
@@ -55,7 +55,6 @@ def config_of_images(weights_folder, **changes):
 
 SHORT = {"max_steps_per_epoch": 30}
 IN_STAGES = {"pipeline_parallel_dim": 2}
-DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "enable_async_checkpointing": True}
 MIXTURE = {
     "dataset": [
         {**DATA, "num_samples": 40, "weight": {0: 0.5, 20: 0.1}},
@@ -66,20 +65,18 @@ MIXTURE = {
     "epochs": 2,
     "num_workers": 1,
 }
-CASES = {  # recipe, ranks, kills, changes
-    "all weights": (SFT, 1, 2, SHORT),
-    "a mixture": (SFT, 2, 3, MIXTURE),
-    "dora, asynchronous": (SFT, 2, 3, {**SHORT, **DORA}),
-    "distillation in stages": (KD, 2, 3, {**SHORT, **IN_STAGES, "teacher_cache": "hidden"}),
-    "images in stages": (DINO, 2, 3, IN_STAGES),
+DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "enable_async_checkpointing": True}
+CASES = {  # recipe, ranks, changes
+    "all weights": (SFT, 1, SHORT),
+    "a mixture, dora, asynchronous": (SFT, 2, {**MIXTURE, **DORA}),
+    "distillation in stages": (KD, 2, {**SHORT, **IN_STAGES, "teacher_cache": "hidden"}),
+    "images in stages": (DINO, 2, IN_STAGES),
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["all weights"] + [pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:]]
-)
+@pytest.mark.parametrize("case", ["all weights", *map(slow, list(CASES)[1:])])
 def test_losses_after_kills_are_those_of_an_undisturbed_run(case, weights_folder, tmp_path):
-    recipe, num_ranks, num_kills, changes = CASES[case]
+    recipe, num_ranks, changes = CASES[case]
     changes = {"save_every_n_steps": 2, "export_every_n_steps": 3, **changes}
     if recipe == DINO:
         config = config_of_images(weights_folder, **changes)
@@ -87,8 +84,8 @@ def test_losses_after_kills_are_those_of_an_undisturbed_run(case, weights_folder
         make = tiny_kd_config if recipe == KD else tiny_config
         config = config_of_text(weights_folder, make, **changes)
     arguments = [recipe, "--config", str(write(config, tmp_path))]
-    found = kill_and_resume(arguments, tmp_path, num_kills, num_ranks)
-    assert found.kills == num_kills
+    found = kill_and_resume(arguments, tmp_path, 2, num_ranks)
+    assert found.kills == 2
     assert found.lost_steps == found.different_losses == found.different_files == 0
     assert found.files > 0
 
@@ -129,11 +126,11 @@ def test_a_launcher_restarts_a_killed_rank_from_the_newest_checkpoint(
 ):
     path = write(config_of_text(weights_folder, save_every_n_steps=5), tmp_path)
     undisturbed_dir, killed_dir = tmp_path / "undisturbed", tmp_path / "killed"
-    undisturbed = start(SFT, "--config", path, *logging_to(undisturbed_dir))
+    undisturbed = Run([SFT, "--config", str(path)], undisturbed_dir, 2)
     killed = start("--max-restarts=3", SFT, "--config", path, *logging_to(killed_dir))
     wait_for(lambda: list(killed_dir.glob("step_*5")), killed)
     os.kill(children_of(killed.pid)[-1], signal.SIGKILL)
-    assert killed.wait(240) == undisturbed.wait(240) == 0
+    assert killed.wait(240) == undisturbed.wait(None) == 0
     expected = losses_in(undisturbed_dir)
     assert len(expected) == 50
     # Both runs of the killed training may have logged the same step.
@@ -147,8 +144,8 @@ def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     weights_folder, tmp_path, start
 ):
     config = config_of_text(weights_folder, save_every_n_steps=1000, num_workers=1)
-    arguments = (SFT, "--config", write(config, tmp_path), *logging_to(tmp_path / "out"))
-    process = start(*arguments)
+    arguments = [SFT, "--config", str(write(config, tmp_path))]
+    process = start(*arguments, *logging_to(tmp_path / "out"))
     wait_for(lambda: losses_in(tmp_path / "out"), process)
     workers = children_of(process.pid)
     process.terminate()
@@ -157,7 +154,7 @@ def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     assert 1 < len(logged) < 50
     assert [p.name for p in (tmp_path / "out").glob("step_*")] == [f"step_{max(logged)}"]
     assert_gone(workers)
-    assert start(*arguments).wait(240) == 0
+    assert Run(arguments, tmp_path / "out", 2).wait(None) == 0
     assert len(losses_in(tmp_path / "out")) == 50
 
 
@@ -173,13 +170,7 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads states of processes from /proc")
-@pytest.mark.parametrize(
-    ("recipe", "num_ranks"),
-    [
-        (SFT, 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((DINO, 1), (KD, 2), (DINO, 2))),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "num_ranks"), [(SFT, 1), slow(DINO, 2)])
 def test_no_process_outlives_a_program_that_is_killed(
     recipe, num_ranks, weights_folder, tmp_path, started
 ):
@@ -187,8 +178,7 @@ def test_no_process_outlives_a_program_that_is_killed(
     if recipe == DINO:
         config = config_of_images(weights_folder, num_workers=2)
     else:
-        make = tiny_kd_config if recipe == KD else tiny_config
-        config = config_of_text(weights_folder, make, num_workers=2)
+        config = config_of_text(weights_folder, num_workers=2)
     config["epochs"] = 1000
     arguments = [recipe, "--config", str(write(config, tmp_path)), *logging_to(tmp_path / "out")]
     launcher = ["--nproc_per_node=2"] if num_ranks == 2 else []

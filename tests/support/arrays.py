@@ -42,14 +42,15 @@ def rows_on(rows, world_size):
 
 
 def on_ranks(fast, rows):
-    """Parametrizes a test with rows and the number of ranks that those of its layouts run on."""
+    """Parametrizes a test with rows and the number of ranks of their layouts: ``fast`` ones, then the rest."""
+    rest = [row for row in rows if row not in fast]
     sizes_of_fast, sizes = (
-        sorted({LAYOUTS[row.layout][0] for row in each}) for each in (fast, rows)
+        sorted({LAYOUTS[row.layout][0] for row in each}) for each in (fast, rest)
     )
     return pytest.mark.parametrize(
         ("rows", "world_size"),
-        [*((fast, size) for size in sizes_of_fast), *(slow(rows, size) for size in sizes)],
-        ids=[*(f"fast-{size}" for size in sizes_of_fast), *(f"all-{size}" for size in sizes)],
+        [*((fast, size) for size in sizes_of_fast), *(slow(rest, size) for size in sizes)],
+        ids=[*(f"fast-{size}" for size in sizes_of_fast), *(f"rest-{size}" for size in sizes)],
     )
 
 
@@ -112,13 +113,13 @@ def pairs_of(row):
     return set(itertools.combinations(row._asdict().items(), 2))
 
 
-def covering_array(first, possible):
-    """``first``, and greedily few more rows until every pair of values that is possible occurs."""
+def covering_array(first, possible, items_of=pairs_of):
+    """``first``, and greedily few more until every item that is possible occurs."""
     rows = list(first)
-    missing = set().union(*map(pairs_of, possible)).difference(*map(pairs_of, rows))
+    missing = set().union(*map(items_of, possible)).difference(*map(items_of, rows))
     while missing:
-        rows.append(max(possible, key=lambda row: len(missing & pairs_of(row))))
-        missing -= pairs_of(rows[-1])
+        rows.append(max(possible, key=lambda row: len(missing & items_of(row))))
+        missing -= items_of(rows[-1])
     return rows
 
 

@@ -41,7 +41,7 @@ def kill_and_resume(
     """
     rng = random.Random(0)
     started = time.monotonic()
-    reference = _Run(arguments, folder / "reference", num_ranks)
+    reference = Run(arguments, folder / "reference", num_ranks)
     assert reference.wait(None) == 0, reference.output()
     duration = time.monotonic() - started
     expected = {step: losses[-1] for step, losses in losses_in(reference.output_dir).items()}
@@ -55,7 +55,7 @@ def kill_and_resume(
     while not is_last:
         is_last = counts.kills >= num_kills
         before, left_over = losses_in(run_folder), being_written(run_folder)
-        run = _Run(arguments, run_folder, num_ranks)
+        run = Run(arguments, run_folder, num_ranks)
         status = run.wait(None if is_last else rng.uniform(0.1, 1.1) * duration)
         while counts.kills % 2 and status is None and not being_written(run_folder) - left_over:
             status = run.wait(0.001)
@@ -119,7 +119,7 @@ def logging_to(output_dir: Path) -> list[str]:
     ]
 
 
-class _Run:
+class Run:
     """A training whose ranks are forks of the server of `distributed_runs`."""
 
     def __init__(self, arguments: list[str], output_dir: Path, num_ranks: int) -> None:
