@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.prove import plain
+from recipe_utils.prove import cut_component, plain
 from recipe_utils.prove.plain import Precision, Step
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -55,6 +55,8 @@ FACTOR = 3.0
 rounding errors of one computation in two orders, so their ratio is about 1."""
 COUNTED = ("pairs", "images", "target_tokens")
 """Totals that are printed, and must not be 0."""
+MOST_WEIGHTS = 1 << 27
+"""Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
 _NOISE = 0.02
 """Standard deviation of what is added to adapters: with B = 0, the gradient of A is 0."""
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
@@ -107,7 +109,8 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         if not all(step.totals[name] for name in COUNTED if name in step.totals):
             raise ConfigError("dataset: update step 1 has no targets; set a larger --num_samples")
         recipe.update(step)
-        if not all(each.has_stepped for each in single_optimizers(recipe.optimizer)):
+        optimizers: list[Any] = single_optimizers(recipe.optimizer)
+        if not all(each.has_stepped for each in optimizers):
             raise NonfiniteError("update step 1: its gradient is NaN or infinite")
         gradients = gather(only=trained)
         dataset, mixture = loader.dataset.dataset, loader.dataset.mixture
@@ -184,6 +187,37 @@ def refuse(cfg: DictConfig, is_text: bool) -> None:
         raise ConfigError(Problem("teacher_cache", text, "top_k"))
 
 
+def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
+    """Cuts models that are too large for fp64 on a CPU to a few layers with random weights, in place.
+
+    Returns a description, empty if the models stay whole. Raises ConfigError if they cannot be cut.
+    """
+    meta = torch.float32, torch.device("meta")
+    keys = [key for key in ("model", "teacher_model") if cfg.get(key) is not None]
+    wholes = {key: plain.build_plain(cfg[key], *meta) for key in keys}
+    num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
+    if num_weights <= MOST_WEIGHTS:
+        return ""
+    texts = []
+    for key, whole in wholes.items():
+        if not is_text or not hasattr(whole, "layers"):
+            text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
+            raise ConfigError(f"{key}: {text}")
+        cfg[key] = cut_component(
+            OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key
+        )
+        num_layers = len(plain.build_plain(cfg[key], *meta).layers)
+        texts.append(f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights")
+        of_model = (
+            ("checkpointer", "ref_checkpointer") if key == "model" else ("teacher_checkpointer",)
+        )
+        for name in of_model:
+            if cfg.get(name) is not None:
+                random = {"_component_": "recipe_utils.prove.RandomWeights", "model": cfg[key]}
+                cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
+    return "\n".join(texts)
+
+
 # ---- Comparison ----------------------------------------------------------------------------------
 
 
@@ -199,29 +233,28 @@ def alone() -> Iterator[None]:
 
 
 def references(
-    recipe_class: Any, objective: Any, recorded: Recorded, cfg: DictConfig
+    recipe_class: Any, objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
 ) -> tuple[Gradients, Gradients]:
     """Returns the gradient in higher precision, and that in the precision of the config."""
-    dtypes = [
-        cfg.get(key) or cfg.get("dtype") or "fp32"
-        for key in ("dtype", "weights_dtype", "teacher_dtype")
-    ]
-    own = [PRECISION_STR_TO_DTYPE[dtype] for dtype in dtypes]
+    keys = ("dtype", "weights_dtype", "teacher_dtype")
+    dtypes = [PRECISION_STR_TO_DTYPE[cfg.get(key) or cfg.get("dtype") or "fp32"] for key in keys]
     if objective is not None:
-        device = resolve_device(cfg.get("device"))
-        wide = torch.float64
-        exact = Precision(wide, wide, wide, torch.device("cpu"), True)
-        return tuple(
-            plain.gradients_of(recorded.step, objective, each)  # type: ignore[return-value]
-            for each in (exact, Precision(*own, device, False))
+        device, wide = resolve_device(cfg.get("device")), torch.float64
+        exact = Precision(wide, wide, wide, torch.device("cpu"))
+        if is_cut:
+            exact = Precision(torch.float32, torch.float32, torch.float32, device)
+        with nullcontext() if is_cut else plain.Double():
+            expected = plain.gradients_of(recorded.step, objective, exact)
+        return expected, plain.gradients_of(
+            recorded.step, objective, Precision(dtypes[0], dtypes[1], dtypes[2], device)
         )
-    one = {k: v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
-    one = OmegaConf.create({**one, "batch_size": cfg.global_batch_size})
+    one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
+    one["batch_size"] = cfg.global_batch_size
     with alone():
-        rounded = record(recipe_class, one).gradients
-        wide = {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
+        rounded = record(recipe_class, OmegaConf.create(one)).gradients
+        one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
         with plain.Double():
-            return record(recipe_class, OmegaConf.merge(one, wide)).gradients, rounded
+            return record(recipe_class, OmegaConf.create(one)).gradients, rounded
 
 
 def group_of(name: str) -> str:
@@ -247,7 +280,12 @@ def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 def report(
-    recorded: Recorded, exact: Gradients, rounded: Gradients, cfg: DictConfig, name: str
+    recorded: Recorded,
+    exact: Gradients,
+    rounded: Gradients,
+    cfg: DictConfig,
+    name: str,
+    is_cut: bool,
 ) -> int:
     """Prints the comparison. Returns the exit code."""
     dtype = cfg.get("dtype") or "fp32"
@@ -266,7 +304,9 @@ def report(
     how += [dtype] + ["compiled"] * bool(cfg.get("compile"))
     print(f"update step 1 of {name}: {', '.join(how)}")
     print(f"{'':14}difference   of which {dtype}'s rounding")
-    floor, wrong = torch.finfo(PRECISION_STR_TO_DTYPE[dtype]).eps, []
+    eps = {key: torch.finfo(PRECISION_STR_TO_DTYPE[key]).eps for key in (dtype, "fp32")}
+    # A reference in fp32 has the rounding of fp32 itself, and may be bitwise the single samples.
+    floor, wrong = eps[dtype] + (100 * eps["fp32"] if is_cut else 0), []
     roundings = differences(rounded, exact)
     for group, difference in differences(recorded.gradients, exact).items():
         print(f"  {group:12}{difference:.1e}      {roundings[group]:.1e}")
@@ -298,19 +338,22 @@ def compare(
         and each.__module__ == recipe["__name__"]
     )
     keys = recipe["Settings"].__dataclass_fields__
-    objective = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
+    objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
     objective = None if "views" in keys else objective
     is_launched = world_size_from_env() > 1
     refuse(cfg, objective is plain.losses_of_texts)
     cfg = config_of(cfg, folder, num_samples, objective is not None)
+    cuts = cut(cfg, folder, objective is not None)
     recorded = record(recipe_class, cfg)
-    store = next(dist.rendezvous("env://"))[0] if is_launched else dist.HashStore()
+    store = next(dist.rendezvous("env://"))[0] if is_launched else dist.HashStore()  # type: ignore[attr-defined]
     if os.environ.get("RANK", "0") != "0":
-        store.set_timeout(timedelta(days=1))  # the reference has one process
+        store.set_timeout(timedelta(days=1))  # one process computes the reference
         return REPORTED_EXIT_CODE if int(store.get(_FOLDER)) else 0
     code = 1
     try:
-        code = report(recorded, *references(recipe_class, objective, recorded, cfg), cfg, name)
+        found = references(recipe_class, objective, recorded, cfg, bool(cuts))
+        print(cuts, end="\n" * bool(cuts))
+        code = report(recorded, *found, cfg, name, bool(cuts))
     finally:
         store.set(_FOLDER, str(code))
     return REPORTED_EXIT_CODE if code and is_launched else code
@@ -339,7 +382,7 @@ def main() -> None:
             os.environ[_FOLDER] = folder
             wait_for_ranks()
             options = ["--standalone", "--nproc_per_node", str(given.nproc_per_node), "-m"]
-            own = [recipe, "--config", path, "--num_samples", str(given.num_samples)]
+            own = [given.recipe, "--config", given.config, "--num_samples", str(given.num_samples)]
             launch([*options, "recipe_utils.prove", *own, *overrides])
             return
 

@@ -30,12 +30,11 @@ class Precision(NamedTuple):
     """Precision and device of a comparison."""
 
     dtype: torch.dtype
-    """Precision of forward and backward; fp64 also replaces fp32 within the model."""
+    """Precision of forward and backward."""
     sum_dtype: torch.dtype
     """Precision in which gradients of samples are summed."""
     teacher_dtype: torch.dtype
     device: torch.device
-    is_exact: bool
 
 
 class Double(TorchFunctionMode):
@@ -112,19 +111,18 @@ class Step(NamedTuple):
 def gradients_of(step: Step, objective: Any, precision: Precision) -> dict[str, Tensor]:
     """Returns the gradient of each trained parameter on the CPU, a backward for each sample."""
     gradients: dict[str, Tensor] = {}
-    with Double() if precision.is_exact else nullcontext():
-        model = load(step.cfg.model, step.weights, precision)
-        parameters = {n: p for n, p in model.named_parameters() if n in step.trained}
-        model.requires_grad_(False)
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
-        for loss in objective(step, model, precision):
-            loss.backward()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    own = parameter.grad.to(precision.sum_dtype)
-                    gradients[name] = gradients[name].add_(own) if name in gradients else own
-                    parameter.grad = None
+    model = load(step.cfg.model, step.weights, precision)
+    parameters = {n: p for n, p in model.named_parameters() if n in step.trained}
+    model.requires_grad_(False)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    for loss in objective(step, model, precision):
+        loss.backward()
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                own = parameter.grad.to(precision.sum_dtype)
+                gradients[name] = gradients[name].add_(own) if name in gradients else own
+                parameter.grad = None
     zeros = {n: torch.zeros_like(p, device="cpu") for n, p in parameters.items()}
     return zeros | {name: gradient.cpu() for name, gradient in gradients.items()}
 
