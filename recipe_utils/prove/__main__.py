@@ -340,23 +340,26 @@ def compare(
     keys = recipe["Settings"].__dataclass_fields__
     objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
     objective = None if "views" in keys else objective
-    is_launched = world_size_from_env() > 1
     refuse(cfg, objective is plain.losses_of_texts)
     cfg = config_of(cfg, folder, num_samples, objective is not None)
     cuts = cut(cfg, folder, objective is not None)
     recorded = record(recipe_class, cfg)
-    store = next(dist.rendezvous("env://"))[0] if is_launched else dist.HashStore()  # type: ignore[attr-defined]
-    if os.environ.get("RANK", "0") != "0":
+    store = next(dist.rendezvous("env://"))[0] if world_size_from_env() > 1 else dist.HashStore()  # type: ignore[attr-defined]
+    rank, world_size, code = os.environ.get("RANK", "0"), world_size_from_env(), 1
+    if rank != "0":
         store.set_timeout(timedelta(days=1))  # one process computes the reference
-        return REPORTED_EXIT_CODE if int(store.get(_FOLDER)) else 0
-    code = 1
-    try:
-        found = references(recipe_class, objective, recorded, cfg, bool(cuts))
-        print(cuts, end="\n" * bool(cuts))
-        code = report(recorded, *found, cfg, name, bool(cuts))
-    finally:
-        store.set(_FOLDER, str(code))
-    return REPORTED_EXIT_CODE if code and is_launched else code
+        code = int(store.get(_FOLDER))
+        store.set(f"{_FOLDER}/{rank}", "")
+    else:
+        try:
+            found = references(recipe_class, objective, recorded, cfg, bool(cuts))
+            print(cuts, end="\n" * bool(cuts))
+            code = report(recorded, *found, cfg, name, bool(cuts))
+        finally:
+            store.set(_FOLDER, str(code))
+            # Without torchrun, the store ends with this process.
+            store.wait([f"{_FOLDER}/{other}" for other in range(1, world_size)])
+    return REPORTED_EXIT_CODE if code and world_size > 1 else code
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """The command accepts right recipes, and exits with 1 for wrong ones, which are edited recipe files."""
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 import tiny
 import tiny_transformers
 from big_batch import MIXED, STEP_OF_16
+from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, slow
 
@@ -80,14 +83,14 @@ def assert_equal(found, groups=GROUPS, bound=1e-5):
 def test_fine_tuning_equals_single_samples(changes, run, tiny_config):
     config = tiny_config(**{**TEXTS, **changes})
     groups = GROUPS - {"output"} if "model" in changes else GROUPS
-    code, lines = found = run(SFT, config)
+    _, lines = found = run(SFT, config)
     assert_equal(found, groups)
     assert re.match(r"update step 1 of .*my: \d+ samples, \d+ target tokens, 1 rank, ", next(x for x in lines if "update step 1 of" in x))  # fmt: skip
     assert not Path(config["output_dir"]).exists()
 
 
 def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
-    code, lines = found = run(SFT, tiny_config(**TEXTS, dtype="bf16", weights_dtype="fp32"))
+    _, lines = found = run(SFT, tiny_config(**TEXTS, dtype="bf16", weights_dtype="fp32"))
     assert_equal(found, bound=5e-2)
     assert min(map(min, groups_of(lines).values())) > 1e-3
 
@@ -98,7 +101,7 @@ def test_bf16_is_compared_with_the_rounding_of_bf16(run, tiny_config):
 def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny_config):
     changes = {} if kind == "lora" else kind
     model = tiny.adapted(tiny.WIDE_MODEL, lora_dropout=0.1, **changes)
-    code, lines = found = run(SFT, tiny_config(**{**TEXTS, "model": model}))
+    _, lines = found = run(SFT, tiny_config(**{**TEXTS, "model": model}))
     assert_equal(found, {"adapters"})
     assert any("Dropout of 0.1 is set to 0" in line for line in lines)
 
@@ -144,7 +147,7 @@ def test_large_model_is_cut_to_a_few_layers(library, run, tiny_config, tmp_path,
     own = {}
     if library == "transformers":
         own = tiny_transformers.save_tiny(tmp_path / "hf", "qwen3", num_hidden_layers=4)
-    code, lines = found = run(SFT, tiny_config(**{**TEXTS, **own}))
+    _, lines = found = run(SFT, tiny_config(**{**TEXTS, **own}))
     assert_equal(found)
     assert any(re.fullmatch("model: the first 2 of . layers, random weights", x) for x in lines)
 
@@ -175,31 +178,51 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
     assert wrong == {group for group in GROUPS if group in lines[-1]}
 
 
-@pytest.mark.parametrize(("wrong", "world_size"), [(False, 2), slow(True, 2)])
-def test_two_ranks(wrong, world_size, tiny_config, tmp_path):
-    """A rank whose scale is that of one rank; the exit code is the launcher's."""
-    recipe = edited(SFT, tmp_path, SCALE, '1 / step.totals["target_tokens"]') if wrong else SFT
+def prove_on_this_rank(argv, folder):
+    """Exit code and output of the command under a launcher."""
+    screen = io.StringIO()
+    with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(screen):
+        patches.setattr(sys, "argv", argv)
+        patches.setenv("TORCHTUNE_UPDATE_STEP_PROVE", folder)
+        with pytest.raises(SystemExit) as end:
+            prove.main()
+    return end.value.code, screen.getvalue().splitlines()
+
+
+def test_two_ranks_equal_single_samples(tiny_config, tmp_path):
+    path = tmp_path / "my.yaml"
+    OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), path)
+    argv = ["prove", SFT, "--config", str(path)]
+    first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
+    assert_equal(first)
+    assert any(", 2 ranks, packed, fp32" in line for line in first[1])
+    assert second == (0, [])
+
+
+@pytest.mark.slow
+def test_launcher_exits_with_1_if_ranks_scale_wrong(tiny_config, tmp_path):
+    recipe = edited(SFT, tmp_path, SCALE, '1 / step.totals["target_tokens"]')
     OmegaConf.save(OmegaConf.create(tiny_config(**TEXTS)), tmp_path / "my.yaml")
-    command = [sys.executable, "-m", "recipe_utils.prove", "--nproc_per_node", str(world_size)]
+    command = [sys.executable, "-m", "recipe_utils.prove", "--nproc_per_node", "2"]
     command += [str(recipe), "--config", str(tmp_path / "my.yaml")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == int(wrong), found.stderr
+    assert found.returncode == 1, found.stderr
     differences = [each for each, _ in groups_of(found.stdout.splitlines()).values()]
-    assert len(differences) == len(GROUPS)
-    assert differences == pytest.approx([0.5] * 5, rel=1e-3) if wrong else max(differences) < 1e-5
-    assert ", 2 ranks, packed, fp32" in found.stdout
+    assert differences == pytest.approx([0.5] * len(GROUPS), rel=1e-3)
+
+
+SKIPPED = {"tokens": [1, 2], "labels": [tiny.IGNORE] * 2}
+NO_TARGETS = {"_component_": "tiny.tiny_dataset", "num_samples": 4, "replace": {0: SKIPPED}}
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"loss": {"_component_": "tiny.SquaredLoss"}}, "loss=tiny.SquaredLoss: "),
-        ({"dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 4, "num_without_targets": 3}}, "set a larger"),
+        ({"dataset": NO_TARGETS, "shuffle": False}, "set a larger --num_samples"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compared_is_refused(changes, text, run, tiny_config):
-    code, lines = run(
-        SFT, tiny_config(**{**TEXTS, "shuffle": False, **changes}), "--num_samples", "1"
-    )
-    assert code == 2
-    assert text in lines[-1] or text in "".join(lines[-3:])
+    code, lines = run(SFT, tiny_config(**{**TEXTS, **changes}), "--num_samples", "1")
+    assert code == 2, lines
+    assert text in "".join(lines[-3:])
