@@ -12,6 +12,7 @@ for a wrong config.
 """
 
 import argparse
+import gc
 import os
 import re
 import runpy
@@ -174,14 +175,13 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
 
 def refuse(cfg: DictConfig, is_text: bool) -> None:
     """Raises ConfigError for a config whose gradient cannot be compared."""
-    loss = str(cfg.loss.get("_component_")) if "loss" in cfg else ""
-    others = f"it is compared with {', '.join(plain.CROSS_ENTROPIES)} only; set one of them"
-    if is_text and loss.rpartition(".")[2] not in plain.CROSS_ENTROPIES:
-        raise ConfigError(Problem("loss", others, loss))
-    if cfg.get("quantizer") is not None:
+    loss, names = OmegaConf.select(cfg, "loss._component_", default=""), plain.CROSS_ENTROPIES
+    if is_text and loss.rpartition(".")[2] not in names:
         raise ConfigError(
-            Problem("quantizer", "fake-quantized weights are not compared; remove it")
+            Problem("loss", f"not compared; set it to one of {', '.join(names)}", loss)
         )
+    if cfg.get("quantizer") is not None:
+        raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
     if cfg.get("teacher_cache") == "top_k":
         text = "it approximates the divergence; set it to hidden, or remove it"
         raise ConfigError(Problem("teacher_cache", text, "top_k"))
@@ -194,26 +194,25 @@ def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
     """
     meta = torch.float32, torch.device("meta")
     keys = [key for key in ("model", "teacher_model") if cfg.get(key) is not None]
-    wholes = {key: plain.build_plain(cfg[key], *meta) for key in keys}
-    num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
-    if num_weights <= MOST_WEIGHTS:
+    try:
+        wholes = {key: plain.build_plain(cfg[key], *meta) for key in keys}
+    except Exception:  # any: the recipe reports it with all other problems
         return ""
+    if hasattr(wholes["model"], "decoder"):
+        raise ConfigError("model: samples with images are not compared; set it to a text model")
+    num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
     texts = []
-    for key, whole in wholes.items():
+    for key, whole in wholes.items() if num_weights > MOST_WEIGHTS else ():
         if not is_text or not hasattr(whole, "layers"):
             text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
             raise ConfigError(f"{key}: {text}")
-        cfg[key] = cut_component(
-            OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key
-        )
+        cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
+        cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         num_layers = len(plain.build_plain(cfg[key], *meta).layers)
         texts.append(f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights")
-        of_model = (
-            ("checkpointer", "ref_checkpointer") if key == "model" else ("teacher_checkpointer",)
-        )
-        for name in of_model:
+        for name in (f"{prefix}checkpointer" for prefix in prefixes):
             if cfg.get(name) is not None:
-                random = {"_component_": "recipe_utils.prove.RandomWeights", "model": cfg[key]}
+                random = {"_component_": "recipe_utils.prove.RandomWeights", "model": cut_one}
                 cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
     return "\n".join(texts)
 
@@ -236,25 +235,23 @@ def references(
     recipe_class: Any, objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
 ) -> tuple[Gradients, Gradients]:
     """Returns the gradient in higher precision, and that in the precision of the config."""
-    keys = ("dtype", "weights_dtype", "teacher_dtype")
-    dtypes = [PRECISION_STR_TO_DTYPE[cfg.get(key) or cfg.get("dtype") or "fp32"] for key in keys]
+    gc.collect()  # frees the recipe's model
     if objective is not None:
-        device, wide = resolve_device(cfg.get("device")), torch.float64
-        exact = Precision(wide, wide, wide, torch.device("cpu"))
-        if is_cut:
-            exact = Precision(torch.float32, torch.float32, torch.float32, device)
+        keys, cpu = ("dtype", "weights_dtype", "teacher_dtype"), torch.device("cpu")
+        names = [cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys]
+        device = resolve_device(cfg.get("device"))
+        exact = Precision(device if is_cut else cpu, *["fp32" if is_cut else "fp64"] * 3)
         with nullcontext() if is_cut else plain.Double():
             expected = plain.gradients_of(recorded.step, objective, exact)
-        return expected, plain.gradients_of(
-            recorded.step, objective, Precision(dtypes[0], dtypes[1], dtypes[2], device)
-        )
+        rounded = plain.gradients_of(recorded.step, objective, Precision(device, *names))
+        return expected, rounded
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
     one["batch_size"] = cfg.global_batch_size
     with alone():
-        rounded = record(recipe_class, OmegaConf.create(one)).gradients
+        of_one = record(recipe_class, OmegaConf.create(one)).gradients
         one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
         with plain.Double():
-            return record(recipe_class, OmegaConf.create(one)).gradients, rounded
+            return record(recipe_class, OmegaConf.create(one)).gradients, of_one
 
 
 def group_of(name: str) -> str:
@@ -330,13 +327,15 @@ def compare(
     recipe: Mapping[str, Any], cfg: DictConfig, folder: Path, name: str, num_samples: int
 ) -> int:
     """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
-    (recipe_class,) = (
-        each
-        for each in recipe.values()
-        if isinstance(each, type)
-        and hasattr(each, "setup")
-        and each.__module__ == recipe["__name__"]
-    )
+    own = [
+        each for each in recipe.values() if getattr(each, "__module__", "") == recipe["__name__"]
+    ]
+    classes = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
+    if len(classes) != 1 or "Settings" not in recipe:
+        raise ConfigError(
+            f"{name}: prove needs a recipe with Settings, and one class with update()"
+        )
+    recipe_class = classes[0]
     keys = recipe["Settings"].__dataclass_fields__
     objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
     objective = None if "views" in keys else objective

@@ -19,6 +19,7 @@ from torchtune import config, training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import disable_adapter
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.model.adapters.nf4 import without_quantising
 
@@ -27,14 +28,13 @@ CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEn
 
 
 class Precision(NamedTuple):
-    """Precision and device of a comparison."""
+    """Device, and names of precisions as in configs."""
 
-    dtype: torch.dtype
-    """Precision of forward and backward."""
-    sum_dtype: torch.dtype
-    """Precision in which gradients of samples are summed."""
-    teacher_dtype: torch.dtype
     device: torch.device
+    forward: str
+    sums: str
+    """Precision in which gradients of samples are summed."""
+    teacher: str
 
 
 class Double(TorchFunctionMode):
@@ -120,7 +120,7 @@ def gradients_of(step: Step, objective: Any, precision: Precision) -> dict[str, 
         loss.backward()
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                own = parameter.grad.to(precision.sum_dtype)
+                own = parameter.grad.to(PRECISION_STR_TO_DTYPE[precision.sums])
                 gradients[name] = gradients[name].add_(own) if name in gradients else own
                 parameter.grad = None
     zeros = {n: torch.zeros_like(p, device="cpu") for n, p in parameters.items()}
@@ -129,7 +129,7 @@ def gradients_of(step: Step, objective: Any, precision: Precision) -> dict[str, 
 
 def load(component: Any, weights: Mapping[str, Tensor], precision: Precision) -> Any:
     """Returns a plain model with given weights."""
-    model = build_plain(component, precision.dtype, precision.device)
+    model = build_plain(component, PRECISION_STR_TO_DTYPE[precision.forward], precision.device)
     model.load_state_dict(dict(weights))
     return model
 
@@ -163,7 +163,7 @@ def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Te
     ignored, smoothing = loss_fn.ignore_index, getattr(loss_fn, "label_smoothing", 0.0)
     ratio = cfg.get("kd_ratio", 0.5) if "teacher_model" in cfg else 0.0
     if ratio:
-        in_dtype = precision._replace(dtype=precision.teacher_dtype)
+        in_dtype = precision._replace(forward=precision.teacher)
         teacher = _frozen(cfg, "teacher_checkpointer", cfg.teacher_model, in_dtype)
         divergence = _divergence(cfg.get("kd_loss") or {})
     documents = [
