@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +55,12 @@ Gradients = Mapping[str, Tensor]
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
 rounding errors of one computation in two orders, so their ratio is about 1."""
-COUNTED = ("pairs", "images", "target_tokens")
+COUNTED, TOKENS = {"pairs", "images"}, "target_tokens"
 """Totals that are printed, and must not be 0."""
 MOST_WEIGHTS = 1 << 27
 """Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
+_IMAGES = "dinov3_update_step"
+"""Recipe whose losses couple samples: its own code computes the reference, in one microbatch."""
 _NOISE = 0.02
 """Standard deviation of what is added to adapters: with B = 0, the gradient of A is 0."""
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
@@ -92,6 +95,15 @@ class Recorded(NamedTuple):
     totals: Mapping[str, int]
 
 
+def class_of(recipe: Mapping[str, Any], name: str) -> Any:
+    """Returns the class of a recipe file's names; raises ConfigError if it has none."""
+    own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
+    found = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
+    if len(found) != 1 or "Settings" not in recipe:
+        raise ConfigError(f"{name}: it needs Settings and one class with setup() and update()")
+    return found[0]
+
+
 def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
     """Returns the first update step and its gradient as a recipe computes it. All ranks together."""
     recipe = recipe_class(cfg)
@@ -107,7 +119,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
         weights = {name: weight.clone() for name, weight in gather().items()}
         with loader.epoch(0) as steps:
             step = next(iter(steps))
-        if not all(step.totals[name] for name in COUNTED if name in step.totals):
+        if 0 in (step.totals.get(name) for name in (*COUNTED, TOKENS)):
             raise ConfigError("dataset: update step 1 has no targets; set a larger --num_samples")
         recipe.update(step)
         optimizers: list[Any] = single_optimizers(recipe.optimizer)
@@ -209,12 +221,14 @@ def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
         cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
         cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
         num_layers = len(plain.build_plain(cfg[key], *meta).layers)
-        texts.append(f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights")
+        texts.append(
+            f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights\n"
+        )
         for name in (f"{prefix}checkpointer" for prefix in prefixes):
             if cfg.get(name) is not None:
                 random = {"_component_": "recipe_utils.prove.RandomWeights", "model": cut_one}
                 cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
@@ -232,7 +246,7 @@ def alone() -> Iterator[None]:
 
 
 def references(
-    recipe_class: Any, objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
+    objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
 ) -> tuple[Gradients, Gradients]:
     """Returns the gradient in higher precision, and that in the precision of the config."""
     gc.collect()  # frees the recipe's model
@@ -247,6 +261,7 @@ def references(
         return expected, rounded
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
     one["batch_size"] = cfg.global_batch_size
+    recipe_class = class_of(runpy.run_path(str(recipe_path(_IMAGES))), _IMAGES)
     with alone():
         of_one = record(recipe_class, OmegaConf.create(one)).gradients
         one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
@@ -254,88 +269,58 @@ def references(
             return record(recipe_class, OmegaConf.create(one)).gradients, of_one
 
 
-def group_of(name: str) -> str:
-    """Returns the group of a parameter."""
-    return next(group for group, pattern in _GROUPS.items() if re.search(pattern, name))
-
-
 def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
     """Returns by group the norm of the difference over the norm of the expected gradient."""
-    squares: dict[str, list[float]] = {}
+    squares = {group: [0.0, 0.0] for group in _GROUPS}
     for name, gradient in expected.items():
-        pair = squares.setdefault(group_of(name), [0.0, 0.0])
+        group = next(group for group, pattern in _GROUPS.items() if re.search(pattern, name))
         own, wide = found[name].double(), gradient.double()
-        pair[0] += (own - wide).square().sum().item()
-        pair[1] += wide.square().sum().item()
-    return {
-        group: (squares[group][0] / squares[group][1]) ** 0.5
-        if squares[group][1]
-        else float(squares[group][0] > 0)
-        for group in _GROUPS
-        if group in squares
-    }
+        squares[group][0] += (own - wide).square().sum().item()
+        squares[group][1] += wide.square().sum().item()
+    pairs = {group: pair for group, pair in squares.items() if any(pair)}
+    return {group: (error / norm if norm else inf) ** 0.5 for group, (error, norm) in pairs.items()}
 
 
 def report(
-    recorded: Recorded,
-    exact: Gradients,
-    rounded: Gradients,
-    cfg: DictConfig,
-    name: str,
-    is_cut: bool,
+    recorded: Recorded, exact: Gradients, rounded: Gradients, cfg: DictConfig, name: str, cuts: str
 ) -> int:
     """Prints the comparison. Returns the exit code."""
-    dtype = cfg.get("dtype") or "fp32"
-    is_text = "images" not in recorded.totals
-    counts = [
-        f"{recorded.totals[key]:,} {key.replace('_', ' ')}"
-        for key in COUNTED
-        if key in recorded.totals
+    dtype, totals, world_size = cfg.get("dtype") or "fp32", recorded.totals, world_size_from_env()
+    is_text, other = "images" not in totals, "single samples"
+    how = [f"{len(recorded.step.items)} samples"] if COUNTED.isdisjoint(totals) else []
+    how += [
+        f"{totals[key]:,} {key.replace('_', ' ')}" for key in totals if key in {*COUNTED, TOKENS}
     ]
-    if is_text and "pairs" not in recorded.totals:
-        counts.insert(0, f"{len(recorded.step.items)} samples")
-    world_size = world_size_from_env()
-    how = [*counts, f"{world_size} rank{'s' * (world_size > 1)}"]
-    how += [cfg.get("microbatching") or "in_order"] if is_text else []
-    how += [kernel] if (kernel := cfg.get("packed_attention")) else []
-    how += [dtype] + ["compiled"] * bool(cfg.get("compile"))
-    print(f"update step 1 of {name}: {', '.join(how)}")
+    how += [f"{world_size} rank{'s' * (world_size > 1)}"]
+    how += [cfg.get("microbatching") or "in_order"] * is_text
+    how += [cfg.get("packed_attention")] * ("packed_attention" in cfg)
+    print(
+        f"{cuts}update step 1 of {name}: {', '.join([*how, dtype])}{', compiled' * bool(cfg.get('compile'))}"
+    )
     print(f"{'':14}difference   of which {dtype}'s rounding")
     eps = {key: torch.finfo(PRECISION_STR_TO_DTYPE[key]).eps for key in (dtype, "fp32")}
     # A reference in fp32 has the rounding of fp32 itself, and may be bitwise the single samples.
-    floor, wrong = eps[dtype] + (100 * eps["fp32"] if is_cut else 0), []
+    floor, wrong = eps[dtype] + (100 * eps["fp32"] if cuts else 0), []
     roundings = differences(rounded, exact)
     for group, difference in differences(recorded.gradients, exact).items():
-        print(f"  {group:12}{difference:.1e}      {roundings[group]:.1e}")
-        if not difference <= FACTOR * roundings[group] + floor:
+        print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
+        if not difference <= FACTOR * roundings.get(group, 0) + floor:
             wrong.append(group)
-    other = (
-        "single samples"
-        if is_text
-        else "one microbatch of all images, which the recipe computed in fp64,"
-    )
+    if not is_text:
+        other = f"one microbatch of all images, which {_IMAGES} computed in fp64,"
     if wrong:
-        print(
-            f"Not equal to {other} within {FACTOR:g} times the rounding of {dtype}: {', '.join(wrong)}."
-        )
-        return 1
-    print(f"Equal to {other} within the precision of {dtype}.")
-    return 0
+        bound = f"{FACTOR:g} times the rounding of {dtype}"
+        print(f"Not equal to {other} within {bound}: {', '.join(wrong)}.")
+    else:
+        print(f"Equal to {other} within the precision of {dtype}.")
+    return int(bool(wrong))
 
 
 def compare(
     recipe: Mapping[str, Any], cfg: DictConfig, folder: Path, name: str, num_samples: int
 ) -> int:
     """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
-    own = [
-        each for each in recipe.values() if getattr(each, "__module__", "") == recipe["__name__"]
-    ]
-    classes = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
-    if len(classes) != 1 or "Settings" not in recipe:
-        raise ConfigError(
-            f"{name}: prove needs a recipe with Settings, and one class with update()"
-        )
-    recipe_class = classes[0]
+    recipe_class = class_of(recipe, name)
     keys = recipe["Settings"].__dataclass_fields__
     objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
     objective = None if "views" in keys else objective
@@ -343,17 +328,17 @@ def compare(
     cfg = config_of(cfg, folder, num_samples, objective is not None)
     cuts = cut(cfg, folder, objective is not None)
     recorded = record(recipe_class, cfg)
-    store = next(dist.rendezvous("env://"))[0] if world_size_from_env() > 1 else dist.HashStore()  # type: ignore[attr-defined]
     rank, world_size, code = os.environ.get("RANK", "0"), world_size_from_env(), 1
+    make_store: Any = dist.rendezvous("env://") if world_size > 1 else iter([(dist.HashStore(),)])  # type: ignore[attr-defined]
+    store = next(make_store)[0]
     if rank != "0":
         store.set_timeout(timedelta(days=1))  # one process computes the reference
         code = int(store.get(_FOLDER))
         store.set(f"{_FOLDER}/{rank}", "")
     else:
         try:
-            found = references(recipe_class, objective, recorded, cfg, bool(cuts))
-            print(cuts, end="\n" * bool(cuts))
-            code = report(recorded, *found, cfg, name, bool(cuts))
+            found = references(objective, recorded, cfg, bool(cuts))
+            code = report(recorded, *found, cfg, name, cuts)
         finally:
             store.set(_FOLDER, str(code))
             # Without torchrun, the store ends with this process.
