@@ -66,7 +66,7 @@ def build_plain(component: Any, dtype: torch.dtype, device: torch.device) -> Any
         for module in model.model.modules():
             if type(module).__name__ in model.proof.modules:
                 vars(module).pop("forward", None)
-        model.model.set_attn_implementation("sdpa" if model.is_sdpa else "eager")
+        model.model.set_attn_implementation("sdpa" if model.model._supports_sdpa else "eager")
     remove_dropout(model)
     return model
 
