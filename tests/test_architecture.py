@@ -18,6 +18,7 @@ MODULES = {
 }
 LAYERS = (
     ("benchmark",),
+    ("prove",),
     ("run",),
     ("evaluation",),
     ("model",),

@@ -1,0 +1,386 @@
+"""Compares the gradient of a recipe's first update step with single samples.
+
+    python -m recipe_utils.prove full_finetune_update_step --config llama3_2/5M_full_update_step
+    python -m recipe_utils.prove --nproc_per_node 2 ./my_recipe.py --config my.yaml dtype=bf16
+
+The recipe file's own ``setup`` and ``update`` compute the gradient in the layout, precision and
+kernels of the config; :mod:`recipe_utils.prove.plain` computes it one sample at a time in higher
+precision. Nothing is trained, and output goes to a temporary folder.
+
+The exit code is 0 if both are equal within the precision of the config's ``dtype``, 1 if not, and 2
+for a wrong config.
+"""
+
+import argparse
+import gc
+import os
+import re
+import runpy
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.distributed.run import main as launch
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
+
+from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.pipeline.stages import adapters_of
+from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.optim.optimizer import single_optimizers
+from recipe_utils.parallel.fsdp import local
+from recipe_utils.parallel.process_group import world_size_from_env
+from recipe_utils.parallel.ranks import resolve_device
+from recipe_utils.prove import cut_component, plain
+from recipe_utils.prove.plain import Precision, Step
+from recipe_utils.run.entry_point import entry_point
+from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
+from recipe_utils.tune.registry import RECIPES, config_path, recipe_path
+
+Gradients = Mapping[str, Tensor]
+
+FACTOR = 3.0
+"""Largest difference, in units of the rounding of single samples in the same precision. Both are
+rounding errors of one computation in two orders, so their ratio is about 1."""
+COUNTED, TOKENS = {"pairs", "images"}, "target_tokens"
+"""Totals that are printed, and must not be 0."""
+MOST_WEIGHTS = 1 << 27
+"""Weights of models that stay whole: 1 GiB in fp64, and as much for gradients."""
+_IMAGES = "dinov3_update_step"
+"""Recipe whose losses couple samples: its own code computes the reference, in one microbatch."""
+_NOISE = 0.02
+"""Standard deviation of what is added to adapters: with B = 0, the gradient of A is 0."""
+_FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
+"""Environment variable with the temporary folder of all ranks."""
+_UNUSED = (
+    "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "metric_logger", "profiler", "resume_from_checkpoint",
+    "resume_with_other_data", "resume_with_other_model", "run_val_every_n_steps", "dataset_val", "batch_size_val",
+    "keep_best_checkpoint", "sample_prompts", "sample_every_n_steps", "sample_max_new_tokens",
+    "enable_async_checkpointing", "reference_cache_dir", "teacher_cache_dir",
+)  # fmt: skip
+"""Keys without influence on the gradient, except clipping, which would change it."""
+_LAYOUT = re.compile(
+    "fsdp|pipeline_|data_parallel_|tensor_parallel_|ac_|enable_act|custom_sharded|compile|microbatching"
+)
+_GROUPS = {
+    "adapters": r"lora_|magnitude",
+    "norms": r"norm|\.scale$",
+    "attention": r"attn|attention",
+    "MLP": r"mlp|feed_forward|expert|moe|router",
+    "embeddings": r"embed|wte|wpe",
+    "output": r"output|lm_head",
+    "other": "",
+}
+"""Groups of parameters and what their names contain, the first that fits."""
+
+
+class Recorded(NamedTuple):
+    """Update step of a recipe and, on rank 0, its gradients by exported names."""
+
+    step: Step
+    gradients: Gradients
+    totals: Mapping[str, int]
+
+
+def class_of(recipe: Mapping[str, Any], name: str) -> Any:
+    """Returns the class of a recipe file's names; raises ConfigError if it has none."""
+    own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
+    found = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
+    if len(found) != 1 or "Settings" not in recipe:
+        raise ConfigError(f"{name}: it needs Settings and one class with setup() and update()")
+    return found[0]
+
+
+def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
+    """Returns the first update step and its gradient as a recipe computes it. All ranks together."""
+    recipe = recipe_class(cfg)
+    with recipe.run:
+        recipe.setup(cfg)
+        model, ranks, loader = recipe.model, recipe.ranks, recipe.loader
+        if (rate := plain.remove_dropout(model)) and ranks.is_zero:
+            print(f"Dropout of {rate} is set to 0: a random gradient cannot be compared.")
+        trained = parameters_by_name(model)
+        if adapters_of(model).modules:
+            perturb(trained)
+        gather = partial(gather_weights, model, ranks.device, ranks.dp_rank == 0, ranks.cpu_group)
+        weights = {name: weight.clone() for name, weight in gather().items()}
+        with loader.epoch(0) as steps:
+            step = next(iter(steps))
+        if 0 in (step.totals.get(name) for name in (*COUNTED, TOKENS)):
+            raise ConfigError("dataset: update step 1 has no targets; set a larger --num_samples")
+        recipe.update(step)
+        optimizers: list[Any] = single_optimizers(recipe.optimizer)
+        if not all(each.has_stepped for each in optimizers):
+            raise NonfiniteError("update step 1: its gradient is NaN or infinite")
+        gradients = gather(only=trained)
+        dataset, mixture = loader.dataset.dataset, loader.dataset.mixture
+        items = []
+        for index in loader._order(0)[: loader.global_batch_size].tolist():
+            try:
+                loader.dataset[index]
+            except SampleError:  # skipped; training has raised any other
+                continue
+            items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
+        weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
+    return Recorded(Step(cfg, items, weighs, weights, frozenset(gradients)), gradients, step.totals)
+
+
+@torch.no_grad()
+def perturb(adapters: Mapping[str, Tensor]) -> None:
+    """Adds noise to adapters, in place, the same to each copy of a shard."""
+    for name, adapter in adapters.items():
+        own, generator = local(adapter), torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        own.add_(_NOISE * torch.randn(own.shape, generator=generator).to(own))
+
+
+# ---- Config of the comparison --------------------------------------------------------------------
+
+
+def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) -> DictConfig:
+    """Returns the config of one update step whose output goes to ``folder``.
+
+    Paths below ``output_dir`` that exist are read where they are.
+    """
+    old = str(cfg.output_dir)
+
+    def moved(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(name, each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [moved("", each) for each in value]
+        if key == "output_dir":
+            return str(folder)
+        for start in ("${output_dir}/", f"{old}/"):
+            if isinstance(value, str) and value.startswith(start):
+                rest = value.removeprefix(start)
+                return str(Path(old if Path(old, rest).exists() else folder, rest))
+        return value
+
+    raw: Any = moved("", OmegaConf.to_container(cfg, resolve=False))
+    cfg = OmegaConf.create({key: value for key, value in raw.items() if key not in _UNUSED})
+    cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
+    cfg.seed = 0 if cfg.get("seed") is None else cfg.seed
+    if "teacher_cache" in cfg or "precompute_reference" in cfg:
+        cfg.epochs = cfg.max_steps_per_epoch = 1  # outputs of one update step
+    dims = [cfg.get(f"{name}_parallel_dim") or 1 for name in ("tensor", "pipeline")]
+    per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // (dims[0] * dims[1]), 1)
+    steps = cfg.pop("gradient_accumulation_steps", None) or 1
+    size = cfg.get("global_batch_size") or per_pass * steps
+    if size > num_samples:
+        size = num_samples if is_text else max(num_samples // per_pass, 1) * per_pass
+    cfg.global_batch_size = size
+    return cfg
+
+
+def refuse(cfg: DictConfig, is_text: bool) -> None:
+    """Raises ConfigError for a config whose gradient cannot be compared."""
+    loss, names = OmegaConf.select(cfg, "loss._component_", default=""), plain.CROSS_ENTROPIES
+    if is_text and loss.rpartition(".")[2] not in names:
+        raise ConfigError(
+            Problem("loss", f"not compared; set it to one of {', '.join(names)}", loss)
+        )
+    if cfg.get("quantizer") is not None:
+        raise ConfigError("quantizer: fake-quantized weights are not compared; remove it")
+    if cfg.get("teacher_cache") == "top_k":
+        text = "it approximates the divergence; set it to hidden, or remove it"
+        raise ConfigError(Problem("teacher_cache", text, "top_k"))
+
+
+def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
+    """Cuts models that are too large for fp64 on a CPU to a few layers with random weights, in place.
+
+    Returns a description, empty if the models stay whole. Raises ConfigError if they cannot be cut.
+    """
+    meta = torch.float32, torch.device("meta")
+    keys = [key for key in ("model", "teacher_model") if cfg.get(key) is not None]
+    try:
+        wholes = {key: plain.build_plain(cfg[key], *meta) for key in keys}
+    except Exception:  # any: the recipe reports it with all other problems
+        return ""
+    if hasattr(wholes["model"], "decoder"):
+        raise ConfigError("model: samples with images are not compared; set it to a text model")
+    num_weights = sum(p.numel() for whole in wholes.values() for p in whole.parameters())
+    texts = []
+    for key, whole in wholes.items() if num_weights > MOST_WEIGHTS else ():
+        if not is_text or not hasattr(whole, "layers"):
+            text = f"{num_weights:,} weights, above {MOST_WEIGHTS:,}, and it cannot be cut; set a smaller model"
+            raise ConfigError(f"{key}: {text}")
+        cut_one = cut_component(OmegaConf.to_container(cfg[key], resolve=True), whole, folder / key)
+        cfg[key], prefixes = cut_one, ("", "ref_") if key == "model" else ("teacher_",)
+        num_layers = len(plain.build_plain(cfg[key], *meta).layers)
+        texts.append(
+            f"{key}: the first {num_layers} of {len(whole.layers)} layers, random weights\n"
+        )
+        for name in (f"{prefix}checkpointer" for prefix in prefixes):
+            if cfg.get(name) is not None:
+                random = {"_component_": "recipe_utils.prove.RandomWeights", "model": cut_one}
+                cfg[name] = {**random, "seed": zlib.crc32(name.encode())}
+    return "".join(texts)
+
+
+# ---- Comparison ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hides the launcher from recipes: they run on this process alone."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def references(
+    objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
+) -> tuple[Gradients, Gradients]:
+    """Returns the gradient in higher precision, and that in the precision of the config."""
+    gc.collect()  # frees the recipe's model
+    if objective is not None:
+        keys, cpu = ("dtype", "weights_dtype", "teacher_dtype"), torch.device("cpu")
+        names = [cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys]
+        device = resolve_device(cfg.get("device"))
+        exact = Precision(device if is_cut else cpu, *["fp32" if is_cut else "fp64"] * 3)
+        with nullcontext() if is_cut else plain.Double():
+            expected = plain.gradients_of(recorded.step, objective, exact)
+        rounded = plain.gradients_of(recorded.step, objective, Precision(device, *names))
+        return expected, rounded
+    one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
+    one["batch_size"] = cfg.global_batch_size
+    recipe_class = class_of(runpy.run_path(str(recipe_path(_IMAGES))), _IMAGES)
+    with alone():
+        of_one = record(recipe_class, OmegaConf.create(one)).gradients
+        one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
+        with plain.Double():
+            return record(recipe_class, OmegaConf.create(one)).gradients, of_one
+
+
+def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """Returns by group the norm of the difference over the norm of the expected gradient."""
+    squares = {group: [0.0, 0.0] for group in _GROUPS}
+    for name, gradient in expected.items():
+        group = next(group for group, pattern in _GROUPS.items() if re.search(pattern, name))
+        own, wide = found[name].double(), gradient.double()
+        squares[group][0] += (own - wide).square().sum().item()
+        squares[group][1] += wide.square().sum().item()
+    pairs = {group: pair for group, pair in squares.items() if any(pair)}
+    return {group: (error / norm if norm else inf) ** 0.5 for group, (error, norm) in pairs.items()}
+
+
+def report(
+    recorded: Recorded, exact: Gradients, rounded: Gradients, cfg: DictConfig, name: str, cuts: str
+) -> int:
+    """Prints the comparison. Returns the exit code."""
+    dtype, totals, world_size = cfg.get("dtype") or "fp32", recorded.totals, world_size_from_env()
+    is_text, other = "images" not in totals, "single samples"
+    how = [f"{len(recorded.step.items)} samples"] if COUNTED.isdisjoint(totals) else []
+    how += [
+        f"{totals[key]:,} {key.replace('_', ' ')}" for key in totals if key in {*COUNTED, TOKENS}
+    ]
+    how += [f"{world_size} rank{'s' * (world_size > 1)}"]
+    how += [cfg.get("microbatching") or "in_order"] * is_text
+    how += [cfg.get("packed_attention")] * ("packed_attention" in cfg)
+    print(
+        f"{cuts}update step 1 of {name}: {', '.join([*how, dtype])}{', compiled' * bool(cfg.get('compile'))}"
+    )
+    print(f"{'':14}difference   of which {dtype}'s rounding")
+    eps = {key: torch.finfo(PRECISION_STR_TO_DTYPE[key]).eps for key in (dtype, "fp32")}
+    # A reference in fp32 has the rounding of fp32 itself, and may be bitwise the single samples.
+    floor, wrong = eps[dtype] + (100 * eps["fp32"] if cuts else 0), []
+    roundings = differences(rounded, exact)
+    for group, difference in differences(recorded.gradients, exact).items():
+        print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
+        if not difference <= FACTOR * roundings.get(group, 0) + floor:
+            wrong.append(group)
+    if not is_text:
+        other = f"one microbatch of all images, which {_IMAGES} computed in fp64,"
+    if wrong:
+        bound = f"{FACTOR:g} times the rounding of {dtype}"
+        print(f"Not equal to {other} within {bound}: {', '.join(wrong)}.")
+    else:
+        print(f"Equal to {other} within the precision of {dtype}.")
+    return int(bool(wrong))
+
+
+def compare(
+    recipe: Mapping[str, Any], cfg: DictConfig, folder: Path, name: str, num_samples: int
+) -> int:
+    """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
+    recipe_class = class_of(recipe, name)
+    keys = recipe["Settings"].__dataclass_fields__
+    objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
+    objective = None if "views" in keys else objective
+    refuse(cfg, objective is plain.losses_of_texts)
+    cfg = config_of(cfg, folder, num_samples, objective is not None)
+    cuts = cut(cfg, folder, objective is not None)
+    recorded = record(recipe_class, cfg)
+    rank, world_size, code = os.environ.get("RANK", "0"), world_size_from_env(), 1
+    make_store: Any = dist.rendezvous("env://") if world_size > 1 else iter([(dist.HashStore(),)])  # type: ignore[attr-defined]
+    store = next(make_store)[0]
+    if rank != "0":
+        store.set_timeout(timedelta(days=1))  # one process computes the reference
+        code = int(store.get(_FOLDER))
+        store.set(f"{_FOLDER}/{rank}", "")
+    else:
+        try:
+            found = references(objective, recorded, cfg, bool(cuts))
+            code = report(recorded, *found, cfg, name, cuts)
+        finally:
+            store.set(_FOLDER, str(code))
+            # Without torchrun, the store ends with this process.
+            store.wait([f"{_FOLDER}/{other}" for other in range(1, world_size)])
+    return REPORTED_EXIT_CODE if code and world_size > 1 else code
+
+
+def main() -> None:
+    """Compares the recipe given on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_utils.prove",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="registered name or path")
+    parser.add_argument("--config", required=True, help="registered name or path")
+    parser.add_argument("--nproc_per_node", type=int, default=1)
+    parser.add_argument("--num_samples", type=int, default=64, help="most samples (default 64)")
+    given, overrides = parser.parse_known_args()
+    recipe = str(recipe_path(given.recipe)) if given.recipe in RECIPES else given.recipe
+    if not os.path.isfile(recipe):
+        parser.error(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
+    named = config_path(given.config)
+    path = str(named) if named.is_file() and not os.path.isfile(given.config) else given.config
+    with ExitStack() as stack:
+        folder = os.environ.get(_FOLDER) or stack.enter_context(tempfile.TemporaryDirectory())
+        if given.nproc_per_node > 1:
+            os.environ[_FOLDER] = folder
+            wait_for_ranks()
+            options = ["--standalone", "--nproc_per_node", str(given.nproc_per_node), "-m"]
+            own = [given.recipe, "--config", given.config, "--num_samples", str(given.num_samples)]
+            launch([*options, "recipe_utils.prove", *own, *overrides])
+            return
+
+        def prove(cfg: DictConfig) -> int:
+            """Compares the gradient of a recipe with single samples."""
+            name = given.config.removesuffix(".yaml")
+            return compare(runpy.run_path(recipe), cfg, Path(folder), name, given.num_samples)
+
+        sys.argv = [recipe, "--config", path, *overrides]
+        sys.exit(entry_point(prove)())
+
+
+if __name__ == "__main__":
+    main()
