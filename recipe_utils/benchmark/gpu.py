@@ -13,6 +13,7 @@ import json
 import logging
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from omegaconf import OmegaConf
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 from torchtune.utils import get_logger
@@ -201,50 +200,22 @@ def machine(run: Run) -> Result:
             "products_tflops": found, "matrix_peak_tflops": max(found.values())}  # fmt: skip
 
 
-def attention(run: Run) -> Result:
-    """Measures errors of packed rows' gradients against SDPA of each document in float64."""
-    lengths = [5, 1, 7, 16] if run.is_small else [1, 127, 128, 129, 2048, 300]
-    kernels: list[tuple[str, str | None]] = [("fp32", None), ("bf16", None)]
+def gradients(run: Run) -> Result:
+    """Runs :mod:`recipe_utils.prove` on embedded defaults, with decoders of both libraries and each kernel."""
+    configs, kernels = ["llama3_2/5M_full_update_step"], [("fp32", "null")]
     if run.is_cuda:
+        configs += ["qwen3/5M_full_update_step"]
         kernels = [("bf16", "varlen"), *product(("fp32", "bf16"), ("flex", "by_document"))]
-    checks = {}
-    for dtype, kernel in kernels:
-        keys = {"dtype": dtype, "weights_dtype": None, "packed_attention": kernel}
-        with recipe_after_setup(run, "attention", model__num_layers=1, **keys) as recipe:
-            (row,) = update_step(run, [lengths], vocab_size=512).microbatches
-            (row,) = to_device_ahead([row], run.device)
-            recipe.sums(row).sum().backward()
-            exact = _gradients_alone(recipe, lengths, torch.float64)
-            bound = 1e-5
-            if dtype == "bf16":
-                bound = 2 * _error(_gradients_alone(recipe, lengths, torch.bfloat16), exact)
-            checks[f"{dtype} {kernel}"] = (_error(_gradients(recipe.model), exact), bound)
-    return {"checks": checks}
-
-
-def _gradients_alone(recipe: Any, lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Returns gradients of torchtune's model, document by document."""
-    device = recipe.ranks.device
-    with device, training.set_default_dtype(torch.float32):
-        model = torchtune_config.instantiate(OmegaConf.create(recipe.checkpointer.model))
-    model.load_state_dict(recipe.checkpointer.load_checkpoint()[training.MODEL_KEY])
-    model.to(dtype)
-    for i, length in enumerate(lengths):
-        sample = {k: torch.tensor(v, device=device) for k, v in sample_of(length, 512, i).items()}
-        logits = model(sample["tokens"][None])[0, :-1].double()
-        F.cross_entropy(logits, sample["labels"][1:], reduction="sum").backward()
-    return _gradients(model)
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    found: list[Any] = [p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None]
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
-
-
-def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the largest relative error in the norm."""
-    pairs = zip(found, exact, strict=True)
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    found: Result = {"output": {}, "checks": {}}
+    for name, (dtype, kernel) in product(configs, kernels):
+        keys = {"dtype": dtype, "packed_attention": kernel, "microbatching": "packed"}
+        keys |= {"device": run.device.type, "output_dir": str(run.scratch / "gradients")}
+        command = [sys.executable, "-m", "recipe_utils.prove", "full_finetune_update_step"]
+        command += ["--config", name, *(f"{key}={value}" for key, value in keys.items())]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        found["output"][f"{name} {dtype} {kernel}"] = (ran.stdout + ran.stderr).splitlines()[-12:]
+        found["checks"][f"{name} {dtype} {kernel}: exit code"] = (ran.returncode, 0)
+    return found
 
 
 def copies(run: Run) -> Result:
@@ -374,7 +345,7 @@ def _losses(run: Run, name: str, **keys: Any) -> list[float]:
 
 
 STAGES: dict[str, Callable[[Run], Result]] = {
-    each.__name__: each for each in (machine, attention, copies, waits, speed, checkpoint)
+    each.__name__: each for each in (machine, gradients, copies, waits, speed, checkpoint)
 }
 
 

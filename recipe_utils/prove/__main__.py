@@ -32,10 +32,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.run import main as launch
+from torchtune import config
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.model.attention.packed_attention import select_kernel
+from recipe_utils.model.build.build import build_on_meta
 from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -93,6 +96,8 @@ class Recorded(NamedTuple):
     step: Step
     gradients: Gradients
     totals: Mapping[str, int]
+    layout: list[str]
+    """Plan of microbatches, and the attention kernel of packed rows."""
 
 
 def class_of(recipe: Mapping[str, Any], name: str) -> Any:
@@ -134,8 +139,15 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
+        data, layout = recipe.settings.data, []
+        if TOKENS in step.totals:
+            layout = [data.microbatching]
+        if layout and data.is_packed:
+            whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings.modules)
+            layout += [select_kernel(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
-    return Recorded(Step(cfg, items, weighs, weights, frozenset(gradients)), gradients, step.totals)
+    compared = Step(cfg, items, weighs, weights, frozenset(gradients))
+    return Recorded(compared, gradients, step.totals, layout)
 
 
 @torch.no_grad()
@@ -292,8 +304,7 @@ def report(
         f"{totals[key]:,} {key.replace('_', ' ')}" for key in totals if key in {*COUNTED, TOKENS}
     ]
     how += [f"{world_size} rank{'s' * (world_size > 1)}"]
-    how += [cfg.get("microbatching") or "in_order"] * is_text
-    how += [cfg.get("packed_attention")] * ("packed_attention" in cfg)
+    how += recorded.layout
     print(
         f"{cuts}update step 1 of {name}: {', '.join([*how, dtype])}{', compiled' * bool(cfg.get('compile'))}"
     )

@@ -27,7 +27,8 @@ def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == list(STAGES)
-    assert len(results["attention"]["checks"]) == 2
+    (printed,) = results["gradients"]["output"].values()
+    assert printed[-1] == "Equal to single samples within the precision of fp32."
     printed = capsys.readouterr().out
     rows = results["speed"]["rows"]
     assert [row["way"] for row in rows] == ["eager", "compiled", "chunks of 4096"]

@@ -198,7 +198,7 @@ def test_two_ranks_equal_single_samples(layout, tiny_config, tmp_path):
     argv = ["prove", SFT, "--config", str(path)]
     first, second = run_distributed(prove_on_this_rank, 2, argv, str(tmp_path / "prove"))
     assert_equal(first)
-    assert any(", 2 ranks, packed, fp32" in line for line in first[1])
+    assert any(", 2 ranks, packed, by_document, fp32" in line for line in first[1])
     assert second == (0, [])
 
 
