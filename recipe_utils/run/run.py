@@ -451,18 +451,23 @@ class Run:
         self._log.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:
-        """Locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
-        folder, problem = self.settings.output_dir, None
+        """Creates and locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
+        folder, problem = Path(self.settings.output_dir), None
         if self._ranks.is_zero:
             try:
-                self._at_exit.callback(FolderLock(Path(folder)).release)
+                folder.mkdir(parents=True, exist_ok=True)
+                self._at_exit.callback(FolderLock(folder).release)
             except LockedError as error:
                 problem = (
                     f"output_dir={folder}: another run writes to it ({error}); wait for its end, "
                     "stop it, or set another folder"
                 )
-            except OSError as error:  # no reason not to train
-                self._log.warn(
+            except OSError as error:
+                if not folder.is_dir():
+                    problem = (
+                        f"output_dir={folder}: it cannot be created ({error}); set another folder"
+                    )
+                self._log.warn(  # no reason not to train
                     f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
                 )
         problem = gather_objects(problem, self._group)[0]
