@@ -61,9 +61,8 @@ class Run:
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-        # Asynchronous checkpoints communicate in another thread, which needs its own group.
         is_async = settings.enable_async_checkpointing
-        self._group = ranks.new_cpu_group(has_timeout=False) if is_async else ranks.cpu_group
+        self._group = ranks.checkpoint_group if is_async else ranks.cpu_group
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
         self._is_best = False
         self._is_stopped = False

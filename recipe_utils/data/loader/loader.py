@@ -144,7 +144,8 @@ class UpdateStepLoader:
         collator: collator of its samples.
         settings: data settings.
         ranks: ranks of the job.
-        name: config key of the dataset, for errors.
+        name: config key of the dataset, for errors. Those of other keys than ``dataset`` share a group of
+            ranks, so only one of them is iterated over at a time.
         num_microbatches_to_run: maps the largest number of microbatches on a rank to the number, at
             least as large, that all ranks run with dummy ones. Default: the same number.
         num_epochs: epochs of the training, in which a mixture takes its shares; None to take each
@@ -174,7 +175,7 @@ class UpdateStepLoader:
         self.settings = settings
         self._ranks = ranks
         self._num_microbatches_to_run = num_microbatches_to_run
-        self._group = ranks.new_cpu_group()
+        self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         self.dataset = CheckedDataset(
             dataset, name, collator.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
