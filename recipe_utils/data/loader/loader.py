@@ -266,7 +266,7 @@ class UpdateStepLoader:
         lengths: Sequence[int] = [len(self.dataset)]
         if self._mixture is not None:
             lengths = self._mixture.mixture.lengths
-        is_lazy = self.settings.shuffle and max(lengths) > NUM_IN_MEMORY
+        is_lazy = self.settings.shuffle and sum(lengths) > NUM_IN_MEMORY
         return {
             **fingerprint(self.dataset, self._collator.fingerprint_keys, lengths),
             **(self._mixture.fingerprint() if self._mixture is not None else {}),
