@@ -22,6 +22,7 @@ from recipe_runs import (
     cosine,
     exported_model,
     keep_messages,
+    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
@@ -205,6 +206,28 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(cha
     assert saved(config) == ["step_2"]
     resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
     assert logged + resumed == uninterrupted
+
+
+DRAWING = {"_component_": "tiny.drawing_dataset", "num_samples": 38}
+
+
+@pytest.mark.parametrize("key", ["dataset", "dataset_val"])
+def test_a_dataset_that_draws_beside_training_is_refused(key, tiny_config):
+    data = {"dataset": DATA, "dataset_val": DATA, "run_val_every_n_steps": 1, key: DRAWING}
+    assert f"num_workers=0: samples of {key} draw from a global" in refusal(tiny_config(**data))
+
+
+def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_config):
+    config = config_of(
+        tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1
+    )
+    whole = writing_to(f"{config['output_dir']}_whole", {**config, "num_workers": 2})
+    uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
+    logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])
+    resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
+    assert logged + resumed == uninterrupted
+    (alone,) = run_distributed(run_recipe, 1, writing_to(f"{config['output_dir']}_alone", config))
+    assert losses(alone) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in uninterrupted]
 
 
 def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_config):

@@ -189,6 +189,16 @@ class UpdateStepLoader:
         with naming(name):
             if agree_on_length(num_samples, self._group) == 0:
                 raise ValueError("it has 0 samples; at least 1 is needed")
+            if (
+                self.dataset.find_draws()
+                and settings.prefetch_update_steps
+                and not settings.num_workers
+            ):
+                text = (
+                    f"samples of {name} draw from a global random generator, as training does at the same time, so no "
+                    "run could be repeated or resumed; set num_workers to 1 or more"
+                )
+                raise ConfigError(Problem("num_workers", text, 0))
             self._check_has_targets()
             per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = settings.global_batch_size or per_rank * ranks.dp_degree
