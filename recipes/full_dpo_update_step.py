@@ -162,7 +162,8 @@ class FullDPORecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
+        parts = self.model, self.optimizer, self.checkpointer, self.loader
+        run.resume(*parts, checkpoint, frozen, outputs=self.reference.outputs)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
@@ -256,8 +257,6 @@ class FullDPORecipe:
                     run.log_validation(self.validate())
                 if run.should_sample():
                     run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
-                if run.should_save(step):
-                    self.reference.outputs.flush()  # resumed training reads bitwise the same values
                 run.finish_step(step)
             run.finish_epoch()
 

@@ -18,7 +18,7 @@ import torch
 from torchtune.datasets import ConcatDataset
 
 from recipe_utils.data.loader.sampler import epoch_permutation
-from recipe_utils.data.order import seed_of
+from recipe_utils.data.order import NUM_IN_MEMORY, seed_of
 from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
 
@@ -145,8 +145,10 @@ class MixtureOrder:
         self._pass = lru_cache(maxsize=2 * len(schedules))(self._make_pass)
 
     def _make_pass(self, which: int, number: int) -> Any:
-        seed = seed_of(self._seed, 1, which, number)
-        return epoch_permutation(self.mixture.lengths[which], 0, self._shuffle, seed)
+        seed, length = seed_of(self._seed, 1, which, number), self.mixture.lengths[which]
+        # Bounded for all datasets together, of which each keeps two orders.
+        is_lazy = sum(self.mixture.lengths) > NUM_IN_MEMORY
+        return epoch_permutation(length, 0, self._shuffle, seed, is_lazy)
 
     def epoch(self, epoch: int) -> Any:
         """Returns the order of an epoch, of which whole update steps can be taken."""

@@ -54,6 +54,13 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
         raise ValueError(f"not the state of a random number generator: {error}") from error
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and PyTorch's CPU device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
 def _tensor_of(value: float | None) -> Tensor:
     return torch.tensor([] if value is None else [value], dtype=torch.float64)
 

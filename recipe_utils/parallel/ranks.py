@@ -170,14 +170,33 @@ class Ranks:
         """Returns the group of this pipeline; None without one."""
         return self.mesh.get_group("pp") if self.dims.pp > 1 else None
 
-    def new_cpu_group(self, has_timeout: bool = True) -> dist.ProcessGroup:
-        """Returns a new gloo group of all ranks; background threads each need their own."""
-        return process_group.new_cpu_group(self.timeout_seconds if has_timeout else None)
+    # Gloo groups of all ranks; the first use of each is collective. Each connects every rank with all
+    # others, so there is one for every thread that communicates beside others, and no more.
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """Returns the gloo group of the main thread; its first use is collective."""
-        return self.new_cpu_group(has_timeout=False)  # may wait for the slowest disk
+        """Returns the group of the main thread: the default one if that fits."""
+        default = dist.group.WORLD
+        assert default is not None
+        # The main thread may wait for the slowest disk, longer than a timeout of the config.
+        if self.timeout_seconds is None and "gloo" in dist.get_backend_config(default):
+            return default
+        return process_group.new_cpu_group()
+
+    @cached_property
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """Returns the group of the thread that writes asynchronous checkpoints."""
+        return process_group.new_cpu_group()
+
+    @cached_property
+    def prefetch_group(self) -> dist.ProcessGroup:
+        """Returns the group of the thread that prefetches training data."""
+        return process_group.new_cpu_group(self.timeout_seconds)
+
+    @cached_property
+    def validation_group(self) -> dist.ProcessGroup:
+        """Returns the group of the thread that prefetches validation data, while training data are prefetched."""
+        return process_group.new_cpu_group(self.timeout_seconds)
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:

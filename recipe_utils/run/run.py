@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -19,11 +19,12 @@ from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
 from recipe_utils.optim.optimizer import build_lr_scheduler
-from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.process_group import gather_objects, start_any
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.exports import export_model, log_model, summary_of_training
@@ -56,12 +57,12 @@ class Run:
         self.num_tokens_seen = 0  # target tokens
         self.num_images_seen = 0
         self.stop = threading.Event()  # requests a checkpoint and the end of training
+        self._stop_requested: Callable[[], bool] = self.stop.is_set  # of all ranks by advance()
         self._recipe = recipe
         self._ranks = ranks
         self._config: dict[str, Any] = dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-        # Asynchronous checkpoints communicate in another thread, which needs its own group.
         is_async = settings.enable_async_checkpointing
-        self._group = ranks.new_cpu_group(has_timeout=False) if is_async else ranks.cpu_group
+        self._group = ranks.checkpoint_group if is_async else ranks.cpu_group
         self._log = Log(Path(settings.output_dir) / "logs", ranks.is_zero)
         self._is_best = False
         self._is_stopped = False
@@ -71,7 +72,7 @@ class Run:
         self._last_export: Path | None = None
         self._throughput = Throughput(ranks.world_size)
         self.metrics = Metrics(self._log, self._throughput, reads_late=ranks.device.type != "cpu")
-        self._unsaved_since_seconds: float | None = None  # by rank 0's clock, on all ranks
+        self._unsaved_since_seconds = math.inf  # first update step since, by rank 0's clock
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
@@ -130,14 +131,16 @@ class Run:
         stock_checkpoint: Mapping[str, Any],
         frozen: Mapping[str, str],
         exported: nn.Module | None = None,
+        outputs: FrozenOutputs | None = None,
     ) -> None:
         """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
 
         From then on checkpoints contain ``model`` and ``optimizer``, and ``checkpointer`` exports
-        ``exported`` (default: ``model``).
+        ``exported`` (default: ``model``). New ``outputs`` are written before each checkpoint.
         """
         self._model, self._optimizer, self._checkpointer = model, optimizer, checkpointer
         self._exported = model if exported is None else exported
+        self._outputs = outputs
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         adapters = adapters_of(model).modules.values()
@@ -192,7 +195,7 @@ class Run:
         self._throughput.restart()
         self._changed_weights.restart()
         with (
-            loader.epoch(epoch, self.samples_consumed, self.stop) as steps,
+            loader.epoch(epoch, self.samples_consumed) as steps,
             progress_bar(
                 total=loader.steps_per_epoch,
                 initial=self.samples_consumed // loader.global_batch_size,
@@ -219,6 +222,10 @@ class Run:
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
         self.metrics.write_held()
+        # All ranks get the same answer, while the device computes. Earlier, and a request during
+        # the update step would cost another one.
+        self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
+        self._unsaved_since_seconds = min(self._unsaved_since_seconds, step.clock_seconds)
         self._step = step
         self.global_step += 1
         self.samples_consumed = step.samples_consumed
@@ -311,7 +318,7 @@ class Run:
 
         Synchronizes with the device only before a checkpoint, export, validation or sampling.
         """
-        saves = self.should_save(step) or self.should_export(step) or step.stop_requested
+        saves = self.should_save(step) or self.should_export(step) or self._stop_requested()
         if saves or self.should_validate() or self.should_sample() or step.is_last_of_epoch:
             self.metrics.write_held()
             guard.check(self.global_step)
@@ -356,11 +363,8 @@ class Run:
         """Returns True if a checkpoint within the epoch is due, by steps or rank 0's clock."""
         if step.is_last_of_epoch:
             return False
-        if self._unsaved_since_seconds is None:
-            self._unsaved_since_seconds = step.clock_seconds
         unsaved_minutes = (step.clock_seconds - self._unsaved_since_seconds) / 60
-        minutes = self.settings.save_every_n_minutes
-        is_due_by_clock = minutes is not None and unsaved_minutes >= minutes
+        is_due_by_clock = unsaved_minutes >= (self.settings.save_every_n_minutes or math.inf)
         return is_due_by_clock or self._is_due(self.settings.save_every_n_steps)
 
     def finish_step(self, step: UpdateStep) -> None:
@@ -369,7 +373,7 @@ class Run:
         if self._is_best:
             self.export("best")
             self._is_best = False
-        if step.stop_requested:  # the same on all ranks
+        if self._stop_requested():
             self.save()
             self._is_stopped = True
             self._log.info(
@@ -408,6 +412,8 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
+        if self._outputs is not None:
+            self._outputs.flush()  # so that a resumed training reads bitwise the same values
         position = {name: getattr(self, name) for name in _POSITION}
         state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
@@ -415,7 +421,7 @@ class Run:
         except ValueError as error:  # the state cannot be saved; raised on all ranks
             outcome = SaveOutcome(self.global_step, None, error=str(error))
         self._report(outcome)
-        self._unsaved_since_seconds = None
+        self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:
         """Exports the model; see :func:`.export_model`. Returns an error message or None."""
@@ -444,18 +450,23 @@ class Run:
         self._log.warn(outcome.warning or "")
 
     def _lock_folder(self) -> None:
-        """Locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
-        folder, problem = self.settings.output_dir, None
+        """Creates and locks ``output_dir``. Raises ConfigError on all ranks if another run writes to it."""
+        folder, problem = Path(self.settings.output_dir), None
         if self._ranks.is_zero:
             try:
-                self._at_exit.callback(FolderLock(Path(folder)).release)
+                folder.mkdir(parents=True, exist_ok=True)
+                self._at_exit.callback(FolderLock(folder).release)
             except LockedError as error:
                 problem = (
                     f"output_dir={folder}: another run writes to it ({error}); wait for its end, "
                     "stop it, or set another folder"
                 )
-            except OSError as error:  # no reason not to train
-                self._log.warn(
+            except OSError as error:
+                if not folder.is_dir():
+                    problem = (
+                        f"output_dir={folder}: it cannot be created ({error}); set another folder"
+                    )
+                self._log.warn(  # no reason not to train
                     f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
                 )
         problem = gather_objects(problem, self._group)[0]

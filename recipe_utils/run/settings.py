@@ -69,7 +69,7 @@ class RunSettings:
     """Resumes even if ``model`` differs from the checkpoint's, provided that the weights fit."""
 
     def problems(self) -> Iterator[Problem]:
-        """Creates the output folder. Yields problems with it and between keys."""
+        """Yields problems with the output folder and between keys."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             keys = ("sample_prompts", "sample_every_n_steps")

@@ -63,15 +63,26 @@ def _parsed(problem: str) -> Problem:
 
 
 def problems_with_folder(key: str, folder: Path) -> Iterator[Problem]:
-    """Creates a folder. Yields a problem if that fails or the folder is not writable."""
+    """Yields a problem if a folder, or the nearest one that exists above it, is not writable."""
+    nearest = folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        while not _exists(nearest):
+            nearest = nearest.parent
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except (OSError, ValueError) as error:
         reason = os.strerror(getattr(error, "errno", 0) or 0)
         text = f"it cannot be written to ({reason}); set it to a directory of yours"
         yield Problem(key, text, folder)
+
+
+def _exists(path: Path) -> bool:
+    """Raises an error for paths that cannot be created, such as one below a file; ``Path.exists`` returns False."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager

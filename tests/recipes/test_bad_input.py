@@ -9,7 +9,7 @@ import torch
 from checkpoint_runs import Malicious
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import recipe_class, refusal, run_recipe
+from recipe_runs import DPO, recipe_class, refusal, run_recipe
 from safetensors.torch import save_file
 
 from recipe_utils.run.log import read_metrics
@@ -76,9 +76,18 @@ def test_an_unwritable_or_missing_output_directory_is_reported(tiny_config, tmp_
     (tmp_path / "file").write_text("")
     folder = f"{tmp_path}/file/out"
     config = tiny_config()
-    text = refusal(config | {"output_dir": folder})
-    assert f"output_dir={folder}: it cannot be written to" in text
+    for each in (folder, f"{tmp_path}/{'long' * 80}/out"):
+        text = refusal(config | {"output_dir": each})
+        assert f"output_dir={each}: it cannot be written to" in text
     assert "output_dir: it is missing" in refusal(config | {"output_dir": None})
+
+
+def test_a_refused_config_creates_no_folder(tiny_dpo_config, tmp_path):
+    folders = {"output_dir": f"{tmp_path}/new/out", "reference_cache_dir": f"{tmp_path}/new/cache"}
+    assert "batch_size=0" in refusal(
+        tiny_dpo_config(**folders, reference="cached", batch_size=0), DPO
+    )
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_checkpoint_of_another_size_is_refused_before_training(tiny_config):

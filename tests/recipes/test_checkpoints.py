@@ -22,10 +22,12 @@ from recipe_runs import (
     cosine,
     exported_model,
     keep_messages,
+    refusal,
     run_recipe,
     run_recipe_keeping_warnings,
     run_stock_recipe,
     set_up,
+    slow,
     writing_to,
 )
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -186,16 +188,56 @@ def run_until_signalled(config, at_step, on_rank):
     return list(ListLogger.logged)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(prefetch, tiny_config):
-    config = config_of(tiny_config, save_every_n_steps=..., prefetch_update_steps=prefetch)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefetch_update_steps": 4},
+        slow({"prefetch_update_steps": 0, "enable_async_checkpointing": True}),
+        slow({"pipeline_parallel_dim": 2}),
+    ],
+    ids=["prefetch", "async", "pipeline"],
+)
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(changes, tiny_config):
+    config = config_of(tiny_config, save_every_n_steps=..., **changes)
     whole = writing_to(f"{config['output_dir']}_whole", config)
     uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
-    logged = losses(run_distributed(run_until_signalled, 2, config, 1, 1)[0])
-    assert 1 <= len(logged) <= 2 + prefetch + 1 < len(uninterrupted)
-    assert saved(config) == [f"step_{len(logged)}"]
+    logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])
+    assert len(logged) == 2
+    assert saved(config) == ["step_2"]
     resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
     assert logged + resumed == uninterrupted
+
+
+DRAWING = {"_component_": "tiny.drawing_dataset", "num_samples": 38}
+
+
+@pytest.mark.parametrize("key", ["dataset", "dataset_val"])
+def test_a_dataset_that_draws_beside_training_is_refused(key, tiny_config):
+    data = {"dataset": DATA, "dataset_val": DATA, "run_val_every_n_steps": 1, key: DRAWING}
+    assert f"num_workers=0: samples of {key} draw from a global" in refusal(tiny_config(**data))
+
+
+def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_config):
+    config = config_of(
+        tiny_config, dataset=DRAWING, save_every_n_steps=..., num_workers=1, epochs=1
+    )
+    whole = writing_to(f"{config['output_dir']}_whole", {**config, "num_workers": 2})
+    uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
+    logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])
+    resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])
+    assert logged + resumed == uninterrupted
+    (alone,) = run_distributed(run_recipe, 1, writing_to(f"{config['output_dir']}_alone", config))
+    assert losses(alone) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in uninterrupted]
+
+
+def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_config):
+    """Unshuffled, sample 20 belongs to update step 3, which is prepared during update step 2."""
+    bad = {"20": {"tokens": [], "labels": []}}
+    config = config_of(
+        tiny_config, save_every_n_steps=..., shuffle=False, dataset={**DATA, "replace": bad}
+    )
+    assert len(run_distributed(run_until_signalled, 2, config, 2, 1)[0]) == 2
+    assert saved(config) == ["step_2"]
 
 
 def run_with_clock(config, seconds_per_step):

@@ -71,12 +71,12 @@ def everything(recipe):
 
 
 def run(config, stop_at=None):
-    """Returns logged metrics and :func:`everything`; stops in the update step before ``stop_at``."""
-    with set_up({"prefetch_update_steps": 0, **config}, DINO) as recipe:
+    """Returns logged metrics and :func:`everything`; stops in update step ``stop_at``."""
+    with set_up(config, DINO) as recipe:
         update = recipe.update
 
         def watched(step):
-            if recipe.run.global_step + 2 == stop_at:
+            if recipe.run.global_step + 1 == stop_at:
                 recipe.run.stop.set()
             return update(step)
 

@@ -388,7 +388,15 @@ def count_gloo_groups(config):
     return len(groups)
 
 
-def test_the_main_thread_has_one_gloo_group_and_each_loader_one(tiny_kd_config):
-    """A gloo group connects each rank with all others."""
-    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1)
-    assert run_distributed(count_gloo_groups, 2, config) == [3, 3]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"process_group_timeout_seconds": None}, 2),
+        slow({"process_group_timeout_seconds": None, "enable_async_checkpointing": True}, 3),
+        slow({"process_group_timeout_seconds": 99}, 3),
+    ],
+)
+def test_training_and_validation_add_one_gloo_group_each(changes, expected, tiny_kd_config):
+    """A gloo group connects each rank with all others. The main thread uses the default group."""
+    config = curve_config(tiny_kd_config, teacher_cache="hidden", max_steps_per_epoch=1, **changes)
+    assert run_distributed(count_gloo_groups, 2, config) == [expected] * 2

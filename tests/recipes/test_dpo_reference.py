@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,28 @@ def test_the_cache_is_used_again_unless_the_log_probabilities_depend_on_a_change
         new = set(files_of(config)) - known
         known |= new
         assert num_pairs_in(new) == num_computed, change
+
+
+@pytest.mark.parametrize("way", ["nonfinite", "stop"])
+def test_new_log_probabilities_are_written_before_every_checkpoint(way, cached_config):
+    """One epoch of 5 update steps of 4 pairs, ended in the second."""
+    config = cached_config(epochs=1, microbatching="packed", global_batch_size=4)
+    with set_up(config, DPO) as recipe:
+        update = recipe.update
+
+        def last_update(step):
+            metrics, grad_norm = update(step)
+            if recipe.run.global_step + 1 == 2 and way == "stop":
+                recipe.run.stop.set()
+            if recipe.run.global_step + 1 == 2 and way == "nonfinite":
+                recipe.nonfinite.problem = "planted"
+            return metrics, grad_norm
+
+        recipe.update = last_update
+        with pytest.raises(NonfiniteError) if way == "nonfinite" else nullcontext():
+            recipe.train()
+    assert Path(config["output_dir"], "step_2").exists()
+    assert num_pairs_in(files_of(config)) == 8
 
 
 def test_training_continues_if_the_cache_cannot_be_written(cached_config, monkeypatch):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
@@ -141,6 +142,18 @@ class Samples(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index):
         return self.samples[index]
+
+
+class DrawingSamples(Samples):
+    def __getitem__(self, index):
+        shift = int(torch.randint(9, ())) + random.randrange(9) + np.random.randint(9)
+        tokens = [(token + shift) % 60 for token in super().__getitem__(index)["tokens"]]
+        return {"tokens": tokens, "labels": tokens}
+
+
+def drawing_dataset(_, num_samples):
+    """Samples that differ at each read."""
+    return DrawingSamples(make_samples(num_samples))
 
 
 def endless_dataset(_):

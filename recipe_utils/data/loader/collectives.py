@@ -39,7 +39,6 @@ class RankCounts(NamedTuple):
     counts: Mapping[str, int]
     """Counts by name, divisors of losses among them."""
     num_microbatches: int
-    stop_requested: bool = False
     clock_ms: int = 0
     """Monotonic clock [ms]; only differences are meaningful."""
     num_skipped: int = 0
@@ -52,8 +51,6 @@ class StepCounts(NamedTuple):
     """Sums over the data-parallel ranks, by name."""
     max_microbatches: int
     """Microbatches of the rank that has most."""
-    stop_requested: bool = False
-    """True if a stop was requested on any rank."""
     clock_seconds: float = 0.0
     """Clock of rank 0. Decisions based on it are the same on all ranks."""
     num_skipped: int = 0
@@ -87,17 +84,16 @@ class StepCollectives:
         row: tuple[int, ...] = ()
         if local is not None:
             counts = [local.num_skipped, *(local.counts[name] for name in self.names)]
-            row = (1, local.num_microbatches, local.stop_requested, local.clock_ms)
+            row = (1, local.num_microbatches, local.clock_ms)
             row += tuple(count if self.counts_its_data else 0 for count in counts)
-        table = self._gather_rows(row, 5 + len(self.names))
+        table = self._gather_rows(row, 4 + len(self.names))
 
-        ready, num_microbatches, stop, clock_ms, skipped, *columns = table.unbind(1)
+        ready, num_microbatches, clock_ms, skipped, *columns = table.unbind(1)
         if local is not None:
             _check_all_ready(ready)
         return StepCounts(
             {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)},
             int(num_microbatches.max()),
-            bool(stop.any()),
             int(clock_ms[0]) / 1000,
             int(skipped.sum()),
         )

@@ -114,8 +114,6 @@ class UpdateStep:
     samples_consumed: int = 0
     """Samples of the epoch over all ranks, up to and including this update step."""
     is_last_of_epoch: bool = False
-    stop_requested: bool = False
-    """True on all ranks if a stop was requested on any of them."""
     clock_seconds: float = 0.0
     """Clock of rank 0 when the update step was counted, possibly ahead by prefetching."""
     num_skipped: int = 0
@@ -146,7 +144,8 @@ class UpdateStepLoader:
         collator: collator of its samples.
         settings: data settings.
         ranks: ranks of the job.
-        name: config key of the dataset, for errors.
+        name: config key of the dataset, for errors. Those of other keys than ``dataset`` share a group of
+            ranks, so only one of them is iterated over at a time.
         num_microbatches_to_run: maps the largest number of microbatches on a rank to the number, at
             least as large, that all ranks run with dummy ones. Default: the same number.
         num_epochs: epochs of the training, in which a mixture takes its shares; None to take each
@@ -176,7 +175,7 @@ class UpdateStepLoader:
         self.settings = settings
         self._ranks = ranks
         self._num_microbatches_to_run = num_microbatches_to_run
-        self._group = ranks.new_cpu_group()
+        self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         self.dataset = CheckedDataset(
             dataset, name, collator.prepare, skips_bad=settings.on_bad_sample == "skip"
         )
@@ -190,6 +189,16 @@ class UpdateStepLoader:
         with naming(name):
             if agree_on_length(num_samples, self._group) == 0:
                 raise ValueError("it has 0 samples; at least 1 is needed")
+            if (
+                self.dataset.find_draws()
+                and settings.prefetch_update_steps
+                and not settings.num_workers
+            ):
+                text = (
+                    f"samples of {name} draw from a global random generator, as training does at the same time, so no "
+                    "run could be repeated or resumed; set num_workers to 1 or more"
+                )
+                raise ConfigError(Problem("num_workers", text, 0))
             self._check_has_targets()
             per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
             self.global_batch_size = settings.global_batch_size or per_rank * ranks.dp_degree
@@ -267,7 +276,7 @@ class UpdateStepLoader:
         lengths: Sequence[int] = [len(self.dataset)]
         if self._mixture is not None:
             lengths = self._mixture.mixture.lengths
-        is_lazy = self.settings.shuffle and max(lengths) > NUM_IN_MEMORY
+        is_lazy = self.settings.shuffle and sum(lengths) > NUM_IN_MEMORY
         return {
             **fingerprint(self.dataset, self._collator.fingerprint_keys, lengths),
             **(self._mixture.fingerprint() if self._mixture is not None else {}),
@@ -333,15 +342,12 @@ class UpdateStepLoader:
         for remark, number in remarks.most_common():
             _log.info(f"{self.dataset.name}: {number} of {num_read} samples read: {remark}")
 
-    def epoch(
-        self, epoch: int, samples_consumed: int = 0, stop: threading.Event | None = None
-    ) -> Prefetched[UpdateStep]:
+    def epoch(self, epoch: int, samples_consumed: int = 0) -> Prefetched[UpdateStep]:
         """Returns the update steps of an epoch.
 
         Args:
             epoch: index of the epoch, from 0.
             samples_consumed: samples of the epoch, over all ranks, whose update steps are done.
-            stop: if set on any rank, ``stop_requested`` of later update steps is True on all ranks.
 
         Returns:
             A context manager that iterates over :class:`UpdateStep`. It raises errors of the
@@ -351,7 +357,7 @@ class UpdateStepLoader:
         """
         first = samples_consumed // self.global_batch_size
         steps = range(first, self.steps_per_epoch)
-        return self.of_samples(self._indices(self._order(epoch), steps, epoch), first, stop)
+        return self.of_samples(self._indices(self._order(epoch), steps, epoch), first)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
@@ -381,10 +387,7 @@ class UpdateStepLoader:
         return UpdateSteps(steps, lambda step: update_step_indices(order, step, size, *place))
 
     def of_samples(
-        self,
-        indices_per_step: Sequence[list[int]],
-        first: int = 0,
-        stop: threading.Event | None = None,
+        self, indices_per_step: Sequence[list[int]], first: int = 0
     ) -> Prefetched[UpdateStep]:
         """Returns update steps of given samples; see :meth:`epoch`.
 
@@ -392,10 +395,9 @@ class UpdateStepLoader:
             indices_per_step: dataset indices of this DP rank, possibly none, for each update step;
                 every rank must have the same number of update steps.
             first: position of the first update step in its epoch.
-            stop: see :meth:`epoch`.
         """
         closed = threading.Event()
-        steps = self._prepare(first, indices_per_step, stop or threading.Event(), closed)
+        steps = self._prepare(first, indices_per_step, closed)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
     def _collate(
@@ -411,7 +413,6 @@ class UpdateStepLoader:
         self,
         first: int,
         indices_per_step: Sequence[list[int]],
-        stop: threading.Event,
         closed: threading.Event,
     ) -> Iterator[UpdateStep]:
         collator, ranks = self._collator, self._ranks
@@ -448,7 +449,6 @@ class UpdateStepLoader:
                 local = RankCounts(
                     counts,
                     len(microbatches),
-                    stop.is_set(),
                     time.monotonic_ns() // 1_000_000,
                     num_skipped=len(indices) - len(samples),
                 )
@@ -471,7 +471,6 @@ class UpdateStepLoader:
                 ranks.dp_degree,
                 samples_consumed=(index + 1) * self.global_batch_size,
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
-                stop_requested=agreed.stop_requested,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
             )

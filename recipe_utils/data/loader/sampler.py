@@ -67,14 +67,17 @@ class UpdateSteps(Sequence[list[int]]):
         return self._indices_of(self._steps[which])
 
 
-def epoch_permutation(num_samples: int, epoch: int, shuffle: bool, seed: int = 0) -> Any:
+def epoch_permutation(
+    num_samples: int, epoch: int, shuffle: bool, seed: int = 0, is_lazy: bool = False
+) -> Any:
     """Returns the dataset indices of an epoch in order, [num_samples] int64.
 
     Up to :data:`.NUM_IN_MEMORY` samples, a tensor with the order of
     ``torch.utils.data.DistributedSampler`` with this seed. Stock torchtune recipes use seed 0 for
-    any ``seed`` of the config. Beyond, slices of a :class:`.LazyPermutation` are computed.
+    any ``seed`` of the config. Beyond, or if ``is_lazy``, slices of a :class:`.LazyPermutation` are
+    computed.
     """
-    if num_samples > NUM_IN_MEMORY:
+    if is_lazy or num_samples > NUM_IN_MEMORY:
         return LazyPermutation(num_samples, seed_of(seed, epoch) if shuffle else None)
     if not shuffle:
         return torch.arange(num_samples)

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,15 @@ from torchtune import config
 from torchtune.datasets import ConcatDataset
 from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.workers import load_batches
 from recipe_utils.data.mixture import Mixture, entries_of, mixture_of
+from recipe_utils.data.order import seed_of
+from recipe_utils.parallel.random_state import (
+    get_random_state,
+    seed_generators,
+    set_random_state,
+)
 from recipe_utils.settings.components import may_mean_subset, split_entry
 
 Sample = Mapping[str, Any]
@@ -71,6 +79,9 @@ class CheckedDataset(Dataset[Sample]):
         name: config key of the dataset, for errors.
         prepare: collator's ``prepare``; it gets names such as ``"sample 17 of dataset"``.
         skips_bad: True if :func:`load_samples` skips bad samples.
+
+    Global random generators that a dataset draws from are seeded for each sample, by its position in
+    the training, and restored: draws are the same in any worker, on any layout and after a resume.
     """
 
     def __init__(
@@ -86,15 +97,39 @@ class CheckedDataset(Dataset[Sample]):
         self.skips_bad = skips_bad
         self.mixture = mixture_of(dataset)
         self._named: set[str] = set()
+        self.draws = False
+        """The dataset draws from a global generator; set by :meth:`find_draws`."""
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def find_draws(self) -> bool:
+        """Returns True if the first sample draws from a global generator of Python, NumPy or PyTorch."""
+        before = get_random_state()
+        for _ in range(2):  # imports and caches of the first call are no draws of a sample
+            state = get_random_state()
+            with suppress(Exception):  # raised again when it is its turn
+                self[0]
+        after = get_random_state()
+        set_random_state(before)
+        self.draws = not all(torch.equal(state[name], after[name]) for name in state)
+        return self.draws
 
     def __getitem__(self, index: int) -> Sample:
         """Returns the prepared sample; an error of the dataset is chained to a SampleError.
 
         A sample of a mixture has ``dataset_index``, the position of its dataset in the list.
         """
+        if not self.draws:
+            return self._get(index)
+        place, state = StepIndex.of(index), get_random_state()
+        seed_generators(seed_of(index, place.epoch, place.step, place.position))
+        try:
+            return self._get(index)
+        finally:
+            set_random_state(state)
+
+    def _get(self, index: int) -> Sample:
         place, added = f"{index} of {self.name}", {}
         if self.mixture is not None:
             which = self.mixture.dataset_of(index)

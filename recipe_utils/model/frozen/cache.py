@@ -12,7 +12,6 @@ import json
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ Values = dict[str, Tensor]
 """Outputs by name, with the rows of samples concatenated, [sum of n, ...]."""
 
 _NUM_BYTES_OF_KEY = 16
+_KEY = f"S{_NUM_BYTES_OF_KEY}"
 _VALUES = "values."
 _INDEX = ("keys", "num_rows", "crc32")
 
@@ -74,12 +74,12 @@ class OutputCache:
         self._max_part_bytes = max_part_bytes
         self._unwritten: dict[bytes, Values] = {}
         self._num_unwritten_bytes = 0
-        self._written: set[bytes] = set()  # since the last reload
+        self._written: list[_Index] = []  # since the last reload
         self._written_names: list[str] = []
         self._parts: dict[str, _Part] = {}
         self._skipped: set[str] = set()
         # Replaced as a whole, so that the prefetch thread never reads a half-changed index.
-        self._index: dict[bytes, tuple[_Part, int]] = {}
+        self._index = _Index([])
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.reload()
@@ -98,8 +98,8 @@ class OutputCache:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns True for each sample that is in the cache."""
-        index = self._index
-        return [key in index for key in keys]
+        found: list[bool] = self._index.contains(keys).tolist()
+        return found
 
     def find(self, keys: Sequence[bytes]) -> Values:
         """Reads the outputs of samples. Without keys, tensors have no rows; an empty cache has none.
@@ -107,28 +107,31 @@ class OutputCache:
         Raises CheckpointError if a sample is not in the cache, or its outputs are corrupt.
         """
         index = self._index
-        if any(key not in index for key in keys):
+        if not index.contains(keys).all():
             raise CheckpointError(
                 f"{self._key}={self._folder}: the dataset returned another sample than in the pass before "
                 "training, which the cache does not contain; train without a cache"
             )
-        places = [index[key] for key in keys]
-        total = sum(part.num_rows[number] for part, number in places)
+        places = index.places(keys)
+        total = sum(part.num_rows(number) for part, number in places)
         layout = next((part.layout for part in self._parts.values()), {})
         values = {
             name: torch.empty(total, *shape, dtype=dtype) for name, (dtype, shape) in layout.items()
         }
         end = 0
         for part, number in places:
-            begin, end = end, end + part.num_rows[number]
+            begin, end = end, end + part.num_rows(number)
             part.read(number, {name: rows[begin:end] for name, rows in values.items()})
         return values
 
     def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
         """Copies the outputs of new samples; :meth:`write` writes them above ``max_part_bytes``."""
         parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
+        is_known = np.zeros(len(keys), dtype=bool)
+        for index in (self._index, *self._written):
+            is_known |= index.contains(keys)
         for number, key in enumerate(keys):
-            if key in self._unwritten or key in self._written or key in self._index:
+            if key in self._unwritten or is_known[number]:
                 continue
             copies = {
                 name: samples[number].detach().to("cpu", copy=True).contiguous()
@@ -147,7 +150,7 @@ class OutputCache:
         """
         if self._gathers:
             ranks = gather_objects(self._unwritten, self._group)
-            self._written.update(self._unwritten)
+            self._written.append(_Index([np.array(list(self._unwritten), dtype=_KEY)]))
             self._unwritten = {}
             for samples in ranks if self._is_zero else ():
                 self._unwritten |= samples
@@ -156,7 +159,7 @@ class OutputCache:
         name = f"{self._prefix}-{uuid.uuid4().hex[:16]}.safetensors"
         _write(self._folder / name, self._unwritten)
         self._written_names.append(name)
-        self._written.update(self._unwritten)
+        self._written.append(_Index([np.array(list(self._unwritten), dtype=_KEY)]))
         self._unwritten = {}
         self._num_unwritten_bytes = 0
 
@@ -186,13 +189,39 @@ class OutputCache:
             _log.warning(f"{self._key}: {problem}; skipped, its outputs are computed again")
         self._skipped |= damaged.keys()
         self._parts = {name: part for name, part in parts.items() if name not in damaged}
-        # In reverse, so that of equal keys the first part counts.
-        self._index = {
-            key: (part, number)
-            for part in reversed(self._parts.values())
-            for number, key in enumerate(part.keys)
-        }
-        self._written, self._written_names = set(), []
+        self._index = _Index([part.keys for part in self._parts.values()], [*self._parts.values()])
+        self._written, self._written_names = [], []
+
+
+class _Index:
+    """Places of keys in parts, by binary search: 24 bytes a key. Of equal keys the first one counts."""
+
+    def __init__(self, keys_of_parts: Sequence[np.ndarray], parts: Sequence["_Part"] = ()) -> None:
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, keys_of_parts)])
+        keys = np.concatenate([np.empty(0, _KEY), *keys_of_parts])
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+
+    def __len__(self) -> int:
+        return len(self._sorted) - int((self._sorted[1:] == self._sorted[:-1]).sum())
+
+    def contains(self, keys: Sequence[bytes]) -> np.ndarray:
+        """Returns True for each key that has a place, [n]."""
+        wanted = np.array(keys, dtype=_KEY)
+        found: np.ndarray = np.searchsorted(self._sorted, wanted, "right") > np.searchsorted(
+            self._sorted, wanted
+        )
+        return found
+
+    def places(self, keys: Sequence[bytes]) -> list[tuple["_Part", int]]:
+        """Returns part and position in it of each key; all of them must have one."""
+        positions = self._order[np.searchsorted(self._sorted, np.array(keys, dtype=_KEY))]
+        which = np.searchsorted(self._starts, positions, "right") - 1
+        numbers = positions - self._starts[which]
+        return [
+            (self._parts[part], int(number)) for part, number in zip(which, numbers, strict=True)
+        ]
 
 
 class _Part:
@@ -213,13 +242,21 @@ class _Part:
         checksum = torch.tensor(_checksum(index, self.layout))
         if not torch.equal(self._file.read("index_crc32"), checksum):
             raise CheckpointError(f"{path}: it has another checksum than when it was written")
-        keys, num_rows, checksums = index
-        self.keys = [key.tobytes() for key in keys.numpy()]
-        self.num_rows: list[int] = num_rows.tolist()
-        self._first_rows = [0, *accumulate(self.num_rows)]
-        self._checksums: list[int] = checksums.tolist()
+        _, num_rows, checksums = index
+        self._first_rows: Any = np.concatenate([[0], np.cumsum(num_rows.numpy())])
+        self._checksums: Any = checksums.numpy().astype(np.uint32)
         if any(shape[0] != self._first_rows[-1] for _, shape in layouts.values()):
             raise CheckpointError(f"{path}: its samples have other rows than its outputs")
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Keys of its samples [n], read from the file."""
+        keys: np.ndarray = self._file.read("keys").numpy().view(_KEY).reshape(-1)
+        return keys
+
+    def num_rows(self, number: int) -> int:
+        """Returns the number of rows of a sample."""
+        return int(self._first_rows[number + 1] - self._first_rows[number])
 
     def read(self, number: int, into: Values) -> None:
         """Fills ``into``, [n, ...] by name. Raises CheckpointError if outputs are corrupt."""

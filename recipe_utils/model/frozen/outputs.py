@@ -129,7 +129,7 @@ class FrozenOutputs:
                 yield self._attach(step, values, layer)
             return
         computed = self._compute_missing(step)
-        if step.is_last_of_epoch or step.stop_requested:
+        if step.is_last_of_epoch:
             self.flush()
         yield self._attach(step, computed, self._output_layer)
 
@@ -156,7 +156,7 @@ class FrozenOutputs:
     def flush(self) -> None:
         """Writes computed outputs and makes them readable on all ranks. All ranks together.
 
-        Call it before each checkpoint: last digits depend on the other samples of a microbatch, so a
+        A checkpoint is saved after it: last digits depend on the other samples of a microbatch, so a
         resumed training must read them.
         """
         if self._has_new and self._cache is not None:

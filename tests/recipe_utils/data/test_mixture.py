@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 import tiny
+import torch
 from distributed_runs import run_distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,17 @@ def test_passes_have_new_orders_and_datasets_of_equal_length_their_own():
     assert len(passes) == 4
     first = [order.step(n).tolist() for n in range(60)]
     assert [order_of().step(n).tolist() for n in reversed(range(60))] == first[::-1]
+
+
+@pytest.mark.parametrize("length", [2**23, 2**23 + 1])
+def test_orders_of_more_samples_than_the_limit_are_computed_by_index(length):
+    """Two datasets of 2^23 samples are at the limit; each keeps the orders of two passes."""
+    entries = [{"name": name, "weight": 1} for name in NAMES[:2]]
+    mixture = Mixture([range(length), range(length)], entries)
+    order = MixtureOrder(mixture, DataSettings(data_seed=3), 16, num_epochs=1)
+    permutation = order._pass(1, 0)
+    assert isinstance(permutation, torch.Tensor) == (length == 2**23)
+    assert len(set(order.step(7).tolist())) == 16
 
 
 # ---- Through the loader ---------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def places_on_four_ranks():
     found = {}
     for name, layout in LAYOUTS.items():
         ranks = join_ranks(RankSettings(device="cpu", **layout))
-        assert dist.get_backend(ranks.new_cpu_group()) == "gloo"
+        assert dist.get_backend(ranks.prefetch_group) == "gloo"
         size_of_pipeline = None if ranks.pp_group is None else dist.get_world_size(ranks.pp_group)
         coordinates = ranks.dp_rank, ranks.dp_degree
         pipeline = ranks.pp_rank, size_of_pipeline

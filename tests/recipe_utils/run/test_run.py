@@ -77,11 +77,14 @@ def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
     for run.global_step in range(1, 7):
         due.append((run.should_save(step), run.should_export(step)))
     assert due == [(n % 2 == 0, n % 3 == 0) for n in range(1, 7)]
+    later = UpdateStep(0, (), {}, 1, clock_seconds=60.0)
     last = UpdateStep(5, (), {}, 1, is_last_of_epoch=True)
     assert not run.should_save(last)
     assert not run.should_export(last)
     run.global_step = 7
-    assert run.should_save(UpdateStep(0, (), {}, 1, clock_seconds=60.0))
+    assert not run.should_save(later)  # asking has not started the clock
+    run._unsaved_since_seconds = 0.0
+    assert run.should_save(later)
 
 
 # ---- Log ----------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ def count_in_several_ways():
         "only rank 1": count(own, counts_its_data=rank == 1),
         "failed": count(None if rank == 1 else own),
         "after failure": count(own),
-        "stop": count(own._replace(stop_requested=rank == 1)),
         "pairs": count(RankCounts({"pairs": 3 + rank, "other": 7}, 1), names=["pairs"]),
     }
 
@@ -55,7 +54,6 @@ def test_every_rank_gets_the_sums_the_maximum_and_the_clock_of_rank_0():
     of_ranks = run_distributed(count_in_several_ways, 2)
     for found in of_ranks:
         assert found["both"] == found["after failure"] == expected
-        assert found["stop"] == expected._replace(stop_requested=True)
         # Data that another rank counts adds nothing but its microbatches.
         assert found["only rank 1"] == expected._replace(totals=OF_RANK[1].counts, num_skipped=5)
         assert found["pairs"].totals == {"pairs": 7}

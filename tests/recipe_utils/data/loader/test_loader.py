@@ -1,7 +1,6 @@
 """An update step is a value with counts over all ranks, determined before its first forward."""
 
 import math
-import threading
 import tracemalloc
 from itertools import chain
 
@@ -267,15 +266,3 @@ def test_an_epoch_makes_no_object_per_sample(one_process, num_samples):
     assert found == [0, 1, 2]
     assert peak_bytes < 2 * 2**20
     assert ("order" in loader.fingerprint()) == (num_samples > 2**24)
-
-
-def test_update_steps_counted_after_a_request_to_stop_have_it(one_process):
-    stop = threading.Event()
-    loader = make_loader(SAMPLES, prefetch_update_steps=0)
-    with loader.of_samples([[0], [1], [2]], stop=stop) as steps:
-        requested = []
-        for step in steps:
-            requested.append(step.stop_requested)
-            if step.index == 1:
-                stop.set()
-    assert requested == [False, False, True]

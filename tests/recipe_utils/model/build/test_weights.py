@@ -94,7 +94,7 @@ def load_and_gather(layouts):
         )
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0
-        gathered = gather_weights(model, CPU, sends, ranks.new_cpu_group())
+        gathered = gather_weights(model, CPU, sends, ranks.cpu_group)
         # Tied weights stand in the state dict once, under the name of the embeddings.
         is_same = list(gathered) == list(saved) and all(
             torch.equal(weight, saved[name]) for name, weight in gathered.items()

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import sys
+import tracemalloc
 from threading import Thread
 
 import numpy as np
@@ -335,6 +336,19 @@ def test_a_thread_finds_samples_while_others_are_added(tmp_path):
     thread.join()
     assert not problems
     assert len(cache) == 23
+
+
+def test_the_index_has_no_object_per_sample(tmp_path):
+    num = 20_000
+    cache = opened(tmp_path)
+    cache.add([key(number) for number in range(num)], [1] * num, {"x": torch.zeros(num, 1)})
+    cache.write()
+    tracemalloc.start()
+    cache = opened(tmp_path)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(cache) == num
+    assert num_bytes < 50 * num
 
 
 def anonymous_bytes():
