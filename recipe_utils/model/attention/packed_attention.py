@@ -155,37 +155,35 @@ def choose_kernel(
 ) -> PackedAttention:
     """Returns the attention for what a model needs, on a device; a pure function but for Triton and capabilities.
 
-    ``shares_prefixes_by_mask``: ``by_document`` has no own way to compute prefix-shared pairs.
+    With ``shares_prefixes_by_mask`` prefix-shared pairs need a mask, also on a CPU.
     """
-    dense_pairs: Kernel | None = "dense" if shares_prefixes_by_mask else None
     if not needs.can_split:
         return PackedAttention(
             "dense", "its attention was not proved to compute document by document"
         )
     if device.type != "cuda":
         why = f"the device is {device.type}"
-        return PackedAttention("by_document", why, None, dense_pairs)
+        of_pairs: Kernel | None = "dense" if shares_prefixes_by_mask else None
+        return PackedAttention("by_document", why, None, of_pairs)
 
     against_varlen = _reason_against("varlen", needs, device)
     against_flex = _reason_against("flex", needs, device)
-    kernel, why = configured, "packed_attention is set to it"
-    if configured is None:
-        kernel, why = _default_kernel(against_varlen, against_flex)
+    kernel, why = _default_kernel(against_varlen, against_flex)
+    if configured is not None:
+        kernel, why = configured, "packed_attention is set to it"
     key = f"packed_attention={configured or 'null'}: "
     if kernel == "flex":
         reason = "" if configured else f"{why}, and "
         return PackedAttention(kernel, why, _problem_of_flex(key + reason, against_flex))
+    problem = problem_of_pairs = of_pairs = None
     if shares_prefixes_by_mask and (against_flex or missing_for_triton()):
-        kernel_of_pairs, problem_of_pairs = dense_pairs, None
-    elif kernel == "by_document" and not shares_prefixes_by_mask:
-        kernel_of_pairs, problem_of_pairs = None, None
-    else:
-        of_pairs = f"{key}pairs with prefix_sharing use flex attention, and "
-        kernel_of_pairs, problem_of_pairs = "flex", _problem_of_flex(of_pairs, against_flex)
-    problem = None
+        of_pairs = "dense"
+    elif shares_prefixes_by_mask or kernel == "varlen":
+        text = f"{key}pairs with prefix_sharing use flex attention, and "
+        of_pairs, problem_of_pairs = "flex", _problem_of_flex(text, against_flex)
     if kernel == "varlen" and against_varlen is not None:
         problem = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
-    return PackedAttention(kernel, why, problem, kernel_of_pairs, problem_of_pairs)  # type: ignore[arg-type]
+    return PackedAttention(kernel, why, problem, of_pairs, problem_of_pairs)
 
 
 def _reason_against(

@@ -190,6 +190,10 @@ def _attend(
     if kernel == "dense" or documents.segments is not None:
         return attend(module, query, key, value, mask, **kwargs)
     if kernel == "varlen":
+        if kwargs.get("dropout"):
+            raise ValueError(
+                "FlashAttention does not support dropout; set packed_attention=by_document"
+            )
         flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
         window = None if mask is None else mask.length
         attended = attend_by_varlen(*flat, documents, window, kwargs.get("scaling"))
