@@ -213,7 +213,7 @@ def gradients(run: Run) -> Result:
         command = [sys.executable, "-m", "recipe_utils.prove", "full_finetune_update_step"]
         command += ["--config", name, *(f"{key}={value}" for key, value in keys.items())]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        found["output"][f"{name} {dtype} {kernel}"] = (ran.stdout + ran.stderr).splitlines()[-12:]
+        found["output"][f"{name} {dtype} {kernel}"] = (ran.stderr[-2000:] + ran.stdout).splitlines()
         found["checks"][f"{name} {dtype} {kernel}: exit code"] = (ran.returncode, 0)
     return found
 

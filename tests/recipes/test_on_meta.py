@@ -19,7 +19,7 @@ from recipe_runs import DINO, DPO, KD, SFT, STOCK_LOSS, ListLogger, cosine, set_
 from tiny_transformers import save_tiny
 from torch import nn
 from torch.func import functional_call
-from torch.nn.attention import flex_attention
+from torch.nn.attention import flex_attention, varlen
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,6 +146,9 @@ def arrivals(monkeypatch):
         monkeypatch.setattr(module, "select_kernel", lambda model, _: select_kernel(model, CUDA))
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    # torch 2.15 asks the driver which library computes it.
+    capability = "_cudnn_version_and_major_capability"
+    monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)
     monkeypatch.setattr(
         "torchtune.training.get_dtype", lambda *_, **__: None

@@ -17,6 +17,7 @@ from recipe_utils.tune.registry import config_path
 
 OURS = {"kind": "update_step"}
 RECIPE_CONFIGS = RECIPES_OF_PROJECT["benchmark_tokens_per_second"]
+OF_TRAINED_BASE = {"llama3_2/5M_lora_benchmark", "llama3_2/5M_transformers_benchmark"}
 ADAPTED = {"model": tiny.adapted(tiny.MODEL)}
 KD_LOSS = {"_component_": "recipe_utils.loss.LinearDistillationLoss"}
 RECIPES = {
@@ -206,7 +207,7 @@ def test_a_lineup_without_entries_or_with_an_unreadable_config_is_refused(read, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in RECIPE_CONFIGS if n != "llama3_2/5M_lora_benchmark"])
+@pytest.mark.parametrize("name", [n for n in RECIPE_CONFIGS if n not in OF_TRAINED_BASE])
 def test_configs_of_the_benchmark_are_read(name, tmp_path):
     cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), {"output_dir": str(tmp_path)})
     settings = read_settings(cfg, LineupSettings)

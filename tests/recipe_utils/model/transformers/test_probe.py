@@ -46,7 +46,7 @@ def test_packed_rows_have_the_gradients_of_their_documents(model_type):
     ("model_type", "ways", "module"),
     [
         ("lfm2", ("masks",), r"model.layers.0.conv \(Lfm2ShortConv\)"),
-        slow("minimax_m3_vl_text", probe.WAYS, r"model.layers.1.self_attn.*indexer.*"),
+        slow("deepseek_v4", probe.WAYS, r"model.layers.1.self_attn.*DeepseekV4Indexer.*"),
         slow("roberta", probe.WAYS, r"roberta.embeddings \(RobertaEmbeddings\)"),
     ],
 )
