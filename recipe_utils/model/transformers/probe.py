@@ -228,14 +228,15 @@ class DoublePrecision(TorchFunctionMode):
 def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
     """Returns a function that makes equal models with weights of order 1, the same for each dtype."""
     torch.manual_seed(_SEED)
-    first = build(config, attention).eval().to(dtype)
+    # Drawn in fp32: some versions of PyTorch draw other numbers in bf16.
+    first = build(config, attention).eval().to(torch.promote_types(dtype, torch.float32))
     with torch.no_grad():
         for parameter in first.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    weights = first.state_dict()
+    weights = first.to(dtype).state_dict()
 
     def make() -> Any:
         model = build(config, attention).eval().to(dtype)
