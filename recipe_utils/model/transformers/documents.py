@@ -294,10 +294,9 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
 
         def join(path: Any, *values: Any) -> Any:
             learn(" output ", path, *values, sizes=lengths)
-            if not isinstance(values[0], Tensor):
-                return values[0]
-            (axis,) = axes[f"{name} output {keystr(path)}"]
-            return torch.cat(values, dim=axis)
+            axis = axes.get(f"{name} output {keystr(path)}")
+            # Without positions it is a state after the last document.
+            return values[-1] if axis is None else torch.cat(values, dim=axis[0])
 
         tree_map_with_path(partial(learn, " input ", sizes=[sum(lengths)]), (args, kwargs))
         parts, start = [], 0
