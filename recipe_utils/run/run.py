@@ -462,13 +462,14 @@ class Run:
                     "stop it, or set another folder"
                 )
             except OSError as error:
-                if not folder.is_dir():
+                if folder.is_dir():  # no reason not to train
+                    self._log.warn(
+                        f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
+                    )
+                else:
                     problem = (
                         f"output_dir={folder}: it cannot be created ({error}); set another folder"
                     )
-                self._log.warn(  # no reason not to train
-                    f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
-                )
         problem = gather_objects(problem, self._group)[0]
         if problem is not None:
             raise ConfigError(problem)

@@ -159,7 +159,7 @@ def choose_kernel(
     """
     if not needs.can_split:
         return PackedAttention(
-            "dense", "its attention was not proved to compute document by document"
+            "dense", "it was not proved that its attention computes documents one by one"
         )
     if device.type != "cuda":
         why = f"the device is {device.type}"

@@ -63,7 +63,7 @@ def decoder_of(
     decoder.path = path
     dtype = torch.get_default_dtype()
     if torch.cuda.is_available():
-        decoder.error_on = partial(error_on_device, described, proof, dtype)
+        decoder.error_on = partial(error_on_device, described, attention, proof, dtype)
     if decoder.max_seq_len < (
         getattr(described.get_text_config(), "max_position_embeddings", 0) or 0
     ):

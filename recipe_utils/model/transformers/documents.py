@@ -286,10 +286,9 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
                 raise ValueError(f"positions are axes {found} and others of {place}{keystr(path)}")
 
         def cut(path: Any, value: Any, start: int, length: int) -> Any:
-            for axis in (
-                axes.get(f"{name} input {keystr(path)}", ()) if isinstance(value, Tensor) else ()
-            ):
-                value = value.narrow(axis, start, length)
+            if isinstance(value, Tensor):
+                for axis in axes.get(f"{name} input {keystr(path)}", ()):
+                    value = value.narrow(axis, start, length)
             return value
 
         def join(path: Any, *values: Any) -> Any:

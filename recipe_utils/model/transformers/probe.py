@@ -24,6 +24,7 @@ import transformers
 from filelock import FileLock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchtune.training import set_default_dtype
 
 from recipe_utils.data.text.documents import Document, Documents, segment_lengths
 from recipe_utils.files import write_atomically
@@ -123,7 +124,12 @@ def proof_of(config: Any, attention: str | None = None) -> Proof:
 
 
 def error_on_device(
-    config: Any, proof: Proof, dtype: torch.dtype, device: torch.device, kernel: Kernel
+    config: Any,
+    attention: str | None,
+    proof: Proof,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
 ) -> str | None:
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
@@ -132,17 +138,20 @@ def error_on_device(
     """
 
     def measure() -> dict[str, float]:
-        with torch.device(device), torch.random.fork_rng():
+        # fp32: some versions of PyTorch draw other weights in bf16.
+        with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
             copied = cut(config)
             num_tokens = copied.get_text_config().vocab_size
-            in_fp32, in_dtype = (_copies(copied, None, each) for each in (torch.float32, dtype))
+            in_fp32, in_dtype = (
+                _copies(copied, attention, each) for each in (torch.float32, dtype)
+            )
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
             documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
             one_by_one = partial(_logits_one_by_one, documents=documents)
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
             decoder = Decoder(in_dtype(), proof)
-            decoder.attention = PackedAttention(kernel, "it is compared")
+            decoder.attention = PackedAttention(kernel, "it is compared with separate documents")
 
             def forward(_: Any) -> Sequence[Tensor]:
                 return _of_row(decoder, documents)[0].split(lengths)
@@ -151,7 +160,7 @@ def error_on_device(
         return {"row": distance(row, expected), "alone": distance(alone, expected)}
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    found = _cached([config, name, kernel, str(dtype)], measure)
+    found = _cached([config, attention, name, kernel, str(dtype)], measure)
     if found["row"] <= 2 * found["alone"] + 1e-5:
         return None
     return f"gradients differ by {found['row']:.0e}, and by {found['alone']:.0e} of rounding"
@@ -226,20 +235,23 @@ class DoublePrecision(TorchFunctionMode):
 
 
 def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
-    """Returns a function that makes equal models with weights of order 1, the same for each dtype."""
+    """Returns a function that makes equal models with weights of order 1, drawn in the default dtype."""
     torch.manual_seed(_SEED)
-    # Drawn in fp32: some versions of PyTorch draw other numbers in bf16.
-    first = build(config, attention).eval().to(torch.promote_types(dtype, torch.float32))
+    first = build(config, attention).eval()
     with torch.no_grad():
         for parameter in first.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    weights = first.to(dtype).state_dict()
+    weights = first.state_dict()
 
     def make() -> Any:
-        model = build(config, attention).eval().to(dtype)
+        model = build(config, attention).eval()
+        for (
+            parameter
+        ) in model.parameters():  # buffers, such as RoPE's frequencies, stay wide in training
+            parameter.data = parameter.data.to(dtype)
         model.load_state_dict(weights)
         return model
 

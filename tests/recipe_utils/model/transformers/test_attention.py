@@ -193,7 +193,7 @@ def test_a_kernel_is_compared_on_the_device_in_the_dtype_of_training(dtype, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = tiny_config_of("gemma3_text")
     proof = probe.proof_of(config)
-    compare = partial(probe.error_on_device, config, proof, dtype, CPU)
+    compare = partial(probe.error_on_device, config, None, proof, dtype, CPU)
     assert compare(kernel="by_document") is None
 
     def whole_row(attend, base, module, query, key, value, *_):
