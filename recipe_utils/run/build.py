@@ -14,6 +14,8 @@ from recipe_utils.data.images.crop_rows import TokenLayout
 from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.start import log_start
+from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.dataset_weights import LossWeightSettings
 from recipe_utils.model.vision.vision_transformer import layer_of
@@ -43,19 +45,19 @@ def build_loaders(
     with collected_problems() as build:
         dataset = build("dataset", load, cfg.dataset, temperature=temperature)
         dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
+    if hasattr(loss_fn, "sums_datasets"):
+        for each, weighing in ((dataset, settings.weighing), (dataset_val, LossWeightSettings())):
+            if isinstance(each, Mixture):
+                each.weigh = partial(weighing.weigh, each.loss_weights)
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.pipeline.fill(ranks) if hasattr(settings, "pipeline") else None
     drawn = (settings.run.epochs, run.saved_fingerprint)
-    weigh = settings.weighing.weigh if hasattr(loss_fn, "sums_datasets") else None
-    loader = UpdateStepLoader(
-        dataset, collator, settings.data, ranks, "dataset", fill, *drawn, weigh=weigh
-    )
-    loader.log_epoch_size()
+    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill, *drawn)
+    log_start(loader)
     if not validates:
         return loader, None
     data, collator = settings.data.of_validation(), collator.for_validation()
-    weigh, key = weigh and LossWeightSettings().weigh, "dataset_val"
-    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, key, fill, weigh=weigh)
+    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
 
 
 def build_image_loaders(
@@ -87,7 +89,7 @@ def build_image_loaders(
         loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill, *drawn)
         if settings.objective.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
-        loader.log_epoch_size()
+        log_start(loader)
         if not validates:
             return loader, None
         data = settings.data.of_validation()
