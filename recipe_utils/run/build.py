@@ -1,5 +1,6 @@
 """Builds training and validation loaders, and optimizers of vision transformers."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 from torchtune import config
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.images.collator import ImageCollator, ViewCollator, Views, WholeImages
 from recipe_utils.data.images.crop_rows import TokenLayout
@@ -26,6 +28,15 @@ from recipe_utils.run.run import Run
 from recipe_utils.settings.problems import collected_problems, naming
 
 
+def _validates(settings: Any) -> bool:
+    """Returns True if training validates. Warns if ``dataset_val`` is unused."""
+    validates = settings.run.run_val_every_n_steps is not None
+    if not validates and settings.dataset_val is not None:
+        text = "dataset_val: not used, because run_val_every_n_steps is not set"
+        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+    return validates
+
+
 def build_loaders(
     cfg: DictConfig,
     load: Callable[..., Any],
@@ -40,7 +51,7 @@ def build_loaders(
     ``load`` builds a dataset, as :func:`.load_dataset`. With a ``loss_fn`` that sums named datasets
     their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
     """
-    validates = run.validates_on(settings.dataset_val)
+    validates = _validates(settings)
     temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
         dataset = build("dataset", load, cfg.dataset, temperature=temperature)
@@ -73,7 +84,7 @@ def build_image_loaders(
     The classifier predicts the classes of ``dataset_val`` from ``dataset_knn`` (null: ``dataset``).
     Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
-    validates = run.validates_on(settings.dataset_val)
+    validates = _validates(settings)
     temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
         dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
