@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.images.crop_rows import (
     CropsOfOneSize,
     TokenLayout,
@@ -32,7 +33,6 @@ from recipe_utils.data.images.view_draws import (
     mask_ratios,
     position_factor,
 )
-from recipe_utils.data.loader.collator import Collator
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.samples import Sample, SampleError

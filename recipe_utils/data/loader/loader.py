@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from recipe_utils.data.loader.collator import Collator
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.collectives import (
     RankCounts,
     StepCollectives,

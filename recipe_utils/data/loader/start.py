@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torchtune.utils import get_logger
 
-from recipe_utils.data.loader.collator import Collator
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
 from recipe_utils.data.mixture import Mixture, MixtureOrder

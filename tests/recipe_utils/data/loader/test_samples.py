@@ -6,7 +6,7 @@ import pytest
 import tiny
 from omegaconf import OmegaConf
 
-from recipe_utils.data.loader.collator import Collator
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
