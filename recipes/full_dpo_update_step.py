@@ -162,8 +162,7 @@ class FullDPORecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        parts = self.model, self.optimizer, self.checkpointer, self.loader
-        run.resume(*parts, checkpoint, frozen, outputs=self.reference.outputs)
+        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
@@ -189,7 +188,7 @@ class FullDPORecipe:
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
-        with self.reference.outputs.attached(step) as microbatches:
+        with self.reference.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
@@ -217,7 +216,7 @@ class FullDPORecipe:
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
-                with self.reference.outputs.attached(step) as microbatches:
+                with self.reference.attached(step) as microbatches:
                     if self.pipeline is not None:
                         sums += self.pipeline.forward(microbatches)
                     else:

@@ -171,7 +171,7 @@ class KDRecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
         self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
-        self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
+        self.teacher.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class KDRecipe:
         scale = step.scale("target_tokens")
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
-        with self.teacher.outputs.attached(step) as microbatches:
+        with self.teacher.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
@@ -219,7 +219,7 @@ class KDRecipe:
         totals: Counter[str] = Counter()
         with self.val_loader.epoch(0) as steps:
             for step in steps:
-                with self.teacher.outputs.attached(step) as microbatches:
+                with self.teacher.attached(step) as microbatches:
                     if self.pipeline is not None:
                         sums += self.pipeline.forward(microbatches)
                     else:
@@ -250,7 +250,7 @@ class KDRecipe:
                 run.advance(step)
                 if run.should_log():
                     more = {"num_tokens": step.totals["target_tokens"]}
-                    more |= {"teacher_seconds": self.teacher.outputs.read_seconds()}
+                    more |= {"teacher_seconds": self.teacher.read_seconds()}
                     run.log(metrics, self.nonfinite, lr, grad_norm, **more)
                 run.stop_if_nonfinite(self.nonfinite, step)
                 if run.should_validate():

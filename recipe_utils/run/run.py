@@ -19,7 +19,6 @@ from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
-from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError, NonfiniteGuard
@@ -131,16 +130,14 @@ class Run:
         stock_checkpoint: Mapping[str, Any],
         frozen: Mapping[str, str],
         exported: nn.Module | None = None,
-        outputs: FrozenOutputs | None = None,
     ) -> None:
         """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
 
         From then on checkpoints contain ``model`` and ``optimizer``, and ``checkpointer`` exports
-        ``exported`` (default: ``model``). New ``outputs`` are written before each checkpoint.
+        ``exported`` (default: ``model``).
         """
         self._model, self._optimizer, self._checkpointer = model, optimizer, checkpointer
         self._exported = model if exported is None else exported
-        self._outputs = outputs
         self.num_steps = self.settings.epochs * loader.steps_per_epoch
         self._changed_weights = ChangedWeights(optimizer)
         adapters = adapters_of(model).modules.values()
@@ -412,8 +409,6 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        if self._outputs is not None:
-            self._outputs.flush()  # so that a resumed training reads bitwise the same values
         position = {name: getattr(self, name) for name in _POSITION}
         state = replace(self._state, best_val_loss=self._best_val_loss, **position)
         try:
