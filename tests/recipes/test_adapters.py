@@ -330,28 +330,6 @@ def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, w
         assert re.search(words, problem), problem
 
 
-@pytest.mark.slow
-def test_it_resumes_from_a_stock_recipe_s_state(tiny_config):
-    config = curve_config(
-        tiny_config,
-        model=DORA,
-        loss=STOCK_LOSS,
-        epochs=2,
-        max_steps_per_epoch=8,
-        gradient_accumulation_steps=4,
-        global_batch_size=...,
-    )
-    stock = losses(run_distributed(run_stock_recipe, 1, config, "lora_finetune")[0])
-    assert len(stock) == 16
-    # By default torchtune loads the newest adapters with the older recipe state.
-    after_epoch_0 = {**config["checkpointer"], "adapter_checkpoint": "epoch_0/adapter_model.pt"}
-    again = {**config, "resume_from_checkpoint": True, "checkpointer": after_epoch_0}
-    for world_size in (1, 2):
-        again["gradient_accumulation_steps"] = 4 // world_size
-        logged = losses(run_distributed(run_recipe, world_size, again)[0])
-        assert logged == pytest.approx(stock[8:], abs=1e-5)
-
-
 # ---- Refusals and warnings ----------------------------------------------------------------------
 
 WIDE = KINDS["qlora"]

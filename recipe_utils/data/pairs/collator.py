@@ -32,7 +32,7 @@ from recipe_utils.data.pairs.collate import (
     padded_rows,
 )
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.collator import check_sample, num_targets_of_empty_answer
+from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -116,7 +116,6 @@ class PairCollator:
             self.layout += ", prefixes shared"
         self._pad_id: int = tokenizer.pad_id
         self._max_seq_len = max_seq_len = getattr(tokenizer, "max_seq_len", None)
-        self._num_targets_of_empty = num_targets_of_empty_answer(tokenizer)
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
@@ -168,8 +167,6 @@ class PairCollator:
             labels = sample[f"{side}_labels"]
             first_target = int((labels != IGNORE_INDEX).argmax())
             prompts.append(sample[f"{side}_input_ids"][:first_target].tolist())
-            if (labels[first_target:] != IGNORE_INDEX).sum() <= self._num_targets_of_empty:
-                yield f"the {side} answer is empty"
         if prompts[0] != prompts[1]:
             yield "its two sides have different prompts"
 

@@ -89,26 +89,17 @@ class Reference:
         if not self._is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 
-    def check(
-        self, component: Any, whole: nn.Module, tokenizer: Any, resumes_from_stock: bool
-    ) -> None:
+    def check(self, component: Any, whole: nn.Module, tokenizer: Any) -> None:
         """Builds the reference's own checkpointer, if ``component`` configures one.
 
-        ``whole`` is the policy, on any device. ``resumes_from_stock`` is True if its checkpointer
-        reads weights that a stock recipe has trained. Raises ValueError if adapters need no
-        checkpointer, trained weights need one, or the ``tokenizer.json`` beside the reference's
-        weights has other tokens than ``tokenizer``.
+        ``whole`` is the policy, on any device. Raises ValueError if adapters need no checkpointer,
+        or the ``tokenizer.json`` beside the reference's weights has other tokens than ``tokenizer``.
         """
         checkpointer = config.instantiate(component)
         has_adapters = bool(find_adapters(whole).modules)
         if checkpointer is not None and has_adapters:
             raise ValueError(
                 "the reference of a model with adapters is the model without them; leave it out"
-            )
-        if checkpointer is None and resumes_from_stock and not has_adapters and self._is_used:
-            raise ValueError(
-                "it is missing, and checkpointer holds weights that a stock recipe has trained; set it to the "
-                "checkpointer of the weights that the training began with"
             )
         folder = getattr(checkpointer, "_checkpoint_dir", None)
         if folder is not None and Path(folder, "tokenizer.json").is_file():
