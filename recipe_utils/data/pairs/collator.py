@@ -102,9 +102,9 @@ class PairCollator(RowCollator):
 
     noun = "pair"
     counts = (
-        "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
+        "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
-    """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
+    """Pairs; targets of chosen answers; targets and tokens of both answers;
     tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
@@ -164,22 +164,16 @@ class PairCollator(RowCollator):
         lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
         return sum(lengths) - sample["num_shared"] if self.settings.is_packed else max(lengths)
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one pair, or a part of it, with the keys of a cache if there is one."""
-        microbatch = self._collate(samples, part)
-        if self.cache is None:
-            return microbatch
-        found = self.cache.find(samples, [1] * len(samples))
-        num_missing = found.num_missing if part.first == 0 else 0
-        counts = {**microbatch.counts, "missing_pairs": num_missing}
-        return replace(microbatch.with_teacher(found), counts=counts)
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns 1: both log-probabilities of a pair are one output."""
+        return 1
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
         token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
-        return replace(self._collate([], token=token), counts={})
+        return replace(self.make([], token=token), counts={})
 
-    def _collate(
+    def make(
         self, samples: Sequence[Sample], part: Part = WHOLE, token: Sample | None = None
     ) -> Microbatch:
         """Makes a row of three segments for each pair, or two padded rows, chosen before rejected.
@@ -229,7 +223,6 @@ def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor)
     shared, chosen, rejected = num_targets.sum(0).tolist()
     counts = {
         "pairs": len(samples),
-        "missing_pairs": 0,
         "chosen_tokens": shared + chosen,
         "target_tokens": 2 * shared + chosen + rejected,
         "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in SIDES),

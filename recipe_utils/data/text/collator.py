@@ -1,6 +1,7 @@
 """Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -114,6 +115,22 @@ class RowCollator(Collator):
                 f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
             )
 
+    @abstractmethod
+    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch without outputs of a frozen model."""
+
+    @abstractmethod
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns the number of a sample's outputs in the cache."""
+
+    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch of at least one sample, or a part of it, with the cache's outputs."""
+        microbatch = self.make(samples, part)
+        if self.cache is None:
+            return microbatch
+        num_outputs = [self.num_outputs(sample) for sample in samples]
+        return microbatch.with_teacher(self.cache.find(samples, num_outputs))
+
 
 class TextCollator(RowCollator):
     """Collator of text; update steps count target tokens.
@@ -175,23 +192,19 @@ class TextCollator(RowCollator):
         """Returns the number of tokens."""
         return len(sample["tokens"])
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one sample, with cached teacher outputs, or a part of it."""
-        if self.settings.is_packed and not self._has_warned:
-            self._has_warned = True
-            ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
-            if ignored:
-                text = f"rows contain only text; {ignored} of samples is ignored"
-                log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-        microbatch = self._collate(samples, part)
-        if self.cache is None or part != WHOLE:
-            return microbatch
-        num_targets = [num_targets_of(sample, self._ignore_index) for sample in samples]
-        return microbatch.with_teacher(self.cache.find(samples, num_targets))
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns the number of target tokens."""
+        return num_targets_of(sample, self._ignore_index)
 
-    def _collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
         ignore, pad, limits = self._ignore_index, self.pad_id, self.limits
         if self.settings.is_packed:
+            ignored = samples[0].keys() - _TEXT_KEYS
+            if ignored and not self._has_warned:
+                self._has_warned = True
+                text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
+                log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
             return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, part)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
@@ -203,7 +216,7 @@ class TextCollator(RowCollator):
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self._collate, self._ignore_index)
+        return collate_dummy(sample, self.make, self._ignore_index)
 
 
 def check_sample(
