@@ -45,13 +45,15 @@ from recipe_utils.model.vision.average_teacher import AverageTeacher
 from recipe_utils.model.vision.vision_transformer import fresh_vit_weights, with_heads
 from recipe_utils.optim.grad_norm import clip_grad_norm_by_part_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, try_optimizer
+from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, try_optimizer
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.run import Run, RunSettings
+from recipe_utils.run.resume import TrainingParts
+from recipe_utils.run.run import Run
+from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, collected_problems, naming
@@ -138,7 +140,7 @@ class DINOv3Recipe:
         with collected_problems() as build:
             whole = build("model", build_on_meta, make_model, modules)
             transform = build("transform", config.instantiate, cfg.transform)
-            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
+            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
             build("checkpointer", check_normalisation, self.checkpointer, transform)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
@@ -180,9 +182,10 @@ class DINOv3Recipe:
             cfg.optimizer, self.model, whole, settings.schedules
         )
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        trained = self.models, self.optimizer, self.checkpointer
-        run.resume(*trained, self.loader, {}, {}, exported=self.teacher.model)
-        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
+        trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
+        run.resume(TrainingParts(*trained, exported=self.teacher.model))
+        position = run.num_steps, run.global_step
+        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -233,6 +236,8 @@ class DINOv3Recipe:
         momentum = schedules.momentum_at(run.global_step, run.num_steps)
         self.teacher.follow(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         named = dict(zip(SUMS, metrics, strict=True))
         return {**named, "prototypes_used": num_used.to(metrics.dtype)}, grad_norm
 
@@ -243,10 +248,14 @@ class DINOv3Recipe:
         takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
         return self.loader.samples_per_rank if takes_two else None
 
-    def batch(self, step: UpdateStep) -> dict[str, int]:
-        """Returns the images of an update step: per rank if it is full, and over all ranks."""
-        of_rank, of_all = self.loader.samples_per_rank, step.totals["images"]
-        return {"effective_local_batch": of_rank, "effective_global_batch": of_all}
+    def figures(self, step: UpdateStep) -> dict[str, Any]:
+        """Returns schedules and the images of an update step: per rank if it is full, and over all."""
+        return {
+            "lr": self.optimizer.param_groups[-1]["lr"],
+            **self.settings.schedules.at(self.run.global_step, self.run.num_steps),
+            "effective_local_batch": self.loader.samples_per_rank,
+            "effective_global_batch": step.totals["images"],
+        }
 
     @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
@@ -257,22 +266,10 @@ class DINOv3Recipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        run = self.run
-        for epoch in run.epochs():
-            for step in run.steps(self.loader, epoch, counted="images"):
-                lr = self.optimizer.param_groups[-1]["lr"]
-                metrics, grad_norm = self.update(step)
-                if self.lr_scheduler is not None:
-                    self.lr_scheduler.step()
-                run.advance(step)
-                if run.should_log():
-                    more = self.settings.schedules.at(run.global_step, run.num_steps)
-                    run.log(metrics, self.nonfinite, lr, grad_norm, **more, **self.batch(step))
-                run.stop_if_nonfinite(self.nonfinite, step)
-                if run.should_validate():
-                    run.log_validation(self.validate())
-                run.finish_step(step)
-            run.finish_epoch()
+        for step in self.run.steps(self.loader, counted="images"):
+            figures = self.figures(step)
+            metrics, grad_norm = self.update(step)
+            self.run.finish(step, metrics, grad_norm, validate=self.validate, **figures)
 
 
 @entry_point

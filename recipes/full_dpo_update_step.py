@@ -7,7 +7,6 @@ weight for any split. Packed rows compute a common prefix of both answers once.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
 from recipe_utils.evaluation.generation import generate
+from recipe_utils.evaluation.validation import sum_over
 from recipe_utils.loss import preference
 from recipe_utils.loss.attach_loss import attach_loss, compile_loss
 from recipe_utils.loss.dataset_weights import refused_weights
@@ -40,13 +40,20 @@ from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
+from recipe_utils.optim.optimizer import (
+    OptimizerSettings,
+    build_lr_scheduler,
+    build_optimizer,
+    try_optimizer,
+)
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.run import Run, RunSettings
+from recipe_utils.run.resume import TrainingParts
+from recipe_utils.run.run import Run
+from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, collected_problems, naming
@@ -121,13 +128,13 @@ class FullDPORecipe:
         with collected_problems() as build:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", preference.make_preference_loss, make_loss)
-            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
+            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
             self.reference = build("reference", Reference, settings, loss_fn, ranks)
-            of_policy = whole, self.tokenizer, run.resumes_from_stock
-            build("ref_checkpointer", self.reference.check, cfg.get("ref_checkpointer"), *of_policy)
+            of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
+            build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
         limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
@@ -150,7 +157,7 @@ class FullDPORecipe:
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
-        checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = modules.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
         self.offloading = modules.offloading(self.model)
@@ -162,9 +169,11 @@ class FullDPORecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        parts = self.model, self.optimizer, self.checkpointer, self.loader
-        run.resume(*parts, checkpoint, frozen, outputs=self.reference.outputs)
-        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
+        trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
+        self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
+        run.resume(TrainingParts(*trained, frozen))
+        position = run.num_steps, run.global_step
+        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -189,7 +198,7 @@ class FullDPORecipe:
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
-        with self.reference.outputs.attached(step) as microbatches:
+        with self.reference.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
@@ -207,24 +216,14 @@ class FullDPORecipe:
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         return self.named(metrics), grad_norm
 
-    @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
         """Returns METRICS of ``dataset_val``, ratios of sums over all ranks."""
-        self.model.eval()
-        sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.ranks.device)
-        totals: Counter[str] = Counter()
-        with self.val_loader.epoch(0) as steps:
-            for step in steps:
-                with self.reference.outputs.attached(step) as microbatches:
-                    if self.pipeline is not None:
-                        sums += self.pipeline.forward(microbatches)
-                    else:
-                        for microbatch in to_device_ahead(microbatches, self.ranks.device):
-                            sums += self.sums(microbatch)
-                totals.update(step.totals)
-        self.model.train()
+        how = len(METRICS), self.pipeline, self.ranks.device, self.reference.attached
+        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
         counts["sft_loss"] = "chosen_tokens"
         found = ratios(found, totals, counts, self.ranks.dp_degree)
@@ -241,24 +240,10 @@ class FullDPORecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        run = self.run
-        for epoch in run.epochs():
-            for step in run.steps(self.loader, epoch, counted="pairs"):
-                lr = self.optimizer.param_groups[0]["lr"]
-                metrics, grad_norm = self.update(step)
-                if self.lr_scheduler is not None:
-                    self.lr_scheduler.step()
-                run.advance(step)
-                if run.should_log():
-                    counts = {"num_pairs": step.totals["pairs"], "num_left_out": step.num_skipped}
-                    run.log(metrics, self.nonfinite, lr, grad_norm, **counts)
-                run.stop_if_nonfinite(self.nonfinite, step)
-                if run.should_validate():
-                    run.log_validation(self.validate())
-                if run.should_sample():
-                    run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
-                run.finish_step(step)
-            run.finish_epoch()
+        for step in self.run.steps(self.loader, counted="pairs"):
+            metrics, grad_norm = self.update(step)
+            due = {"validate": self.validate, "answer": self.answer}
+            self.run.finish(step, metrics, grad_norm, **due, num_left_out=step.num_skipped)
 
 
 @entry_point

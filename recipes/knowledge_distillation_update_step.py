@@ -8,7 +8,6 @@ those of both models in chunks. With pipeline stages each model has one schedule
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.evaluation.generation import generate
+from recipe_utils.evaluation.validation import sum_over
 from recipe_utils.loss.attach_loss import attach_loss, build_loss, compile_loss
 from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.distillation import SUMS, make_distillation_loss
@@ -40,13 +40,20 @@ from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import OptimizerSettings, build_optimizer, try_optimizer
+from recipe_utils.optim.optimizer import (
+    OptimizerSettings,
+    build_lr_scheduler,
+    build_optimizer,
+    try_optimizer,
+)
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.run import Run, RunSettings
+from recipe_utils.run.resume import TrainingParts
+from recipe_utils.run.run import Run
+from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, collected_problems, naming
@@ -125,7 +132,7 @@ class KDRecipe:
             self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
             loss_fn = build("loss", build_loss, cfg.loss)
             kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-            self.checkpointer = build("checkpointer", run.build_checkpointer, cfg.checkpointer)
+            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
             whole = build("model", build_on_meta, make_model, modules)
             build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
             build("loraplus_lr_ratio", updates.check_model, whole)
@@ -155,7 +162,7 @@ class KDRecipe:
         with naming():
             self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
         run.open_log(cfg)
-        checkpoint, frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
+        frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if modules.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
         dtype, num_sums = modules.torch_dtype, len(self.metrics)
@@ -169,9 +176,12 @@ class KDRecipe:
         self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
-        run.resume(self.model, self.optimizer, self.checkpointer, self.loader, checkpoint, frozen)
-        self.lr_scheduler = run.build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer)
-        self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
+        trained = self.model, self.optimizer, self.nonfinite
+        self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
+        run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
+        position = run.num_steps, run.global_step
+        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        self.teacher.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -191,7 +201,7 @@ class KDRecipe:
         scale = step.scale("target_tokens")
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
-        with self.teacher.outputs.attached(step) as microbatches:
+        with self.teacher.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
@@ -209,24 +219,14 @@ class KDRecipe:
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         return self.named(metrics), grad_norm
 
-    @torch.no_grad()
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
-        self.model.eval()
-        sums = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
-        totals: Counter[str] = Counter()
-        with self.val_loader.epoch(0) as steps:
-            for step in steps:
-                with self.teacher.outputs.attached(step) as microbatches:
-                    if self.pipeline is not None:
-                        sums += self.pipeline.forward(microbatches)
-                    else:
-                        for microbatch in to_device_ahead(microbatches, self.ranks.device):
-                            sums += self.sums(microbatch)
-                totals.update(step.totals)
-        self.model.train()
+        how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.attached
+        sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
@@ -240,25 +240,11 @@ class KDRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        run = self.run
-        for epoch in run.epochs():
-            for step in run.steps(self.loader, epoch, counted="target_tokens"):
-                lr = self.optimizer.param_groups[0]["lr"]
-                metrics, grad_norm = self.update(step)
-                if self.lr_scheduler is not None:
-                    self.lr_scheduler.step()
-                run.advance(step)
-                if run.should_log():
-                    more = {"num_tokens": step.totals["target_tokens"]}
-                    more |= {"teacher_seconds": self.teacher.outputs.read_seconds()}
-                    run.log(metrics, self.nonfinite, lr, grad_norm, **more)
-                run.stop_if_nonfinite(self.nonfinite, step)
-                if run.should_validate():
-                    run.log_validation(self.validate())
-                if run.should_sample():
-                    run.log_answers(generate(self.model, self.tokenizer, **run.sampling))
-                run.finish_step(step)
-            run.finish_epoch()
+        for step in self.run.steps(self.loader, counted="target_tokens"):
+            metrics, grad_norm = self.update(step)
+            due = {"validate": self.validate, "answer": self.answer}
+            seconds = self.teacher.read_seconds
+            self.run.finish(step, metrics, grad_norm, **due, teacher_seconds=seconds)
 
 
 @entry_point

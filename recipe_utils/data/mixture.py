@@ -6,7 +6,7 @@ on its number alone, so they are the same on any layout and after a resume.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -53,6 +53,9 @@ class Mixture(ConcatDataset):
         weights: list[Any] = [entry.get("weight") for entry in entries]
         if temperature is not None:
             weights = [f"{length ** (1 / temperature):.6g}" for length in self.lengths]
+        self.weigh: Callable[[Sequence[int]], torch.Tensor] | None = None
+        """Maps target tokens of an update step by dataset, over all ranks, to the factors of the loss
+        of a target by dataset. None: the loss is not summed by dataset."""
         self.schedules: list[dict[int, Fraction]] | None = None
         """Weight of each dataset by update step; None if the datasets are concatenated."""
         if None not in weights:

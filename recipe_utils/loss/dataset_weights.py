@@ -9,7 +9,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from recipe_utils.data.loader.loader import OF_DATASET
+from recipe_utils.data.loader.microbatch import OF_DATASET
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem

@@ -92,11 +92,10 @@ class ScheduleSettings:
         return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
 
     def at(self, global_step: int, num_steps: int) -> dict[str, float]:
-        """Returns momentum and temperature of the last update step, to be logged."""
-        step = max(global_step - 1, 0)
+        """Returns momentum and temperature after ``global_step`` update steps, to be logged."""
         return {
-            "ema_momentum": self.momentum_at(step, num_steps),
-            "teacher_temperature": self.temperature_at(step),
+            "ema_momentum": self.momentum_at(global_step, num_steps),
+            "teacher_temperature": self.temperature_at(global_step),
         }
 
     def freeze_prototypes(self, model: nn.Module, global_step: int) -> None:

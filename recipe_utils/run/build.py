@@ -1,5 +1,6 @@
 """Builds training and validation loaders, and optimizers of vision transformers."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,12 +9,15 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 from torchtune import config
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.images.collator import ImageCollator, ViewCollator, Views, WholeImages
 from recipe_utils.data.images.crop_rows import TokenLayout
 from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.start import log_start
+from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.dataset_weights import LossWeightSettings
 from recipe_utils.model.vision.vision_transformer import layer_of
@@ -22,6 +26,15 @@ from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.run import Run
 from recipe_utils.settings.problems import collected_problems, naming
+
+
+def _validates(settings: Any) -> bool:
+    """Returns True if training validates. Warns if ``dataset_val`` is unused."""
+    validates = settings.run.run_val_every_n_steps is not None
+    if not validates and settings.dataset_val is not None:
+        text = "dataset_val: not used, because run_val_every_n_steps is not set"
+        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+    return validates
 
 
 def build_loaders(
@@ -38,24 +51,24 @@ def build_loaders(
     ``load`` builds a dataset, as :func:`.load_dataset`. With a ``loss_fn`` that sums named datasets
     their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
     """
-    validates = run.validates_on(settings.dataset_val)
+    validates = _validates(settings)
     temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
         dataset = build("dataset", load, cfg.dataset, temperature=temperature)
         dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
+    if hasattr(loss_fn, "sums_datasets"):
+        for each, weighing in ((dataset, settings.weighing), (dataset_val, LossWeightSettings())):
+            if isinstance(each, Mixture):
+                each.weigh = partial(weighing.weigh, each.loss_weights)
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.pipeline.fill(ranks) if hasattr(settings, "pipeline") else None
     drawn = (settings.run.epochs, run.saved_fingerprint)
-    weigh = settings.weighing.weigh if hasattr(loss_fn, "sums_datasets") else None
-    loader = UpdateStepLoader(
-        dataset, collator, settings.data, ranks, "dataset", fill, *drawn, weigh=weigh
-    )
-    loader.log_epoch_size()
+    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill, *drawn)
+    log_start(loader)
     if not validates:
         return loader, None
     data, collator = settings.data.of_validation(), collator.for_validation()
-    weigh, key = weigh and LossWeightSettings().weigh, "dataset_val"
-    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, key, fill, weigh=weigh)
+    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
 
 
 def build_image_loaders(
@@ -71,7 +84,7 @@ def build_image_loaders(
     The classifier predicts the classes of ``dataset_val`` from ``dataset_knn`` (null: ``dataset``).
     Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
-    validates = run.validates_on(settings.dataset_val)
+    validates = _validates(settings)
     temperature = settings.data.of_mixture.temperature
     with collected_problems() as build:
         dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
@@ -87,7 +100,7 @@ def build_image_loaders(
         loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill, *drawn)
         if settings.objective.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
-        loader.log_epoch_size()
+        log_start(loader)
         if not validates:
             return loader, None
         data = settings.data.of_validation()

@@ -3,9 +3,17 @@
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from recipe_utils.parallel.process_group import gather_objects
+from recipe_utils.parallel.ranks import Ranks
+from recipe_utils.run.log import Log
+from recipe_utils.run.settings import RunSettings
+from recipe_utils.settings.problems import ConfigError
 
 LOCK_FILE, HOLDER_FILE = ".run.lock", ".run.txt"
 
@@ -40,3 +48,30 @@ class FolderLock:
         # A process that waits for the removed file retries with a new one.
         Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
+
+
+@contextmanager
+def lock_folder(settings: RunSettings, ranks: Ranks, log: Log) -> Iterator[None]:
+    """Creates ``output_dir`` and locks it in the block.
+
+    Raises ConfigError on all ranks if another run writes to it.
+    """
+    folder, problem = settings.output_dir, None
+    with ExitStack() as at_exit:
+        if ranks.is_zero:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                at_exit.callback(FolderLock(folder).release)
+            except LockedError as error:
+                problem = f"another run writes to it ({error}); wait for its end, stop it, or set another folder"
+            except OSError as error:
+                if folder.is_dir():  # no reason not to train
+                    log.warn(
+                        f"output_dir={folder}: it cannot be locked ({error}); run one at a time"
+                    )
+                else:
+                    problem = f"it cannot be created ({error}); set another folder"
+        problem = gather_objects(problem, ranks.cpu_group)[0]
+        if problem is not None:
+            raise ConfigError(f"output_dir={folder}: {problem}")
+        yield

@@ -2,23 +2,24 @@
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torchtune import training
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_keys, load
-from recipe_utils.checkpoint.stock import check_stock_state, finds_stock_state, load_optimizer_state
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.model.pipeline.stages import adapters_of
+from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
@@ -33,12 +34,26 @@ _WITHOUT_INFLUENCE = (
 
 
 @dataclass
-class Resume:
-    """Newest complete checkpoint of a recipe, if training resumes. All ranks build it.
+class TrainingParts:
+    """What a recipe has built: what is saved, resumed and exported."""
 
-    Checkpoints of other recipes are skipped. ``config`` is resolved; ``group`` is a CPU group of
-    all ranks. Raises ConfigError if there is no complete checkpoint, or if a stock recipe's state
-    is resumed with pipeline stages.
+    model: nn.Module
+    optimizer: AnyOptimizer
+    nonfinite: NonfiniteGuard
+    loader: UpdateStepLoader
+    checkpointer: Any
+    """Exports the model."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of frozen weights, which must equal the checkpoint's."""
+    exported: nn.Module | None = None
+    """Model that is exported; None for ``model``."""
+
+
+@dataclass
+class Resume:
+    """Newest complete checkpoint of a recipe, if training resumes; others' are skipped.
+
+    ``config`` is resolved; ``group`` is a CPU group of all ranks.
     """
 
     recipe: str
@@ -48,41 +63,27 @@ class Resume:
     group: dist.ProcessGroup
     log: Log
 
-    def __post_init__(self) -> None:
-        self._skipped: list[tuple[Path, str]] = []  # checkpoints and the reasons
-        resumes = bool(self.settings.resume_from_checkpoint)
-        self.path = self._find_checkpoint() if resumes else None
-        self.from_stock = (
-            resumes and self.path is None and finds_stock_state(self.config["checkpointer"])
-        )
-        """True if training resumes from a stock recipe's state."""
-        if resumes and self.path is None and not self.from_stock:
+    @cached_property
+    def path(self) -> Path | None:
+        """Path of the checkpoint; None to start from scratch. Raises ConfigError if one is required."""
+        if not self.settings.resume_from_checkpoint:
+            return None
+        path = self._find_checkpoint()
+        if path is None:
+            self._check_stock_state()
             self._check_that_nothing_is_lost()
-        if self.from_stock and self.ranks.dims.pp > 1:
-            raise ConfigError(
-                f"pipeline_parallel_dim={self.ranks.dims.pp}: a recipe_state.pt can only be resumed from "
-                "without a pipeline; set it to 1 until the next step checkpoint"
-            )
+        return path
 
-    def restore(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        loader: UpdateStepLoader,
-        stock_checkpoint: Mapping[str, Any],
-        frozen: Mapping[str, str],
-        seed: int,
-    ) -> TrainingState:
+    def restore(self, parts: TrainingParts, seed: int) -> TrainingState:
         """Loads model and optimizer in place if training resumes. Returns the initial state.
 
-        ``stock_checkpoint`` is a stock recipe's checkpoint without weights; ``frozen`` contains
-        fingerprints of frozen weights, which must equal the checkpoint's. Raises ConfigError if
-        ranks have different data or old checkpoints cannot be moved, CheckpointError if no
-        checkpoint can be used.
+        Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
+        CheckpointError if no checkpoint can be used.
         """
         # Of images the transform is a part of the data.
-        of_transform = self.config.get("transform") or {}
-        fingerprint = loader.fingerprint() | {f"transform.{k}": v for k, v in of_transform.items()}
+        transform = self.config.get("transform") or {}
+        fingerprint = parts.loader.fingerprint()
+        fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
         folder = self.settings.output_dir
         state = TrainingState(
@@ -93,17 +94,13 @@ class Resume:
             seed=seed,
             data_fingerprint=fingerprint,
             config=dict(self.config),
-            frozen=dict(frozen),
+            frozen=dict(parts.frozen),
             run_id=self._new_run(),  # moves old checkpoints, so after all other checks
         )
         if self.path is not None:
-            return self._resume(self._load(model, optimizer, loader, state), state)
-        if self.from_stock:
-            epoch = self._load_stock(model, optimizer, loader, stock_checkpoint, seed)
-            state = replace(state, epoch=epoch, global_step=epoch * loader.steps_per_epoch)
-        else:
-            self.log.info(f"Run {state.run_id} starts in {folder}")
-        if self.settings.resume_from_checkpoint == "auto" and state.global_step == 0:
+            return self._resume(self._load(parts, state), state)
+        self.log.info(f"Run {state.run_id} starts in {folder}")
+        if self.settings.resume_from_checkpoint == "auto":
             self.log.info(
                 f"resume_from_checkpoint=auto: no checkpoint in {folder}; starts from scratch"
             )
@@ -151,13 +148,7 @@ class Resume:
             raise ConfigError(problem)
         return run_id
 
-    def _load(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        loader: UpdateStepLoader,
-        now: TrainingState,
-    ) -> TrainingState:
+    def _load(self, parts: TrainingParts, now: TrainingState) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
         config = dict(self.config)
         if self.settings.resume_with_other_model:
@@ -167,8 +158,8 @@ class Resume:
             try:
                 state = load(
                     self.path,
-                    model,
-                    optimizer,
+                    parts.model,
+                    parts.optimizer,
                     recipe=self.recipe,
                     data_fingerprint=(
                         None if self.settings.resume_with_other_data else now.data_fingerprint
@@ -186,8 +177,8 @@ class Resume:
                         "scratch"
                     ) from error
                 self.log.warn(f"{error}; skipped")
-        num_samples = loader.samples_per_epoch
-        if state.samples_consumed >= num_samples + loader.global_batch_size:
+        num_samples = parts.loader.samples_per_epoch
+        if state.samples_consumed >= num_samples + parts.loader.global_batch_size:
             raise ConfigError(
                 f"resume_from_checkpoint: {self.path} has consumed {state.samples_consumed} samples "
                 f"of an epoch, the dataset has {num_samples}; set the dataset that it was saved with"
@@ -211,39 +202,32 @@ class Resume:
         }
         return replace(saved, run_id=run_id, **kept)
 
-    def _load_stock(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        loader: UpdateStepLoader,
-        saved: Mapping[str, Any],
-        seed: int,
-    ) -> int:
-        """Loads a stock recipe's end-of-epoch state. Returns the number of completed epochs."""
-        check_stock_state(saved)
-        load_optimizer_state(model, optimizer, saved[training.OPT_KEY], self.ranks.device)
-        max_steps = loader.settings.max_steps_per_epoch
-        for key, value in ((training.SEED_KEY, seed), (training.MAX_STEPS_KEY, max_steps)):
-            if saved[key] != value:
-                self.log.warn(f"{key}={value}: the checkpoint was saved with {saved[key]}")
-        epochs: int = saved[training.EPOCHS_KEY]
-        return epochs
-
     def _find_checkpoint(self, older_than: Path | None = None) -> Path | None:
         """Returns the newest checkpoint with all files in full size, the same on all ranks."""
-        found = None
+        newest = None
         if self.ranks.is_zero:
-            found = find_newest_whole(Path(self.settings.output_dir), self.recipe, older_than)
-        path, self._skipped = gather_objects(found, self.group)[0]
+            newest = find_newest_whole(Path(self.settings.output_dir), self.recipe, older_than)
+        path, self._skipped = gather_objects(newest, self.group)[0]
         for other, reason in self._skipped:
             self.log.warn(f"resume_from_checkpoint: {other} is skipped: {reason}")
         return path
+
+    def _check_stock_state(self) -> None:
+        """Raises ConfigError if training would resume from a ``recipe_state.pt`` of torchtune's recipes."""
+        cfg = self.config["checkpointer"]
+        default = Path(str(cfg.get("output_dir")), "recipe_state", "recipe_state.pt")
+        if (name := cfg.get("recipe_checkpoint")) is not None or default.exists():
+            raise ConfigError(
+                f"checkpointer.recipe_checkpoint={name or default}: training cannot resume from torchtune's "
+                "recipe_state.pt; leave it out, set resume_from_checkpoint=False and another output_dir, and load "
+                "the weights saved beside it with checkpoint_dir and checkpoint_files"
+            )
 
     def _check_that_nothing_is_lost(self) -> None:
         """Raises ConfigError if a complete checkpoint is required and there is none."""
         key = f"resume_from_checkpoint={self.settings.resume_from_checkpoint}"
         folder = self.settings.output_dir
-        if self._skipped:
+        if self._skipped:  # checkpoints and the reasons
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self._skipped[:3])
             raise ConfigError(
                 f"{key}: none of the checkpoints in {folder} can be used ({reasons}; "
@@ -253,4 +237,21 @@ class Resume:
             raise ConfigError(
                 f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
                 "start without one"
+            )
+
+
+def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
+    """Yields a warning for each kind of dropout, which depends on the layout, and without adapters."""
+    adapters, modules = adapters_of(model).modules.values(), list(model.modules())
+    if settings.save_adapter_weights_only and not adapters:
+        yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
+    names = ("attn_dropout", "attention_dropout")
+    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in names}
+    rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
+    rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
+    for name, rates in rates_of.items():
+        if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
+            yield (
+                f"model.{name}={rate}: dropout depends on microbatches and ranks, so the losses of "
+                "two layouts are equal in the mean only; 0 is exact"
             )

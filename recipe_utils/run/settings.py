@@ -1,7 +1,8 @@
 """Keys of a run: length, log, checkpoints, exports."""
 
+import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -12,6 +13,16 @@ from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith, Positi
 from recipe_utils.settings.problems import Problem, problems_with_folder
 
 PROFILER = "torchtune.training.setup_torch_profiler"
+
+
+class Due(NamedTuple):
+    """What is due after an update step."""
+
+    log: bool
+    validation: bool
+    answers: bool
+    export: bool
+    save: bool
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -67,6 +78,34 @@ class RunSettings:
     """Resumes even if dataset, tokenizer or global batch size differ from the checkpoint's."""
     resume_with_other_model: bool = False
     """Resumes even if ``model`` differs from the checkpoint's, provided that the weights fit."""
+
+    def due(self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float) -> Due:
+        """Returns what is due after update step ``global_step``.
+
+        Epochs end with an export and a checkpoint of their own. ``unsaved_minutes`` is the time since
+        the first update step that no checkpoint contains.
+        """
+
+        def is_due(every_n_steps: int | None) -> bool:
+            return every_n_steps is not None and global_step % every_n_steps == 0
+
+        is_due_by_clock = unsaved_minutes >= (self.save_every_n_minutes or math.inf)
+        return Due(
+            log=is_due(self.log_every_n_steps or 1),
+            validation=is_due(self.run_val_every_n_steps),
+            answers=is_due(self.sample_every_n_steps),
+            export=is_due(self.export_every_n_steps) and not is_last_of_epoch,
+            save=(is_due_by_clock or is_due(self.save_every_n_steps)) and not is_last_of_epoch,
+        )
+
+    def warnings(self, num_steps: int) -> Iterator[str]:
+        """Yields warnings of intervals that are longer than a training of ``num_steps``."""
+        for name in ("log", "run_val", "sample", "save", "export"):
+            every = getattr(self, f"{name}_every_n_steps")
+            if every is not None and every > num_steps:
+                yield f"{name}_every_n_steps={every}: the training has only {num_steps} update steps"
+        if self.keep_best_checkpoint and (self.run_val_every_n_steps or 0) > num_steps:
+            yield "keep_best_checkpoint=True: the training ends before its first validation"
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the output folder and between keys."""

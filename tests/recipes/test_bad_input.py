@@ -95,31 +95,21 @@ def test_a_checkpoint_of_another_size_is_refused_before_training(tiny_config):
     assert "its shapes differ: layers.0.mlp.w1.weight (48, 32)" in text
 
 
-def with_recipe_state(tiny_config, state):
-    """A config that resumes from a stock recipe's first epoch."""
-    config = tiny_config(resume_from_checkpoint=True, epochs=2)
-    files = {"checkpoint_files": ["epoch_0/weights.pt"]}
-    config["checkpointer"] |= files
-    out = Path(config["output_dir"])
-    for folder in ("epoch_0", "recipe_state"):
-        (out / folder).mkdir(parents=True)
-    torch.save(tiny.tiny_model().state_dict(), out / "epoch_0" / "weights.pt")
-    torch.save(state, out / "recipe_state" / "recipe_state.pt")
-    return config
+@pytest.mark.parametrize("resumes", [True, "auto"])
+def test_training_does_not_resume_from_a_recipe_state_of_torchtune(resumes, tiny_config):
+    config = tiny_config(resume_from_checkpoint=resumes)
+    path = Path(config["checkpointer"]["output_dir"], "recipe_state", "recipe_state.pt")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert f"checkpointer.recipe_checkpoint={path}: training cannot resume from" in refusal(config)
 
 
-@pytest.mark.parametrize("place", ["weights", "recipe state"])
-def test_a_pickle_that_would_execute_something_is_refused_unexecuted(place, tiny_config, tmp_path):
-    crime = tmp_path / "crime"
-    if place == "weights":
-        path = tmp_path / "weights.pt"
-        torch.save({"model": Malicious(crime)}, path)
-        config = tiny_config()
-        config["checkpointer"] |= {"checkpoint_dir": f"{tmp_path}", "checkpoint_files": [path.name]}
-        config["checkpointer"]["output_dir"] = f"{tmp_path.parent}/{tmp_path.name}_out"
-    else:
-        config = with_recipe_state(tiny_config, {"optimizer": Malicious(crime)})
-        path = tmp_path / "out" / "recipe_state" / "recipe_state.pt"
+def test_a_pickle_that_would_execute_something_is_refused_unexecuted(tiny_config, tmp_path):
+    crime, path = tmp_path / "crime", tmp_path / "weights.pt"
+    torch.save({"model": Malicious(crime)}, path)
+    config = tiny_config()
+    config["checkpointer"] |= {"checkpoint_dir": f"{tmp_path}", "checkpoint_files": [path.name]}
+    config["checkpointer"]["output_dir"] = f"{tmp_path.parent}/{tmp_path.name}_out"
     text = refusal(config)
     assert f"checkpointer: Unable to load checkpoint from {path}" in text
     assert "Weights only load failed" in text

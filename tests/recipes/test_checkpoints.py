@@ -17,7 +17,6 @@ from checkpoint_runs import flip_a_bit, resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
     STEP_OF_8,
-    STOCK_LOSS,
     ListLogger,
     cosine,
     exported_model,
@@ -25,7 +24,6 @@ from recipe_runs import (
     refusal,
     run_recipe,
     run_recipe_keeping_warnings,
-    run_stock_recipe,
     set_up,
     slow,
     writing_to,
@@ -280,7 +278,7 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
                 return unlimited(*args)
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, -1))
             result = unlimited(*args)
-            recipe.run._report(recipe.run._checkpoints.wait())
+            recipe.run._saves.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             return result
 
@@ -376,27 +374,3 @@ def test_only_the_newest_checkpoints_are_kept(tiny_config):
     config = config_of(tiny_config, keep_last_n_checkpoints=2)
     run_distributed(run_recipe, 1, config)
     assert saved(config) == ["step_10", "step_9"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_it_resumes_from_a_stock_recipe_s_state(world_size, tiny_config):
-    """32 samples in steps of 8, so that the stock recipe drops none."""
-    config = tiny_config(
-        dataset={**DATA, "num_samples": 32},
-        loss=STOCK_LOSS,
-        epochs=2,
-        max_steps_per_epoch=4,
-        batch_size=4,
-        gradient_accumulation_steps=2,
-    )
-    stock = losses(run_distributed(run_stock_recipe, 1, config)[0])
-    assert len(stock) == 8
-    resumed = {**config, "resume_from_checkpoint": True, **STEP_OF_8}
-    resumed["checkpointer"] |= {"checkpoint_files": ["epoch_0/model-00001-of-00001.bin"]}
-    del resumed["gradient_accumulation_steps"]
-    logged = losses(run_distributed(run_recipe, world_size, resumed)[0])
-    assert [step for step, _ in logged] == [5, 6, 7, 8]
-    assert [loss for _, loss in logged] == pytest.approx(
-        [float(loss) for _, loss in stock[4:]], rel=1e-4
-    )

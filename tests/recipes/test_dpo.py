@@ -21,8 +21,6 @@ from recipe_runs import (
 )
 from recipe_runs import tiny_dpo_config as tiny_dpo_config_of
 
-from recipe_utils.settings.problems import ConfigError
-
 PAIRS = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 38, "kind": "alike_beginnings"}
 COMPARED = (
     "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "log_probs/chosen",
@@ -219,23 +217,3 @@ def forget_after(step, config):
     for folder in Path(config["output_dir"]).glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
-
-
-# ---- Bad input ---------------------------------------------------------------------------------------
-
-
-def test_a_stock_training_is_resumed_with_a_reference_of_its_own_only(tiny_dpo_config):
-    config = tiny_dpo_config(
-        dataset={**PAIRS, "num_pairs": 16}, batch_size=4, gradient_accumulation_steps=2
-    )
-    given = {**config["checkpointer"], "recipe_checkpoint": None}
-    stock = {**config, "epochs": 2, "checkpointer": given}
-    (expected,) = run_distributed(run_stock_recipe, 1, stock, "full_dpo")
-    saved = {**config["checkpointer"], "checkpoint_files": ["epoch_0/model-00001-of-00001.bin"]}
-    resumed = {**config, "checkpointer": saved, "resume_from_checkpoint": True, "epochs": 2}
-    close(run(resumed), expected[2:], "loss", rel=1e-4)
-    del resumed["ref_checkpointer"]
-    with pytest.raises(
-        ConfigError, match="ref_checkpointer: it is missing, and checkpointer holds"
-    ):
-        run(resumed)

@@ -173,13 +173,10 @@ def train_two_steps(config, recipe, arrivals):
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         with Waits(raises=False):
             made = stack.enter_context(set_up(config, recipe))
-        for step in islice(made.run.steps(made.loader, 0, COUNTED[recipe]), 2):
+        for step in islice(made.run.steps(made.loader, COUNTED[recipe]), 2):
             with Waits(), LikeCuda():
                 metrics, grad_norm = made.update(step)
-                made.lr_scheduler.step()
-                made.run.advance(step)
-                made.run.log(metrics, made.nonfinite, 0.01, grad_norm)
-                made.run.stop_if_nonfinite(made.nonfinite, step)
+                made.run.finish(step, metrics, grad_norm)
             assert {each.device for each in metrics.values()} == {META}
             assert len(arrivals) + 1 == made.run.global_step
         made.run.metrics.write_held()
@@ -193,7 +190,7 @@ OFFLOAD = {"fsdp_cpu_offload": True}
 LORA = {"model": tiny.adapted(tiny.MODEL)}
 QDORA = {"model": tiny.adapted(tiny.WIDE_MODEL, use_dora=True, quantize_base=True)}
 GEMMA = {"model": tiny.GEMMA2_MODEL}
-CACHED = {"reference": "cached", "precompute_reference": True}
+CACHED = {"reference": "cached"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 99}
 PACKED_DATASET = {"dataset": {**DATA, "packed": True}}
 NAMED = {"dataset": [{**DATA, "name": "a", "loss_weight": 2}, {**DATA, "name": "b"}]}
@@ -254,6 +251,6 @@ def test_a_decoder_of_transformers(model_type, changes, arrivals, tiny_config, t
 def test_an_unfused_optimizer_reads_one_number(arrivals, tiny_config):
     config = {**tiny_config(**KEYS), "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
     with set_up(config, SFT) as made:
-        step = next(made.run.steps(made.loader, 0, "target_tokens"))
+        step = next(made.run.steps(made.loader, "target_tokens"))
         with pytest.raises(RuntimeError, match="meta"):
             made.update(step)

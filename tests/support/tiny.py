@@ -25,8 +25,6 @@ from torchtune.modules import MultiHeadAttention, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 
-from recipe_utils.data.loader.sampler import StepIndex
-
 VOCAB_SIZE = 67
 IGNORE = -100
 
@@ -194,11 +192,12 @@ class WaitsBeforeStep(Samples):
     def __init__(self, samples, step, file):
         super().__init__(samples)
         self.step, self.file = step, file
+        self.takes_step_index = True
 
     def __getitem__(self, index):
-        while StepIndex.of(index).step >= self.step and not self.file.exists():
+        while index.step >= self.step and not self.file.exists():
             time.sleep(0.01)
-        return super().__getitem__(index)
+        return super().__getitem__(index.item)
 
 
 def waiting_dataset(tokenizer, num_samples, step, file):

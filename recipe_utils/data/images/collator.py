@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.images.crop_rows import (
     CropsOfOneSize,
     TokenLayout,
@@ -102,6 +103,7 @@ class Views(Dataset[dict[str, Any]]):
     settings: ViewSettings
     layout: TokenLayout
     seed: int
+    takes_step_index: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fits(self.transform, self.layout.patch_size, self.layout.num_channels)
@@ -110,16 +112,16 @@ class Views(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int | StepIndex) -> dict[str, Any]:
         """Returns the views of an image as arrays, because tensors need a file handle each in workers.
 
         ``global_crops`` [2, c, h, h], ``local_crops`` [L, c, w, w]; ``masks`` bool [2, P]; ``draws``
         [2 + L, num_draws] in [0, 1). Raises SampleError if the image cannot be used.
         """
-        index = StepIndex.of(index)
+        index = index if isinstance(index, StepIndex) else StepIndex(index)
         settings, layout = self.settings, self.layout
-        pixels, sample = checked_image(self.dataset[int(index)], layout.num_channels)
-        place: tuple[int, ...] = (self.seed, index.epoch, int(index))
+        pixels, sample = checked_image(self.dataset[index.item], layout.num_channels)
+        place: tuple[int, ...] = (self.seed, index.epoch, index.item)
         if self._is_drawn:  # a mixture may take an image more than once per epoch
             place += (index.step, index.position)
         global_crops, local_crops = self.transform(pixels, generator_of("crops", *place))
@@ -164,7 +166,7 @@ class Views(Dataset[dict[str, Any]]):
             )
 
 
-class ViewCollator:
+class ViewCollator(Collator):
     """Collator of views; totals count images."""
 
     counts = ("images", "koleo_images", "masked_patches", "crop_tokens")
@@ -178,14 +180,6 @@ class ViewCollator:
         self._group_size = settings.koleo_group_size
         self._batch_size = data.batch_size
         self._layout = layout
-
-    def warnings(self) -> Iterator[str]:
-        """Yields nothing."""
-        yield from ()
-
-    def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields nothing."""
-        yield from ()
 
     def length(self, sample: Sample) -> int:
         """Returns the position in the update step, by which groups are formed; lengths are equal."""
@@ -270,13 +264,13 @@ class WholeImages(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the image as ``crop`` [c, h, h]; raises SampleError if it cannot be used or has no label."""
-        pixels, sample = checked_image(self.dataset[int(index)], self.layout.num_channels)
+        pixels, sample = checked_image(self.dataset[index], self.layout.num_channels)
         if sample["label"] is None:
             raise SampleError("it has no label for neighbors to vote for")
         return {**sample, "crop": self.transform.whole(pixels), "digest": digest_of(pixels)}
 
 
-class ImageCollator:
+class ImageCollator(Collator):
     """Collator of labelled images; totals count images."""
 
     counts = ("images", "crop_tokens")
@@ -287,14 +281,6 @@ class ImageCollator:
     def __init__(self, data: DataSettings, layout: TokenLayout) -> None:
         self._layout = layout._replace(num_draws=0)
         self.plan = partial(plan_in_order, batch_size=data.batch_size)
-
-    def warnings(self) -> Iterator[str]:
-        """Yields nothing."""
-        yield from ()
-
-    def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields nothing."""
-        yield from ()
 
     def length(self, sample: Sample) -> int:
         """Returns 1: all images have the same number of tokens."""

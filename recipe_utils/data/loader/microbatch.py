@@ -3,7 +3,7 @@
 Shapes: b rows, s positions per row, n target tokens, k named datasets.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
 T = TypeVar("T")
+
+OF_DATASET = "target_tokens/"
+"""Prefix of the counts of named datasets."""
 
 
 class Pairs(NamedTuple):
@@ -25,17 +28,6 @@ class Pairs(NamedTuple):
     """[3 * p]: the same numbers of a whole row; None if no other rank computes a part of it."""
     num_ranks: int = 1
     """Ranks that compute the row together."""
-
-
-class CacheKeys(NamedTuple):
-    """Placeholder for a frozen model's outputs until the training loop reads or computes them."""
-
-    keys: tuple[bytes, ...]
-    """Cache keys of the samples."""
-    num_rows: tuple[int, ...]
-    """Number of outputs of each sample, in the microbatch's order."""
-    num_missing: int
-    """Samples that the cache did not contain when the microbatch was prepared."""
 
 
 class Targets(NamedTuple):
@@ -88,6 +80,16 @@ class Microbatch:
 
 # PyTorch's tree functions copy it as part of larger structures.
 register_dataclass(Microbatch)
+
+
+def counts_of(
+    microbatches: Sequence[Microbatch], names: Sequence[str], of_datasets: Sequence[str]
+) -> dict[str, int]:
+    """Returns the sums of counts by name, and target tokens by the names of named datasets."""
+    counts = {name: sum(m.counts.get(name, 0) for m in microbatches) for name in names}
+    for index, name in enumerate(of_datasets):
+        counts[name] = sum(m.targets.num_of_dataset(index) for m in microbatches)
+    return counts
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -6,48 +6,35 @@ number of ranks, and training resumes from (epoch, update step) without further 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from recipe_utils.data.order import NUM_IN_MEMORY, LazyPermutation, seed_of
 
 
-class StepIndex(int):
+class StepIndex(NamedTuple):
     """Dataset index with its position in the training.
 
     A dataset that seeds its random draws with it returns the same sample on any layout, in any
-    worker, and after a resume.
+    worker, and after a resume. It has an attribute ``takes_step_index``; others get ``item``.
     """
 
-    epoch: int
-    step: int
+    item: int
+    """Index in the dataset."""
+    epoch: int = 0
+    step: int = 0
     """Index of the update step in the epoch."""
-    position: int
+    position: int = 0
     """Position in the update step, over all DP ranks; the same on any number of them."""
-    step_size: int
+    step_size: int = 1
     """Samples of the update step over all DP ranks."""
 
-    def __new__(
-        cls, index: int, epoch: int = 0, step: int = 0, position: int = 0, step_size: int = 1
-    ) -> "StepIndex":
-        """See the class."""
-        self = super().__new__(cls, index)
-        self.epoch, self.step = epoch, step
-        self.position, self.step_size = position, step_size
-        return self
-
-    @classmethod
-    def of(cls, index: int) -> "StepIndex":
-        """Returns ``index`` as a StepIndex; a plain int becomes the only sample of the first update step."""
-        return index if isinstance(index, cls) else cls(index)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles for DataLoader workers."""
-        return StepIndex, (int(self), self.epoch, self.step, self.position, self.step_size)
+    def __str__(self) -> str:
+        return str(self.item)
 
 
-class UpdateSteps(Sequence[list[int]]):
+class UpdateSteps(Sequence[list[StepIndex]]):
     """Dataset indices of each update step, made when they are asked for.
 
     Args:
@@ -55,7 +42,7 @@ class UpdateSteps(Sequence[list[int]]):
         indices_of: returns the dataset indices of an update step.
     """
 
-    def __init__(self, steps: range, indices_of: Callable[[int], list[int]]) -> None:
+    def __init__(self, steps: range, indices_of: Callable[[int], list[StepIndex]]) -> None:
         self._steps, self._indices_of = steps, indices_of
 
     def __len__(self) -> int:
@@ -121,7 +108,7 @@ def update_step_indices(
     dp_degree: int,
     epoch: int = 0,
     block: int = 1,
-) -> list[int]:
+) -> list[StepIndex]:
     """Returns each :class:`StepIndex` of this DP rank in one update step, in the permutation's order.
 
     The ranks' shares differ by up to one block, and a rank may get none.

@@ -4,7 +4,6 @@ A sample is a mapping. Text has ``tokens`` and ``labels`` of one length, as torc
 return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
-import hashlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +95,7 @@ class CheckedDataset(Dataset[Sample]):
         self.prepare = prepare
         self.skips_bad = skips_bad
         self.mixture = mixture_of(dataset)
+        self._takes_step_index = hasattr(dataset, "takes_step_index")
         self._named: set[str] = set()
         self.draws = False
         """The dataset draws from a global generator; set by :meth:`find_draws`."""
@@ -115,22 +115,24 @@ class CheckedDataset(Dataset[Sample]):
         self.draws = not all(torch.equal(state[name], after[name]) for name in state)
         return self.draws
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, at: int | StepIndex) -> Sample:
         """Returns the prepared sample; an error of the dataset is chained to a SampleError.
 
         A sample of a mixture has ``dataset_index``, the position of its dataset in the list.
         """
+        at = at if isinstance(at, StepIndex) else StepIndex(at)
         if not self.draws:
-            return self._get(index)
-        place, state = StepIndex.of(index), get_random_state()
-        seed_generators(seed_of(index, place.epoch, place.step, place.position))
+            return self._get(at)
+        state = get_random_state()
+        seed_generators(seed_of(at.item, at.epoch, at.step, at.position))
         try:
-            return self._get(index)
+            return self._get(at)
         finally:
             set_random_state(state)
 
-    def _get(self, index: int) -> Sample:
-        place, added = f"{index} of {self.name}", {}
+    def _get(self, at: StepIndex) -> Sample:
+        index, added = at.item, {}
+        place = f"{index} of {self.name}"
         if self.mixture is not None:
             which = self.mixture.dataset_of(index)
             local = index - self.mixture.starts[which]
@@ -138,7 +140,7 @@ class CheckedDataset(Dataset[Sample]):
             added = {"dataset_index": which}
         name = f"sample {place}"
         try:
-            sample = self.dataset[index]
+            sample = self.dataset[at if self._takes_step_index else index]
         except SampleError as error:  # from a dataset that checks its files
             raise type(error)(f"{name}: {error}") from error.__cause__
         except Exception as error:
@@ -150,12 +152,12 @@ class CheckedDataset(Dataset[Sample]):
     def _row(self, index: int) -> str:
         """Returns the row that torchtune's datasets make a sample of, shortened; empty for others."""
         try:
-            row = repr(self.dataset._data[int(index)])
+            row = repr(self.dataset._data[index])
         except Exception:  # another dataset, or the row itself cannot be read
             return ""
-        return f"; its row {int(index) + 1} is {row if len(row) < 200 else f'{row[:200]}...'}"
+        return f"; its row {index + 1} is {row if len(row) < 200 else f'{row[:200]}...'}"
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample | SampleError]:
+    def __getitems__(self, indices: Sequence[int | StepIndex]) -> list[Sample | SampleError]:
         """Returns samples for a DataLoader, with the error in place of a bad one."""
         samples: list[Sample | SampleError] = []
         for index in indices:
@@ -181,39 +183,6 @@ class CheckedDataset(Dataset[Sample]):
         else:
             reason = "" if isinstance(error, SkippedSampleError) else ", on_bad_sample=skip"
             _log.warning(f"{error} (skipped{reason})")
-
-    def any_sample(self) -> Sample:
-        """Returns the first sample that is not skipped; raises the last one's SampleError if all are."""
-        for index in range(len(self) - 1):
-            try:
-                return self[index]
-            except SampleError as error:
-                if not self.skips(error):
-                    raise
-        return self[len(self) - 1]
-
-
-def fingerprint(
-    dataset: CheckedDataset, keys: Sequence[str], lengths: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Returns the length and a hash of ``keys`` of samples, to detect another dataset or tokenizer.
-
-    Three samples of the dataset, or of each of its parts of given ``lengths``.
-    """
-    indices, end = set(), 0
-    for length in lengths or [len(dataset)]:
-        start, end = end, end + length
-        indices |= {start, start + length // 2, end - 1}
-    digest = hashlib.sha256()
-    for index in sorted(indices):
-        try:
-            sample = dataset[index]
-        except SampleError as error:  # raised again when its update step is prepared
-            digest.update(str(error).encode())
-            continue
-        for key in keys:
-            digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
-    return {"num_samples": len(dataset), "hash_of_samples": digest.hexdigest()[:16]}
 
 
 def load_dataset(
@@ -266,7 +235,7 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
 
 
 def load_samples(
-    dataset: CheckedDataset, indices_per_step: Sequence[list[int]], num_workers: int = 0
+    dataset: CheckedDataset, indices_per_step: Sequence[list[Any]], num_workers: int = 0
 ) -> Iterator[list[Sample]]:
     """Yields the samples of each update step in the order of their indices, without skipped ones.
 

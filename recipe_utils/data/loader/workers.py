@@ -24,7 +24,7 @@ class WorkerDiedError(RuntimeError):
 
 
 def load_batches(
-    dataset: Dataset[Any], batches: Sequence[list[int]], num_workers: int = 0
+    dataset: Dataset[Any], batches: Sequence[list[Any]], num_workers: int = 0
 ) -> Iterator[list[Any]]:
     """Yields the samples of each batch; each worker loads whole batches, a few of them ahead.
 
@@ -97,6 +97,6 @@ def _how_they_died(error: RuntimeError, workers: Mapping[int | None, BaseProcess
     return f"(pid {', '.join(map(str, pids))}) ended by {', '.join(ends)}"
 
 
-def _first_of(indices: list[int]) -> str:
+def _first_of(indices: list[Any]) -> str:
     shown = ", ".join(map(str, indices[:5]))
     return shown if len(indices) <= 5 else f"{shown}, ..."

@@ -32,7 +32,7 @@ from recipe_utils.data.pairs.collate import (
     padded_rows,
 )
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.collator import check_sample, num_targets_of_empty_answer
+from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -87,9 +87,9 @@ class PairCollator:
     """
 
     counts: Sequence[str] = (
-        "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
+        "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
-    """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
+    """Pairs; targets of chosen answers; targets and tokens of both answers;
     tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
@@ -116,7 +116,6 @@ class PairCollator:
             self.layout += ", prefixes shared"
         self._pad_id: int = tokenizer.pad_id
         self._max_seq_len = max_seq_len = getattr(tokenizer, "max_seq_len", None)
-        self._num_targets_of_empty = num_targets_of_empty_answer(tokenizer)
         self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
         most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
@@ -168,8 +167,6 @@ class PairCollator:
             labels = sample[f"{side}_labels"]
             first_target = int((labels != IGNORE_INDEX).argmax())
             prompts.append(sample[f"{side}_input_ids"][:first_target].tolist())
-            if (labels[first_target:] != IGNORE_INDEX).sum() <= self._num_targets_of_empty:
-                yield f"the {side} answer is empty"
         if prompts[0] != prompts[1]:
             yield "its two sides have different prompts"
 
@@ -202,17 +199,14 @@ class PairCollator:
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one pair, or a part of it, with the keys of a cache if there is one."""
+        """Makes a microbatch of at least one pair, or a part of it, with log-probabilities of a cache."""
         if self._is_packed:
             microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple, part)
         else:
             microbatch = collate_padded_pairs(samples, self._pad_id)
         if self._cache is None:
             return microbatch
-        found = self._cache.find(samples, [1] * len(samples))
-        num_missing = found.num_missing if part.first == 0 else 0
-        counts = {**microbatch.counts, "missing_pairs": num_missing}
-        return replace(microbatch.with_teacher(found), counts=counts)
+        return microbatch.with_teacher(self._cache.find(samples, [1] * len(samples)))
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""

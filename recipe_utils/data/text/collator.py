@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.microbatch import Microbatch
@@ -71,7 +71,6 @@ class TextCollator:
             self.counts = (*self.counts, "spanning_samples")
         self._max_ranks_per_row = settings.max_ranks_per_row
         self._max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._num_targets_of_empty = num_targets_of_empty_answer(tokenizer)
         self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
         self.longest_row = limits.longest_row(max_tokens, most_samples)
@@ -124,16 +123,13 @@ class TextCollator:
             yield f"max_tokens_per_microbatch={bound}{on_most}: {more} gets a microbatch of its own"
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields whether a sample, not of a packed dataset, is truncated or has an empty answer."""
+        """Yields whether a sample, not of a packed dataset, is truncated or needs several ranks."""
         if "seq_lens" in sample:
             return
         if len(sample["tokens"]) == self._max_seq_len:
             yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
         if self._max_ranks_per_row > 1 and len(sample["tokens"]) > (self._max_tokens or 0):
             yield f"more than {self._max_tokens} tokens, computed by several ranks"
-        num_targets = int((np.asarray(sample["labels"]) != self._ignore_index).sum())
-        if num_targets <= self._num_targets_of_empty:
-            yield f"{num_targets} target tokens, as an empty answer has"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample with tokens and labels as int64 arrays, without torchtune's ``mask``.
@@ -177,18 +173,6 @@ class TextCollator:
         if self._is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
         return collate_dummy(sample, self._collate, self._ignore_index)
-
-
-def num_targets_of_empty_answer(tokenizer: Any) -> int:
-    """Returns the number of tokens that mark an empty answer; 0 for a tokenizer without messages."""
-    roles = {"user": "Hi", "assistant": ""}
-    messages = [
-        Message(role=role, content=text, masked=role == "user") for role, text in roles.items()
-    ]
-    try:
-        return sum(not is_masked for is_masked in tokenizer({"messages": messages})["mask"])
-    except Exception:  # any: a tokenizer of one's own
-        return 0
 
 
 def check_sample(

@@ -38,11 +38,10 @@ _log = get_logger("INFO")
 
 def load_model(
     model: nn.Module, checkpointer: Any, settings: Any, ranks: Ranks, seed: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> dict[str, str]:
     """Loads a model's weights with a checkpointer; see :func:`load_weights`.
 
-    Returns the checkpoint without its weights, and fingerprints of the frozen weights. Raises
-    ConfigError if the weights cannot be read or do not fit the model.
+    Returns fingerprints of the frozen weights. Raises ConfigError if the weights cannot be read or do not fit the model.
     """
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
@@ -50,7 +49,7 @@ def load_model(
         frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
         log_rank_zero(_log, text, logging.WARNING)
-    return checkpoint, frozen
+    return frozen
 
 
 def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[str, str]:

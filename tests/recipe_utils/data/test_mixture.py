@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture, MixtureOrder, Shares
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
@@ -191,16 +192,16 @@ def test_weights_of_tokens_are_divided_by_mean_target_tokens_once(one_process):
         [sum(label != tiny.IGNORE for label in s["labels"][1:]) for s in part] for part in PARTS
     ]
     assert means == {n: round(sum(t) / len(t), 2) for n, t in zip(NAMES, targets, strict=True)}
-    quotas = loader._mixture.shares.quotas[0]
+    quotas = loader.mixture_order.shares.quotas[0]
     tokens = [float(q) * mean for q, mean in zip(quotas, means.values(), strict=True)]
     assert [each / sum(tokens) for each in tokens] == pytest.approx([0.5, 0.3, 0.2])
     saved = {"mean_target_tokens": dict.fromkeys(NAMES, 1.0)}
     resumed = make_loader(mixture={"weigh": "tokens"}, saved=saved)
-    assert resumed._mixture.shares.quotas == make_loader()._mixture.shares.quotas
+    assert resumed.mixture_order.shares.quotas == make_loader().mixture_order.shares.quotas
 
 
 def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
-    make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5).log_epoch_size()
+    log_start(make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5))
     rows = [line.split() for line in caplog.messages]
     assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
     assert ["code", "7", "49.2%", "4.21", "8.43"] in rows

@@ -43,7 +43,7 @@ def test_momentum_and_temperature_follow_the_update_steps_that_are_done():
     assert settings.momentum_at(0, 10) == 0.9
     assert settings.momentum_at(5, 10) == pytest.approx(0.95)
     # What is logged is what the last update step had.
-    assert settings.at(3, 10) == {
+    assert settings.at(2, 10) == {
         "ema_momentum": settings.momentum_at(2, 10),
         "teacher_temperature": settings.temperature_at(2),
     }

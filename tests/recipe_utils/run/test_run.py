@@ -1,5 +1,6 @@
 """State and output of a run: closed on every way out, one run per folder, metrics in order."""
 
+import math
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +12,6 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import ListLogger, keep_messages, recipe_class
 
-from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.settings.problems import ConfigError
 
 VAL = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "seed": 5}
@@ -71,20 +71,29 @@ def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out,
 
 def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
     recipe, _ = start(save_every_n_steps=2, save_every_n_minutes=1, export_every_n_steps=3)
-    run = recipe.run
-    step = UpdateStep(0, (), {}, 1)
-    due = []
-    for run.global_step in range(1, 7):
-        due.append((run.should_save(step), run.should_export(step)))
-    assert due == [(n % 2 == 0, n % 3 == 0) for n in range(1, 7)]
-    later = UpdateStep(0, (), {}, 1, clock_seconds=60.0)
-    last = UpdateStep(5, (), {}, 1, is_last_of_epoch=True)
-    assert not run.should_save(last)
-    assert not run.should_export(last)
-    run.global_step = 7
-    assert not run.should_save(later)  # asking has not started the clock
-    run._unsaved_since_seconds = 0.0
-    assert run.should_save(later)
+    settings = recipe.run.settings
+    due = [settings.due(step, False, -math.inf) for step in range(1, 7)]
+    assert [(each.save, each.export) for each in due] == [
+        (n % 2 == 0, n % 3 == 0) for n in range(1, 7)
+    ]
+    assert settings.due(7, False, unsaved_minutes=1.0).save
+    at_end = settings.due(6, True, unsaved_minutes=1.0)
+    assert (at_end.save, at_end.export) == (False, False)
+
+
+def test_intervals_longer_than_the_training_are_reported(start):
+    recipe, _ = start(
+        run_val_every_n_steps=9,
+        keep_best_checkpoint=True,
+        dataset_val=VAL,
+        save_every_n_steps=3,
+        export_every_n_steps=4,
+    )
+    assert [text.split(":")[0] for text in recipe.run.settings.warnings(3)] == [
+        "run_val_every_n_steps=9",
+        "export_every_n_steps=4",
+        "keep_best_checkpoint=True",
+    ]
 
 
 # ---- Log ----------------------------------------------------------------------------------------
@@ -93,47 +102,39 @@ def test_saves_and_exports_are_due_within_an_epoch_but_not_at_its_end(start):
 def set_up(recipe, cfg):
     recipe.setup(cfg)
     recipe.run.metrics.reads_late = True
-    list(recipe.run.epochs())
+    return recipe.run.steps(recipe.loader, "target_tokens")
 
 
-def log(recipe, loss, global_step, **metrics):
-    recipe.run._step = UpdateStep(0, (), {}, 1)
-    recipe.run.global_step = global_step
-    recipe.run.log({"loss": loss}, recipe.nonfinite, 0.5, None, **metrics)
-
-
-def lines():
-    return [
-        {k: v for k, v in line.items() if k != "data_wait_seconds"} for line in ListLogger.logged
-    ]
+def finish(recipe, steps, loss, **metrics):
+    """Finishes the next update step without computing it."""
+    recipe.run.finish(next(steps), {"loss": loss}, None, **metrics)
 
 
 def test_held_metrics_are_written_before_everything_that_follows(start):
-    recipe, cfg = start(run_val_every_n_steps=1, dataset_val=VAL)
+    recipe, cfg = start(run_val_every_n_steps=3, dataset_val=VAL)
     with recipe.run as run:
-        set_up(recipe, cfg)
-        step = UpdateStep(0, (), {}, 1)
-        follows = [
-            lambda: run.stop_if_nonfinite(recipe.nonfinite, step),  # before a validation
-            run.save,
-            lambda: run.export("export_step_3"),
-        ]
-        for global_step, follow in enumerate(follows):
-            log(recipe, torch.tensor(2.0), global_step, teacher_seconds=None)  # not logged
-            assert global_step not in [line["step"] for line in ListLogger.logged]
+        steps = set_up(recipe, cfg)
+        for follow in (run.save, lambda: run.export("export_step_2")):
+            finish(recipe, steps, torch.tensor(2.0), teacher_seconds=None)  # not logged
+            assert run.global_step not in [line["step"] for line in ListLogger.logged]
             follow()
-            assert lines()[-1] == {"step": global_step, "loss": 2.0, "lr": 0.5}
+            assert ListLogger.logged[-1]["step"] == run.global_step
+            assert ListLogger.logged[-1].keys() >= {"loss", "lr", "num_tokens"}
+            assert "teacher_seconds" not in ListLogger.logged[-1]
+        finish(recipe, steps, torch.tensor(2.5), validate=lambda: {"val_loss": torch.tensor(1.0)})
+        *_, trained, validated = ListLogger.logged
+        assert (trained["step"], trained["loss"]) == (3, 2.5)
+        assert validated == {"step": 3, "val_loss": 1.0}
         loss = torch.tensor(3.0)
-        log(recipe, loss, 4)
+        finish(recipe, steps, loss)
         loss.zero_()  # a later change of the tensor has no effect
-    assert lines()[-1] == {"step": 4, "loss": 3.0, "lr": 0.5}
+    assert (ListLogger.logged[-1]["step"], ListLogger.logged[-1]["loss"]) == (4, 3.0)
 
 
 def test_an_error_of_the_device_does_not_prevent_the_closing(start, closed):
     recipe, cfg = start()
     with keep_messages() as messages, recipe.run as run:
-        set_up(recipe, cfg)
-        log(recipe, torch.tensor(2.0), 3)
+        finish(recipe, set_up(recipe, cfg), torch.tensor(2.0))
         run.metrics._held = fail
     assert closed == [True]
     assert "metrics of the last update step are lost (planted)" in messages

@@ -15,6 +15,7 @@ from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
@@ -98,7 +99,7 @@ def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
 def test_skipped_and_truncated_samples_are_counted_before_training(one_process, caplog):
     bad = {"tokens": [1, 900], "labels": [1, 1]}
     long = {"tokens": [1] * 64, "labels": [1] * 64}
-    make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip").log_epoch_size()
+    log_start(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"))
     assert "dataset: 2 of 15 samples read: tokenizer.max_seq_len=64 tokens, probably" in caplog.text
     assert "dataset: 1 of 15 samples read: skipped (token 900 is outside" in caplog.text
 
@@ -122,7 +123,7 @@ def describe_epoch(microbatching):
     """Totals, sorted tokens and number of microbatches of each update step, and what is logged."""
     loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
     with keep_messages() as logged:
-        loader.log_epoch_size()
+        log_start(loader)
     found = []
     with loader.epoch(0) as steps:
         for step in steps:
@@ -158,7 +159,7 @@ def test_an_update_step_that_depends_on_the_nodes_is_warned_of(
 ):
     monkeypatch.setenv(NUM_NODES, nodes)
     with keep_messages() as logged:
-        make_loader(SAMPLES, global_batch_size=size).log_epoch_size()
+        log_start(make_loader(SAMPLES, global_batch_size=size))
     text = "gradient_accumulation_steps=1: another number of nodes would change the update step"
     assert sum(message.startswith(text) for message in logged) == is_warned
 

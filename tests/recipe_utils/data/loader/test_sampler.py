@@ -1,8 +1,6 @@
 """Update steps cut one seeded order: the stock one, each sample once, whatever the ranks."""
 
-import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from recipe_utils.data.loader.sampler import (
-    StepIndex,
     epoch_permutation,
     num_update_steps,
     shares_of_ranks,
@@ -34,7 +31,7 @@ def test_each_rank_visits_the_samples_in_the_order_of_the_stock_samplers(
         stock = sampler_class(range(48), num_replicas=4, rank=rank, shuffle=shuffle, seed=0)
         stock.set_epoch(epoch)
         ours = [update_step_indices(permutation, step, 12, rank, 4) for step in range(4)]
-        assert list(itertools.chain(*ours)) == list(stock)
+        assert [index.item for index in itertools.chain(*ours)] == list(stock)
 
 
 def test_epochs_and_seeds_differ_in_their_order():
@@ -57,7 +54,7 @@ def test_an_epoch_has_every_sample_once_in_update_steps_that_do_not_depend_on_th
     }
     for dp_degree in (1, 2, 3, 4, 5, 7, 12, 13):
         found = [
-            (int(index), index.epoch, index.step, index.position, index.step_size)
+            index
             for step in range(num_update_steps(num_samples, 12, "train"))
             for rank in range(dp_degree)
             for index in update_step_indices(permutation, step, 12, rank, dp_degree, epoch=3)
@@ -96,39 +93,14 @@ def test_blocks_of_an_update_step_stay_on_a_rank_and_shares_differ_by_at_most_on
         for rank in range(dp_degree)
     ]
     window = permutation[:64].tolist()
-    assert sorted(itertools.chain(*shares)) == sorted(window)
+    assert sorted(index.item for index in itertools.chain(*shares)) == sorted(window)
     ranks_of_blocks = {}
     for rank, share in enumerate(shares):
         positions = [index.position for index in share]
         assert positions == sorted(positions)
-        assert [window[position] for position in positions] == share
+        assert [window[index.position] for index in share] == [index.item for index in share]
         for position in positions:
             ranks_of_blocks.setdefault(position // block, set()).add(rank)
     assert all(len(ranks) == 1 for ranks in ranks_of_blocks.values())
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= block
-
-
-INDEX = StepIndex(5, epoch=1, step=2, position=3, step_size=4)
-
-
-def test_an_index_is_an_int_to_everything_else():
-    assert (INDEX, hash(INDEX), str(INDEX), f"{INDEX}", repr(INDEX)) == (5, hash(5), "5", "5", "5")
-    assert "abcdefg"[INDEX] == "f"
-    assert torch.arange(9)[INDEX] == 5
-    assert type(INDEX - 1) is int
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda i: pickle.loads(pickle.dumps(i))]
-)
-def test_a_copy_of_an_index_keeps_its_position(copied):
-    index = copied(INDEX)
-    assert type(index) is StepIndex
-    assert (index, index.epoch, index.step, index.position, index.step_size) == (5, 1, 2, 3, 4)
-
-
-def test_a_plain_int_is_the_only_sample_of_the_first_update_step():
-    index = StepIndex.of(5)
-    assert (index, index.epoch, index.step, index.position, index.step_size) == (5, 0, 0, 0, 1)
-    assert StepIndex.of(INDEX) is INDEX

@@ -5,25 +5,26 @@ import json
 import pytest
 import tiny
 from omegaconf import OmegaConf
-from torchtune.data import Message
 
+from recipe_utils.data.collator import Collator
+from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import (
     CheckedDataset,
     SampleError,
     SkippedSampleError,
-    fingerprint,
     load_dataset,
     load_samples,
 )
-from recipe_utils.data.loader.settings import DataSettings
+from recipe_utils.data.loader.start import probe
 from recipe_utils.data.plan.cost import MicrobatchCost
-from recipe_utils.data.text.collator import TextCollator, check_sample
+from recipe_utils.data.text.collator import check_sample
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.embedded.stdlib_docs import docstring_tokenizer
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 GOOD = tiny.make_samples(2)
 BAD = {"tokens": [1, 2], "labels": [1]}
+WITHOUT = {"tokens": [1], "labels": [1]}
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +87,6 @@ def test_a_message_without_text_does_not_train_the_one_before(content, chat_toke
         dataset[0]
 
 
-def test_an_empty_answer_is_remarked(chat_tokenizer):
-    collator = TextCollator(DataSettings(batch_size=1), chat_tokenizer, tiny.IGNORE, LIMITS)
-    remarks = []
-    for answer in ("", "Yes, it does."):
-        messages = [
-            Message(role="user", content="Does it?", masked=True),
-            Message(role="assistant", content=answer),
-        ]
-        encoded = chat_tokenizer({"messages": messages})
-        masked = zip(encoded["tokens"], encoded["mask"], strict=True)
-        labels = [tiny.IGNORE if is_masked else token for token, is_masked in masked]
-        remarks.append(list(collator.remarks({**encoded, "labels": labels})))
-    assert "as an empty answer has" in remarks[0][0]
-    assert remarks[1] == []
-
-
 def test_samples_come_in_the_order_of_the_indices_with_and_without_workers():
     samples = tiny.make_samples(12)
     indices_per_step = [[3, 0, 7], [], [11], [5, 5, 2, 1], [4]]
@@ -128,24 +113,54 @@ def test_samples_without_targets_are_skipped_and_named_once_up_to_twenty(num_wor
     assert len(named) == len(set(named)) == 20
     assert caplog.messages[-1] == "dataset: further skipped samples are not logged"
     assert len(caplog.messages) == 21
-    assert dataset.any_sample() == samples[3]
+    assert probe(dataset, Checks(), (), has_remarks=False).example == 3
 
 
-def test_any_sample_is_a_good_one_if_there_is_one():
-    assert checked([BAD, GOOD[0], BAD], skips_bad=True).any_sample() == GOOD[0]
-    for samples, skips in (([BAD, BAD], True), ([BAD, GOOD[0]], False)):
-        with pytest.raises(SampleError, match="1 labels for 2 tokens"):
-            checked(samples, skips_bad=skips).any_sample()
+class Checks(Collator):
+    """Counts the targets of a sample."""
+
+    counts, fingerprint_keys = ("targets",), ("tokens", "labels")
+
+    def collate(self, samples):
+        return Microbatch({}, None, {"targets": len(samples[0]["labels"]) - 1})
 
 
-def test_a_fingerprint_depends_on_the_length_and_the_given_keys():
+Checks.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("samples", "skips_bad", "example"),
+    [
+        ([BAD, GOOD[0], BAD], True, 1),
+        ([WITHOUT, GOOD[0]], False, 1),
+        ([BAD, GOOD[0]], False, 0),  # its error is raised when its update step is prepared
+        ([BAD, BAD], True, "none of its 2 samples .*1 labels for 2 tokens.*train_on_input"),
+        ([WITHOUT], False, "none of its 1 samples .*it has no target.*train_on_input"),
+    ],
+)
+def test_some_sample_has_targets_or_the_last_cause_is_named(samples, skips_bad, example):
+    dataset = checked(samples, skips_bad=skips_bad)
+    if isinstance(example, int):
+        assert probe(dataset, Checks(), (), has_remarks=False).example == example
+        return
+    with pytest.raises(ValueError, match=example):
+        probe(dataset, Checks(), (), has_remarks=False)
+
+
+def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     samples = tiny.make_samples(5)
     relabelled = [dict(sample) for sample in samples]
     relabelled[-1]["labels"] = [1] * len(samples[-1]["labels"])
 
-    def of(samples, *keys):
-        return fingerprint(checked(samples), keys)
+    def hashed(samples, lengths=(5,), keys=("tokens", "labels")):
+        collator = Checks()
+        collator.fingerprint_keys = keys
+        return probe(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
 
-    assert of(samples, "tokens", "labels")["num_samples"] == 5
-    assert of(samples, "tokens", "labels") != of(relabelled, "tokens", "labels")
-    assert of(samples, "tokens") == of(relabelled, "tokens") != of(samples[:4], "tokens")
+    assert hashed(samples) != hashed(relabelled)
+    assert hashed(samples, keys=["tokens"]) == hashed(relabelled, keys=["tokens"])
+    changed = [*samples[:3], samples[4], samples[4]]
+    assert hashed(changed) == hashed(samples)
+    assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))
+    everything = probe(checked(samples), Checks(), (5,), has_remarks=True)
+    assert everything.hash_of_samples == hashed(samples)

@@ -1,4 +1,4 @@
-"""Exports a trained model, summarises the run, and writes a config that samples from the model."""
+"""Checkpoints and exports of a run, its summary, and a config that samples from the exported model."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,97 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
 from recipe_utils.checkpoint.export import export
+from recipe_utils.checkpoint.load import TrainingState
+from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.model.adapters.merge import contents_of_export
 from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
+from recipe_utils.run.resume import TrainingParts
+from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import component_at
 
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+class Saves:
+    """Checkpoints and exports of a run. All ranks call its methods together.
+
+    ``config`` is resolved; ``group`` is a CPU group of all ranks.
+    """
+
+    parts: TrainingParts
+    """What is saved and exported; set before the first of them."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        config: Mapping[str, Any],
+        ranks: Ranks,
+        group: dist.ProcessGroup,
+        log: Log,
+    ) -> None:
+        self._settings, self._ranks, self._group, self._log = settings, ranks, group, log
+        dtype = settings.export_dtype or config.get("dtype")
+        self._export_dtype = PRECISION_STR_TO_DTYPE.get(dtype)
+        self.has_checkpoint = False
+        self.num_failed = 0
+        self.last_export: Path | None = None  # on rank 0
+
+    def open(self) -> None:
+        """Removes files of killed runs from ``output_dir``. Call it first."""
+        self._writer = CheckpointWriter(
+            self._settings.output_dir,
+            keep_last_n=self._settings.keep_last_n_checkpoints,
+            group=self._group,
+            asynchronous=self._settings.enable_async_checkpointing,
+        )
+
+    def save(self, state: TrainingState) -> None:
+        """Saves a checkpoint. Warns if it fails: the last complete one is kept."""
+        try:
+            outcome = self._writer.save(self.parts.model, self.parts.optimizer, state)
+        except ValueError as error:  # the state cannot be saved; raised on all ranks
+            outcome = SaveOutcome(state.global_step, None, error=str(error))
+        self._report(outcome)
+
+    def export(self, name: str) -> str | None:
+        """Exports the model; see :func:`.export_model`. Returns an error message or None."""
+        self.wait()  # the writer uses the same group and disk
+        parts, only_adapters = self.parts, self._settings.save_adapter_weights_only
+        model = parts.model if parts.exported is None else parts.exported
+        what = parts.checkpointer, model, name, self._export_dtype, only_adapters, parts.frozen
+        folder, error = export_model(*what, self._ranks, self._group, self._log)
+        self.last_export = folder or self.last_export
+        return error
+
+    def wait(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        self._report(self._writer.wait())
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and closes the writer."""
+        self._report(self._writer.close())
+
+    def _report(self, outcome: SaveOutcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.error is not None:
+            kept = "the previous one is kept" if self.has_checkpoint else "there is none before"
+            self._log.warn(
+                f"update step {outcome.global_step}: no checkpoint could be saved "
+                f"({outcome.error}); {kept}"
+            )
+            self.num_failed += 1
+        else:
+            self.has_checkpoint = True
+        self._log.warn(outcome.warning or "")
 
 
 def export_model(

@@ -1,7 +1,7 @@
 """Summary and progress bar name what is counted: tokens or images."""
 
-from recipe_utils.run.exports import summary_of_training, summary_of_validation
 from recipe_utils.run.log import bar_text
+from recipe_utils.run.saves import summary_of_training, summary_of_validation
 
 
 def test_the_summary_counts_tokens_or_images():

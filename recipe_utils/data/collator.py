@@ -1,0 +1,58 @@
+"""What the loader needs of the samples of one objective."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.samples import Sample
+from recipe_utils.data.plan.plan import Plan
+
+
+class Collator(Protocol):
+    """Checks, measurement, plans and collation of the samples of one objective.
+
+    With ``max_ranks_per_row`` its ``collate`` also takes the :class:`.Part` of a row that this rank
+    computes.
+    """
+
+    counts: Sequence[str]
+    """Names of its counts; a sample whose first count is 0 has nothing to train on."""
+    fingerprint_keys: Sequence[str]
+    """Keys of a sample that are hashed to recognize the dataset on resume."""
+    block: int = 1
+    """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
+    rank. Losses that couple samples need it."""
+    plan: Plan
+    """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.plan.plan`."""
+
+    @abstractmethod
+    def prepare(self, sample: Sample, name: str, /) -> Sample:
+        """Converts an item of the dataset for the other methods. Called in DataLoader workers.
+
+        Raises:
+            SampleError: the sample cannot be trained on; the message starts with ``name``.
+        """
+
+    @abstractmethod
+    def length(self, sample: Sample) -> int:
+        """Returns the length by which a sample is planned."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample]) -> Microbatch:
+        """Makes a microbatch."""
+
+    @abstractmethod
+    def dummy(self, sample: Sample) -> Microbatch:
+        """Makes a dummy microbatch, whose loss is zero and has a graph.
+
+        Ranks with fewer microbatches run it, so that FSDP's collectives match.
+        """
+
+    def warnings(self) -> Iterator[str]:
+        """Yields warnings to log before training."""
+        yield from ()
+
+    def remarks(self, sample: Sample) -> Iterator[str]:
+        """Yields what is doubtful in a prepared sample, in words that are counted over samples."""
+        yield from ()

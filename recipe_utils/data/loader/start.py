@@ -1,0 +1,193 @@
+"""What is read, checked and logged of a dataset before training."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torchtune.utils import get_logger
+
+from recipe_utils.data.collator import Collator
+from recipe_utils.data.loader.sampler import epoch_permutation
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.data.mixture import Mixture, MixtureOrder
+from recipe_utils.data.order import seed_of
+from recipe_utils.parallel.process_group import elastic_nodes
+from recipe_utils.settings.problems import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from recipe_utils.data.loader.loader import UpdateStepLoader
+
+_log = get_logger("INFO")
+
+_NUM_REMARKED = 100
+"""Maximum number of samples that are read for remarks."""
+_NUM_MEASURED = 1000
+"""Maximum number of samples of a dataset that are read for its mean number of target tokens."""
+
+
+class Probe(NamedTuple):
+    """What some samples of a dataset tell about it."""
+
+    example: int
+    """Index of a good sample; 0 if none was found."""
+    hash_of_samples: str
+    """Hash of the first, the middle and the last sample of each part of the dataset."""
+    remarks: Mapping[str, int]
+    """Why samples are skipped or doubtful, and how many of ``num_remarked`` are; empty if training
+    will stop at one of them."""
+    num_remarked: int
+
+
+def probe(
+    dataset: CheckedDataset, collator: Collator, lengths: Sequence[int], has_remarks: bool
+) -> Probe:
+    """Reads some samples once, and further ones until one can be trained on.
+
+    Args:
+        dataset: at least one sample.
+        collator: collator of its samples.
+        lengths: lengths of the parts of the dataset that are hashed, see :class:`Probe`.
+        has_remarks: True to read up to 100 samples, evenly spaced, for remarks.
+
+    Raises:
+        ValueError: no sample has a target.
+    """
+    num_samples = len(dataset)
+    hashed, end = set(), 0
+    for length in filter(None, lengths):
+        start, end = end, end + length
+        hashed |= {start, start + length // 2, end - 1}
+    num_remarked = min(num_samples, _NUM_REMARKED) if has_remarks else 0
+    remarked = {i * num_samples // num_remarked for i in range(num_remarked)}
+    planned = sorted(hashed | remarked)
+
+    digest, remarks, example = hashlib.sha256(), Counter[str](), 0
+    has_targets, stops, problem = False, False, "it has no target"
+    with torch.random.fork_rng(devices=[]):
+        for number, index in enumerate(chain(planned, range(num_samples))):
+            is_planned = number < len(planned)
+            if not is_planned and (has_targets or stops):
+                break
+            try:
+                sample = dataset[index]
+            except SampleError as error:
+                problem = str(error)
+                if is_planned and index in hashed:
+                    digest.update(problem.encode())
+                if not dataset.skips(error):
+                    stops = True  # raised again when its update step is prepared
+                elif is_planned and index in remarked:
+                    remarks[f"skipped ({problem.rpartition(': ')[2]})"] += 1
+                continue
+            if is_planned and index in hashed:
+                for key in collator.fingerprint_keys:
+                    digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
+            if is_planned and index in remarked:
+                remarks.update(collator.remarks(sample))
+            if not has_targets and _has_targets(sample, collator):
+                has_targets, example = True, index
+    if not has_targets and not stops:
+        advice = ""
+        if "labels" in collator.fingerprint_keys:
+            advice = (
+                "; check its labels, what masks them (train_on_input), and tokenizer.max_seq_len"
+            )
+        raise ValueError(
+            f"none of its {num_samples} samples can be trained on (the last: {problem}){advice}"
+        )
+    return Probe(example, digest.hexdigest()[:16], {} if stops else remarks, num_remarked)
+
+
+def _has_targets(sample: Any, collator: Collator) -> bool:
+    try:
+        return collator.collate([sample]).counts[collator.counts[0]] > 0
+    except Exception:  # raised again when its update step is prepared
+        return True
+
+
+def check_draws(loader: "UpdateStepLoader") -> None:
+    """Raises ConfigError if samples are drawn by the global generators that training draws from."""
+    settings = loader.settings
+    if loader.dataset.find_draws() and settings.prefetch_update_steps and not settings.num_workers:
+        text = (
+            f"samples of {loader.dataset.name} draw from a global random generator, as training does at the same "
+            "time, so no run could be repeated or resumed; set num_workers to 1 or more"
+        )
+        raise ConfigError(Problem("num_workers", text, 0))
+
+
+def make_order(
+    loader: "UpdateStepLoader", mixture: Mixture, num_epochs: int, saved: Mapping[str, Any]
+) -> MixtureOrder:
+    """Returns the order of a mixture with weights; ``saved`` is the checkpoint's fingerprint.
+
+    Raises ConfigError if a dataset is empty or taken too often, or weights of tokens have no meaning.
+    """
+    settings, means = loader.settings, None
+    if settings.of_mixture.weigh == "tokens":
+        if "target_tokens" not in loader.collator.counts:
+            text = "there are no target tokens here; set it to samples"
+            raise ConfigError(Problem("mixture.weigh", text, "tokens"))
+        means = saved.get("mean_target_tokens") or _mean_target_tokens(loader, mixture)
+    order = MixtureOrder(mixture, settings, loader.global_batch_size, num_epochs, means)
+    if problems := [*order.problems(loader.dataset.name)]:
+        raise ConfigError(*problems)
+    return order
+
+
+def _mean_target_tokens(loader: "UpdateStepLoader", mixture: Mixture) -> dict[str, float]:
+    """Returns the mean number of target tokens of some samples of each dataset, by name."""
+    means = {}
+    for which, (name, start) in enumerate(zip(mixture.names, mixture.starts, strict=True)):
+        seed = seed_of(loader.settings.data_seed, 2, which)
+        order = epoch_permutation(mixture.lengths[which], 0, shuffle=True, seed=seed)
+        indices = [start + index for index in order[:_NUM_MEASURED].tolist()]
+        with torch.random.fork_rng(devices=[]):
+            samples = next(load_samples(loader.dataset, [indices]))
+        counts = [loader.collator.collate([each]).counts["target_tokens"] for each in samples]
+        if not any(counts):
+            raise ValueError(f"{name}: none of {len(indices)} samples has target tokens")
+        means[name] = round(sum(counts) / len(counts), 2)
+    return means
+
+
+def log_start(loader: "UpdateStepLoader") -> None:
+    """Logs the size of update steps, warnings and remarks, on rank 0."""
+    if not loader.ranks.is_zero:
+        return
+    for text in loader.collator.warnings():
+        _log.warning(text)
+    settings, size, (*others, least) = loader.settings, loader.global_batch_size, loader.shares
+    name, is_uneven = loader.dataset.name, least < loader.samples_per_rank
+    if elastic_nodes() and (settings.gradient_accumulation_steps or not settings.global_batch_size):
+        _log.warning(
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 1}: another number of nodes would "
+            f"change the update step, so a resume would be refused; set global_batch_size={size} instead"
+        )
+    if is_uneven:
+        listed = f"{', '.join(map(str, others))} and" if len(others) < 8 else f"{others[0]} or"
+        _log.info(
+            f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples"
+        )
+    _log.info(
+        f"Update step: {'at most ' * is_uneven}{loader.samples_per_rank} samples on each of "
+        f"{loader.ranks.dp_degree} data-parallel ranks, {size} in total; {loader.steps_per_epoch} update steps per epoch"
+    )
+    for remark, number in Counter(loader.probe.remarks).most_common():
+        _log.info(f"{name}: {number} of {loader.probe.num_remarked} samples read: {remark}")
+    num_left_over = loader.samples_per_epoch % size
+    if loader.mixture_order is not None:
+        for line in loader.mixture_order.log_lines():
+            _log.info(line)
+        if num_left_over and settings.max_steps_per_epoch is None:
+            _log.info(
+                f"{name}: a mixture has no short last update step; its epoch ends at "
+                f"{loader.steps_per_epoch} of {loader.samples_per_epoch} / {size}"
+            )
+    elif settings.last_update_step == "drop" and num_left_over:
+        _log.warning(
+            f"last_update_step=drop: {num_left_over} of {len(loader.dataset)} samples are skipped in every epoch"
+        )
