@@ -46,6 +46,7 @@ RECIPES = {
         "qwen2_5/7B_lora_update_step",
         "qwen3/5M_lora_update_step",
         "gpt_oss/20B_lora_update_step",
+        "llama3_2_vision/11B_lora_multi_dataset_update_step",
     ),
     "full_dpo_update_step": (
         "llama3_2/5M_full_dpo_update_step",
