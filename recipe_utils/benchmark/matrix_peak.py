@@ -88,7 +88,7 @@ def products_of(model: nn.Module, is_on_cpu: bool) -> list[Product]:
 def measure_products(config: DictConfig) -> dict[str, float]:
     """Returns TFLOP/s of this process by product, with ``dtype`` and ``device`` of a config."""
     device = torch.device(config.device)
-    dtype = ModelSettings(config.dtype).torch_dtype
+    dtype = ModelSettings(dtype=config.dtype).torch_dtype
     return {
         product.name: tflops(product, device, dtype, num_warm_up=2, num_timed=7)
         for product in products_of(model_on_meta(config), device.type == "cpu")

@@ -139,11 +139,11 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
-        data, layout = recipe.settings.data, []
+        data, layout = recipe.settings, []
         if TOKENS in step.totals:
             layout = [data.microbatching]
         if layout and data.is_packed:
-            whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings.modules)
+            whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [select_kernel(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
     compared = Step(cfg, items, weighs, weights, frozenset(gradients))

@@ -101,7 +101,7 @@ def gradients_normalised_by_microbatch(config):
     def sums_by_microbatch(self, m):
         counts = [m.targets.num_of_dataset(i) for i in range(3)]
         given = [part.get("loss_weight", 1) for part in big_batch.MIXED]
-        return sums(self, m.with_dataset_weights(self.settings.weighing.weigh(given, counts)))
+        return sums(self, m.with_dataset_weights(self.settings.weigh(given, counts)))
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(recipe, "sums", sums_by_microbatch)

@@ -65,9 +65,9 @@ class Reference:
     """
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        own: ReferenceSettings = settings.reference
+        own: ReferenceSettings = settings
         self._settings = own
-        self._modules: ModelSettings = settings.modules.without_gradients()
+        self._modules: ModelSettings = settings.without_gradients()
         self._ranks = ranks
         self._checkpointer: Any = None
         self._is_cached = own.reference == "cached"
@@ -80,7 +80,7 @@ class Reference:
             needs_output_layer=False,
             is_small=True,
         )
-        folder = Path(own.reference_cache_dir or Path(settings.run.output_dir, "reference"))
+        folder = Path(own.reference_cache_dir or Path(settings.output_dir, "reference"))
         self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
         """Attaches nothing if the loss needs no reference."""
         self._is_used = getattr(loss_fn, "needs_reference", True)
