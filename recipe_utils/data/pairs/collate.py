@@ -114,7 +114,6 @@ def _microbatch(
     shared, chosen, rejected = of_pairs.sum(0).tolist()
     counts = {
         "pairs": len(samples),
-        "missing_pairs": 0,
         "chosen_tokens": shared + chosen,
         "target_tokens": 2 * shared + chosen + rejected,
         "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in SIDES),

@@ -87,9 +87,9 @@ class PairCollator:
     """
 
     counts: Sequence[str] = (
-        "pairs", "missing_pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
+        "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
-    """Pairs; pairs not in the cache; targets of chosen answers; targets and tokens of both answers;
+    """Pairs; targets of chosen answers; targets and tokens of both answers;
     tokens computed once instead of twice; computed positions; also pairs in rows of several ranks."""
     fingerprint_keys = tuple(f"{side}_{key}" for side in SIDES for key in ("input_ids", "labels"))
 
@@ -199,17 +199,14 @@ class PairCollator:
         return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
 
     def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one pair, or a part of it, with the keys of a cache if there is one."""
+        """Makes a microbatch of at least one pair, or a part of it, with log-probabilities of a cache."""
         if self._is_packed:
             microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple, part)
         else:
             microbatch = collate_padded_pairs(samples, self._pad_id)
         if self._cache is None:
             return microbatch
-        found = self._cache.find(samples, [1] * len(samples))
-        num_missing = found.num_missing if part.first == 0 else 0
-        counts = {**microbatch.counts, "missing_pairs": num_missing}
-        return replace(microbatch.with_teacher(found), counts=counts)
+        return microbatch.with_teacher(self._cache.find(samples, [1] * len(samples)))
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""

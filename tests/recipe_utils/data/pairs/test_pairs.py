@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
-from recipe_utils.data.loader.microbatch import CacheKeys
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
@@ -182,24 +181,18 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert microbatch.counts["pairs"] == 3
 
 
-class HalfOfThem:
-    """A cache that contains every other pair."""
-
+class Cache:
     def find(self, samples, num_rows):
         assert num_rows == [1] * len(samples)
-        return CacheKeys((b"",) * len(samples), (1,) * len(samples), len(samples) // 2)
+        return [pair["name"] for pair in samples]
 
 
-def test_a_microbatch_counts_its_pairs_that_a_cache_does_not_contain():
+def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
     data = DataSettings(microbatching="packed")
-    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), HalfOfThem())
+    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Cache())
     in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
     microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
-    assert microbatch.counts["missing_pairs"] == 4
-    assert microbatch.targets.teacher.num_missing == 4
-    assert (
-        collator_of().collate(prepared(collator, tiny.make_pairs(9))).counts["missing_pairs"] == 0
-    )
+    assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)
 
 
 @pytest.mark.parametrize("microbatching", ["in_order", "packed"])
