@@ -333,8 +333,8 @@ def compare(
     """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
     recipe_class = class_of(recipe, name)
     keys = recipe["Settings"].__dataclass_fields__
-    objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
-    objective = None if "views" in keys else objective
+    objective: Any = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
+    objective = None if "mask_ratio" in keys else objective
     refuse(cfg, objective is plain.losses_of_texts)
     cfg = config_of(cfg, folder, num_samples, objective is not None)
     cuts = cut(cfg, folder, objective is not None)
