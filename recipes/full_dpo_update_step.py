@@ -171,7 +171,7 @@ class FullDPORecipe:
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        run.resume(TrainingParts(*trained, frozen, outputs=self.reference.outputs))
+        run.resume(TrainingParts(*trained, frozen))
         position = run.num_steps, run.global_step
         self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
         self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
@@ -198,7 +198,7 @@ class FullDPORecipe:
         scale = torch.full_like(metrics, step.scale("pairs"))
         scale[-1:].fill_(step.scale("chosen_tokens"))  # no copy to the device
         # The reference computes all microbatches first: its stages need another schedule.
-        with self.reference.outputs.attached(step) as microbatches:
+        with self.reference.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 objective = lambda sums: self.objective(sums * scale)  # noqa: E731
@@ -222,7 +222,7 @@ class FullDPORecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns METRICS of ``dataset_val``, ratios of sums over all ranks."""
-        how = len(METRICS), self.pipeline, self.ranks.device, self.reference.outputs.attached
+        how = len(METRICS), self.pipeline, self.ranks.device, self.reference.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         found, counts = dict(zip(METRICS, sums, strict=True)), dict.fromkeys(METRICS, "pairs")
         counts["sft_loss"] = "chosen_tokens"

@@ -181,7 +181,7 @@ class KDRecipe:
         run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
         position = run.num_steps, run.global_step
         self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
-        self.teacher.outputs.precompute(settings.run.epochs, self.loader, self.val_loader)
+        self.teacher.precompute(settings.run.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class KDRecipe:
         scale = step.scale("target_tokens")
         metrics = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.ranks.device)
         # The teacher computes all microbatches first: its stages need another schedule.
-        with self.teacher.outputs.attached(step) as microbatches:
+        with self.teacher.attached(step) as microbatches:
             if self.pipeline is not None:
                 # One schedule per update step pays the pipeline bubble once.
                 sums = self.pipeline.forward_backward(microbatches, lambda sums: sums[0] * scale)
@@ -225,7 +225,7 @@ class KDRecipe:
 
     def validate(self) -> dict[str, Tensor]:
         """Returns means per target token of ``dataset_val`` over all ranks."""
-        how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.outputs.attached
+        how = len(self.metrics), self.pipeline, self.ranks.device, self.teacher.attached
         sums, totals = sum_over(self.val_loader, self.model, self.sums, *how)
         return ratios(self.named(sums, "val_"), totals, "target_tokens", self.ranks.dp_degree)
 
@@ -243,7 +243,7 @@ class KDRecipe:
         for step in self.run.steps(self.loader, counted="target_tokens"):
             metrics, grad_norm = self.update(step)
             due = {"validate": self.validate, "answer": self.answer}
-            seconds = self.teacher.outputs.read_seconds
+            seconds = self.teacher.read_seconds
             self.run.finish(step, metrics, grad_norm, **due, teacher_seconds=seconds)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.data.loader.samples import Sample, load_dataset
-from recipe_utils.data.pairs.collate import num_shared_tokens
+from recipe_utils.data.pairs.collator import num_shared_tokens
 from recipe_utils.data.text.collate import num_real_tokens
 
 IGNORE_INDEX = -100

@@ -185,7 +185,7 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
     cfg = OmegaConf.create({key: value for key, value in raw.items() if key not in _UNUSED})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
     cfg.seed = 0 if cfg.get("seed") is None else cfg.seed
-    if "teacher_cache" in cfg or "precompute_reference" in cfg:
+    if "teacher_cache" in cfg or cfg.get("reference") == "cached":
         cfg.epochs = cfg.max_steps_per_epoch = 1  # outputs of one update step
     dims = [cfg.get(f"{name}_parallel_dim") or 1 for name in ("tensor", "pipeline")]
     per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // (dims[0] * dims[1]), 1)

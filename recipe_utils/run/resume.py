@@ -17,7 +17,6 @@ from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_ke
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -48,8 +47,6 @@ class TrainingParts:
     """Fingerprints of frozen weights, which must equal the checkpoint's."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
-    outputs: FrozenOutputs | None = None
-    """Outputs that are written before each checkpoint."""
 
 
 @dataclass
