@@ -17,7 +17,6 @@ from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_ke
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -25,11 +24,11 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
 
 _WITHOUT_INFLUENCE = (
-    keys_of(RunSettings).keys() | keys_of(RankSettings).keys() | keys_of(PipelineSettings).keys()
+    own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
 
@@ -48,8 +47,6 @@ class TrainingParts:
     """Fingerprints of frozen weights, which must equal the checkpoint's."""
     exported: nn.Module | None = None
     """Model that is exported; None for ``model``."""
-    outputs: FrozenOutputs | None = None
-    """Outputs that are written before each checkpoint."""
 
 
 @dataclass

@@ -295,8 +295,6 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        if self._parts.outputs is not None:
-            self._parts.outputs.flush()  # so that a resumed training reads bitwise the same values
         self._saves.save(self.state)
         self._unsaved_since_seconds = math.inf
 

@@ -1,8 +1,7 @@
-"""The reference's log-probabilities are the same live, offloaded, cached and precomputed."""
+"""The reference's log-probabilities are the same live, offloaded, and cached."""
 
 import math
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.frozen import cache
+from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.settings.problems import ConfigError
 
@@ -111,32 +112,25 @@ PP_2 = {"pipeline_parallel_dim": 2}
     ],
 )
 def test_where_it_comes_from_changes_nothing(plan, world_size, dims, cached_config):
-    sources = (LIVE, {**LIVE, "reference": "offload"}, {}, {}, {"precompute_reference": True})
+    sources = (LIVE, {**LIVE, "reference": "offload"}, {}, {})
     configs = [cached_config(microbatching=plan, **dims, **source) for source in sources]
-    configs[-1]["reference_cache_dir"] += "_of_another_pass"
-    live, offload, *cached = run_distributed(losses_of_all, world_size, configs)[0]
+    live, offload, computing, finding = run_distributed(losses_of_all, world_size, configs)[0]
     num_steps = math.ceil(19 / (4 * world_size // dims.get("pipeline_parallel_dim", 1)))
     assert len(live) == 2 * num_steps
     assert offload == live
     assert exported_model(configs[1]).read_bytes() == exported_model(configs[0]).read_bytes()
-    computing, finding, precomputing = cached
     assert computing == finding
     assert exported_model(configs[2]).read_bytes() == exported_model(configs[3]).read_bytes()
-    # In the second epoch and in the pass before, a pair meets other pairs in its microbatch, which some
-    # kernels' last digits depend on.
-    assert computing[:num_steps] == live[:num_steps]
+    # In the pass before training, a pair meets other pairs in its microbatch, which some kernels' last
+    # digits depend on.
     assert computing == pytest.approx(live, rel=1e-5)
-    assert precomputing == pytest.approx(live, rel=1e-5)
-    # The third has computed what the fourth found; the pass before training is one of all pairs.
-    for config in (configs[2], configs[4]):
-        assert num_pairs_in(files_of(config)) == 19
+    # The third has computed what the fourth found.
+    assert num_pairs_in(files_of(configs[2])) == 19
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_the_pass_before_training_computes_no_more_than_training_uses(num_steps, cached_config):
-    config = cached_config(
-        precompute_reference=True, max_steps_per_epoch=num_steps, epochs=1, microbatching="packed"
-    )
+    config = cached_config(max_steps_per_epoch=num_steps, epochs=1, microbatching="packed")
     losses_of(config)
     assert num_pairs_in(files_of(config)) == 4 * num_steps
 
@@ -174,47 +168,44 @@ def test_the_cache_is_used_again_unless_the_log_probabilities_depend_on_a_change
         assert num_pairs_in(new) == num_computed, change
 
 
-@pytest.mark.parametrize("way", ["nonfinite", "stop"])
-def test_new_log_probabilities_are_written_before_every_checkpoint(way, cached_config):
-    """One epoch of 5 update steps of 4 pairs, ended in the second."""
-    config = cached_config(epochs=1, microbatching="packed", global_batch_size=4)
-    with set_up(config, DPO) as recipe:
-        update = recipe.update
-
-        def last_update(step):
-            metrics, grad_norm = update(step)
-            if recipe.run.global_step + 1 == 2 and way == "stop":
-                recipe.run.stop.set()
-            if recipe.run.global_step + 1 == 2 and way == "nonfinite":
-                recipe.nonfinite.problem = "planted"
-            return metrics, grad_norm
-
-        recipe.update = last_update
-        with pytest.raises(NonfiniteError) if way == "nonfinite" else nullcontext():
-            recipe.train()
-    assert Path(config["output_dir"], "step_2").exists()
-    assert num_pairs_in(files_of(config)) == 8
+class _KilledError(Exception):
+    pass
 
 
-def test_training_continues_if_the_cache_cannot_be_written(cached_config, monkeypatch):
-    expected = losses_of(cached_config(**LIVE))
+def test_a_killed_pass_before_training_resumes_with_the_same_rows(cached_config, monkeypatch):
+    whole = losses_of(cached_config(reference_cache_dir=str(cached_config()["output_dir"])))
+    computed = []
+    outputs = FrozenModel.outputs
 
-    def on_a_full_disk(path, _):
-        raise OSError(28, "No space left on device", str(path))
+    def killed_in_its_third_step(self, microbatches):
+        computed.append(len(microbatches))
+        if len(computed) == 3:
+            raise _KilledError
+        return outputs(self, microbatches)
 
-    monkeypatch.setattr(cache, "write_tensors", on_a_full_disk)
-    config = cached_config(save_every_n_steps=2)
-    logged, warnings = run_recipe_keeping_warnings(config, DPO)
-    assert [m["loss"] for m in logged] == pytest.approx(expected, rel=1e-5)
-    assert any("reference_cache_dir: [Errno 28]" in text for text in warnings)
-    assert files_of(config) == []
+    monkeypatch.setattr(FrozenModel, "outputs", killed_in_its_third_step)
+    monkeypatch.setattr(
+        cache.OutputCache.__init__, "__defaults__", (0, 0.0)
+    )  # a part per microbatch
+    with pytest.raises(_KilledError):
+        losses_of(cached_config())
+    assert losses_of(cached_config()) == whole
+    assert len(computed) == 3 + 5 - 2
+    assert num_pairs_in(files_of(cached_config())) == 19
 
 
-def test_a_model_whose_reference_is_all_known_is_alone_on_the_device(cached_config):
-    losses_of(cached_config())
-    with set_up(cached_config(), DPO) as training:
-        training.train()
-    assert training.reference.outputs.model is None
+def test_a_pair_that_the_pass_before_training_did_not_see_is_named(cached_config, monkeypatch):
+    monkeypatch.setattr(UpdateStepLoader, "one_pass", lambda self, _: (1, self.of_samples([[0]])))
+    with pytest.raises(
+        CheckpointError, match=r"reference_cache_dir=.*: pair \d+ of dataset is not in"
+    ):
+        losses_of(cached_config())
+
+
+def test_a_model_with_a_cached_reference_is_alone_on_the_device(cached_config):
+    for _ in range(2):
+        with set_up(cached_config(), DPO) as training:
+            assert training.reference._model is None
 
 
 def test_a_resumed_training_has_the_same_reference(tiny_dpo_config):

@@ -190,7 +190,7 @@ OFFLOAD = {"fsdp_cpu_offload": True}
 LORA = {"model": tiny.adapted(tiny.MODEL)}
 QDORA = {"model": tiny.adapted(tiny.WIDE_MODEL, use_dora=True, quantize_base=True)}
 GEMMA = {"model": tiny.GEMMA2_MODEL}
-CACHED = {"reference": "cached", "precompute_reference": True}
+CACHED = {"reference": "cached"}
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 99}
 PACKED_DATASET = {"dataset": {**DATA, "packed": True}}
 NAMED = {"dataset": [{**DATA, "name": "a", "loss_weight": 2}, {**DATA, "name": "b"}]}

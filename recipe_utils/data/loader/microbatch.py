@@ -30,17 +30,6 @@ class Pairs(NamedTuple):
     """Ranks that compute the row together."""
 
 
-class CacheKeys(NamedTuple):
-    """Placeholder for a frozen model's outputs until the training loop reads or computes them."""
-
-    keys: tuple[bytes, ...]
-    """Cache keys of the samples."""
-    num_rows: tuple[int, ...]
-    """Number of outputs of each sample, in the microbatch's order."""
-    num_missing: int
-    """Samples that the cache did not contain when the microbatch was prepared."""
-
-
 class Targets(NamedTuple):
     """Target tokens of a microbatch."""
 

@@ -9,6 +9,7 @@ Shapes: n rows of a sample (one of a pair; one of each target token).
 
 import hashlib
 import json
+import time
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -41,17 +42,17 @@ _Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class OutputCache:
     """Outputs of one frozen model, the same on all ranks, in a folder that trainings may share.
 
-    Stored in parts: files of many samples that are written once. A killed writer leaves a file that
-    ends with ``.unfinished``; it is kept, because another training may still be writing to it.
+    Stored in parts: files of many samples that a rank writes once. A killed writer leaves a file
+    that ends with ``.unfinished``; it is kept, because another training may still write to it.
 
     Args:
         folder: created if it does not exist.
         key: config key of the folder, for errors.
         context: plain values that outputs depend on besides the sample: weights, precision, layout.
         group: a CPU (gloo) group of all ranks, all of which must see the folder.
-        gathers: rank 0 writes the outputs of all ranks; for small outputs. Else each rank writes
-            its own parts.
         max_part_bytes: size of unwritten outputs above which a rank writes a part [bytes].
+        max_seconds: age of unwritten outputs above which a rank writes a part; a killed rank loses
+            no more.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class OutputCache:
         key: str,
         context: Mapping[str, Any],
         group: dist.ProcessGroup | None,
-        gathers: bool = False,
         max_part_bytes: int = 64 << 20,
+        max_seconds: float = 60.0,
     ) -> None:
         text = json.dumps(context, sort_keys=True, default=str)
         self._context = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -70,15 +71,14 @@ class OutputCache:
         self._key = key
         self._group = group
         self._is_zero = group is None or dist.get_rank(group) == 0
-        self._gathers = gathers
         self._max_part_bytes = max_part_bytes
+        self._max_seconds = max_seconds
+        self._first_added_seconds = 0.0
         self._unwritten: dict[bytes, Values] = {}
         self._num_unwritten_bytes = 0
-        self._written: list[_Index] = []  # since the last reload
-        self._written_names: list[str] = []
+        self._written: dict[str, _Index] = {}  # by name of the part, since the last reload
         self._parts: dict[str, _Part] = {}
         self._skipped: set[str] = set()
-        # Replaced as a whole, so that the prefetch thread never reads a half-changed index.
         self._index = _Index([])
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
@@ -104,15 +104,13 @@ class OutputCache:
     def find(self, keys: Sequence[bytes]) -> Values:
         """Reads the outputs of samples. Without keys, tensors have no rows; an empty cache has none.
 
-        Raises CheckpointError if a sample is not in the cache, or its outputs are corrupt.
+        Raises KeyError with the position of the first sample that is not in the cache, and
+        CheckpointError if outputs are corrupt.
         """
-        index = self._index
-        if not index.contains(keys).all():
-            raise CheckpointError(
-                f"{self._key}={self._folder}: the dataset returned another sample than in the pass before "
-                "training, which the cache does not contain; train without a cache"
-            )
-        places = index.places(keys)
+        is_known = self._index.contains(keys)
+        if not is_known.all():
+            raise KeyError(int(is_known.argmin()))
+        places = self._index.places(keys)
         total = sum(part.num_rows(number) for part, number in places)
         layout = next((part.layout for part in self._parts.values()), {})
         values = {
@@ -125,10 +123,15 @@ class OutputCache:
         return values
 
     def add(self, keys: Sequence[bytes], num_rows: Sequence[int], values: Values) -> None:
-        """Copies the outputs of new samples; :meth:`write` writes them above ``max_part_bytes``."""
+        """Copies the outputs of new samples, and writes a part if they are large or old enough.
+
+        For errors see :meth:`write`.
+        """
+        if not self._unwritten:
+            self._first_added_seconds = time.monotonic()
         parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
         is_known = np.zeros(len(keys), dtype=bool)
-        for index in (self._index, *self._written):
+        for index in (self._index, *self._written.values()):
             is_known |= index.contains(keys)
         for number, key in enumerate(keys):
             if key in self._unwritten or is_known[number]:
@@ -139,27 +142,21 @@ class OutputCache:
             }
             self._unwritten[key] = copies
             self._num_unwritten_bytes += sum(rows.nbytes for rows in copies.values())
-        if self._num_unwritten_bytes > self._max_part_bytes and not self._gathers:
+        is_old = time.monotonic() - self._first_added_seconds > self._max_seconds
+        if is_old or self._num_unwritten_bytes > self._max_part_bytes:
             self.write()
 
     def write(self) -> None:
         """Writes unwritten outputs as one part, atomically; :meth:`reload` makes them readable.
 
-        All ranks together if it ``gathers``. Raises OSError with the file's name if the part cannot
-        be written; it is removed, and the outputs remain unwritten.
+        Raises OSError with the file's name if the part cannot be written; it is removed, and the
+        outputs remain unwritten.
         """
-        if self._gathers:
-            ranks = gather_objects(self._unwritten, self._group)
-            self._written.append(_Index([np.array(list(self._unwritten), dtype=_KEY)]))
-            self._unwritten = {}
-            for samples in ranks if self._is_zero else ():
-                self._unwritten |= samples
         if not self._unwritten:
             return
         name = f"{self._prefix}-{uuid.uuid4().hex[:16]}.safetensors"
         _write(self._folder / name, self._unwritten)
-        self._written_names.append(name)
-        self._written.append(_Index([np.array(list(self._unwritten), dtype=_KEY)]))
+        self._written[name] = _Index([np.array(list(self._unwritten), dtype=_KEY)])
         self._unwritten = {}
         self._num_unwritten_bytes = 0
 
@@ -167,7 +164,7 @@ class OutputCache:
         """Indexes the parts of all ranks and other trainings. All ranks together."""
         # One rank lists the folder and each reports its own parts: listings of network file systems may differ
         # between ranks, and the index must be equal on all of them.
-        names = list(self._written_names)
+        names = list(self._written)
         if self._is_zero:
             names += [path.name for path in self._folder.glob(f"{self._prefix}-*.safetensors")]
         ranks = gather_objects(names, self._group)
@@ -190,7 +187,7 @@ class OutputCache:
         self._skipped |= damaged.keys()
         self._parts = {name: part for name, part in parts.items() if name not in damaged}
         self._index = _Index([part.keys for part in self._parts.values()], [*self._parts.values()])
-        self._written, self._written_names = [], []
+        self._written = {}
 
 
 class _Index:

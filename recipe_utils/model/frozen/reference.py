@@ -8,32 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torchtune import config, training
+from torchtune import config
 from torchtune.utils import get_logger
 
-from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.weights import (
-    check_weights,
-    crc32_of_weights,
-    fingerprint_of_config,
-)
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_without_adapters
-from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
+from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
-from recipe_utils.settings.problems import Problem, naming, problems_with_folder
+from recipe_utils.settings.problems import Problem, problems_with_folder
 
 _log = get_logger("INFO")
 
@@ -44,12 +38,13 @@ class ReferenceSettings:
 
     reference: Literal["live", "offload", "cached"] = "live"
     """``live``: computed by a model that stays on the device; ``offload``: by a model that is on
-    the device only during its forwards; ``cached``: computed once per pair and stored on disk."""
+    the device only during its forwards; ``cached``: computed once per pair before training and
+    stored on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
     precompute_reference: Annotated[bool, OnlyWith("reference", ("cached",))] = False
-    """Fills the cache in one pass over the data before training, instead of at update steps."""
+    """No effect: the cache is always filled in one pass over the data before training."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder."""
@@ -57,36 +52,26 @@ class ReferenceSettings:
             yield from problems_with_folder("reference_cache_dir", self.reference_cache_dir)
 
 
-class Reference:
+class Reference(FrozenOutputs):
     """Attaches the reference's log-probabilities [2, p] to pairs. All ranks together.
 
     ``settings`` are the recipe's. Nothing is built or attached if ``loss_fn.needs_reference`` is
     False.
     """
 
+    name = "reference"
+    checkpointer_key = "ref_checkpointer"
+    cache_key = "reference_cache_dir"
+    needs_output_layer = False
+
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        own: ReferenceSettings = settings.reference
-        self._settings = own
-        self._modules: ModelSettings = settings.modules.without_gradients()
-        self._ranks = ranks
-        self._checkpointer: Any = None
-        self._is_cached = own.reference == "cached"
-        kind = OutputKind(
-            name="reference",
-            cache_key="reference_cache_dir",
-            numbers_of=lambda pair: {key: pair[key] for key in PairCollator.fingerprint_keys},
-            to_values=self._to_values,
-            attach=_attach,
-            needs_output_layer=False,
-            is_small=True,
-        )
-        folder = Path(own.reference_cache_dir or Path(settings.run.output_dir, "reference"))
-        self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
-        """Attaches nothing if the loss needs no reference."""
-        self._is_used = getattr(loss_fn, "needs_reference", True)
-        self.cached = self.outputs if self._is_cached and self._is_used else None
-        """Outputs in which a collator looks up log-probabilities; None without a cache."""
-        if not self._is_used and own.reference != "live" and ranks.is_zero:
+        own: ReferenceSettings = settings
+        folder = own.reference_cache_dir or Path(settings.output_dir, "reference")
+        is_used = getattr(loss_fn, "needs_reference", True)
+        super().__init__(ranks, is_used, Path(folder) if own.reference == "cached" else None)
+        self._is_offloaded = own.reference == "offload"
+        self._modules: ModelSettings = settings.without_gradients()
+        if not is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 
     def check(self, component: Any, whole: nn.Module, tokenizer: Any) -> None:
@@ -118,77 +103,65 @@ class Reference:
 
         With adapters it is ``policy``, otherwise a model of ``build``, with the weights of its own
         or the policy's checkpointer. ``context`` are plain values that log-probabilities depend on
-        besides weights and precision. Returns the checksum of a reference's own weights, so that a
+        besides weights and precision. Returns fingerprints of a reference's own weights, so that a
         resumed training has the same one. Raises ConfigError if the weights do not fit the model.
         """
-        if not self._is_used:
+        if not self.is_used:
             return {}
-        modules = self._modules
-        load = (self._checkpointer or policy_checkpointer).load_checkpoint
+        modules, device = self._modules, self.ranks.device
+        checkpointer = self._checkpointer or policy_checkpointer
         adapters = adapters_of(policy)
-        without_adapters = partial(policy_without_adapters, policy, pipeline, self._ranks.device)
-        if adapters.modules and self._settings.reference == "offload" and self._ranks.is_zero:
+        without_adapters = partial(policy_without_adapters, policy, pipeline, device)
+        if adapters.modules and self._is_offloaded and self.ranks.is_zero:
             _log.warning("reference=offload: not used, the model without adapters is the reference")
-        if adapters.modules and not self._is_cached:
-            self.outputs.set_up(without_adapters, {})
+        if adapters.modules and not self.is_cached:
+            self.open(without_adapters, {})
             return {}
-        with naming("ref_checkpointer"):
-            checkpoint = load()
-            weights = checkpoint[training.MODEL_KEY]
-            crc32 = crc32_of_weights(weights, self._ranks.cpu_group)
-            if not adapters.modules:
-                check_weights(self._whole, weights)
-                own = self._checkpointer or policy_checkpointer
-                fingerprint_of_config(self._whole, getattr(own, "_checkpoint_dir", None))
+        checkpoint, fingerprints = self.load(
+            checkpointer, None if adapters.modules else self._whole
+        )
+        if self.is_cached:
+            checkpoint = {}
 
         def own_model() -> FrozenModel:
-            nonlocal checkpoint
-            given, checkpoint = checkpoint or load(), {}  # a reference here would keep the weights
             return build(
-                checkpoint=given,
+                checkpoint=checkpoint or checkpointer.load_checkpoint(),
                 modules=modules,
                 # FSDP2's own offload requires the weights on the CPU.
-                is_offloaded=self._settings.reference != "live"
-                and not modules.offloads_to_cpu(self._ranks.device),
-                keys=("ref_checkpointer", "ref_checkpointer"),
+                is_offloaded=self._is_offloaded and not modules.offloads_to_cpu(device),
+                keys=(self.checkpointer_key, self.checkpointer_key),
             )
 
-        if self._is_cached:
-            checkpoint = {}
         context = {
             **context,
             **context_of(self._whole),
-            "weights": crc32,
+            "weights": fingerprints[self.checkpointer_key],
             "dtype": str(modules.torch_dtype),
             "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),
         }
-        del weights
-        self.outputs.set_up(without_adapters if adapters.modules else own_model, context)
-        return {} if adapters.modules else {"ref_checkpointer": crc32}
+        self.open(without_adapters if adapters.modules else own_model, context)
+        return {} if adapters.modules else fingerprints
 
-    def precompute(self, num_epochs: int, *loaders: UpdateStepLoader | None) -> None:
-        """Fills the cache for ``num_epochs`` epochs if ``precompute_reference``."""
-        if self._settings.precompute_reference:
-            self.outputs.precompute(num_epochs, *loaders)
+    def numbers_of(self, sample: Sample) -> Mapping[str, Any]:
+        """Returns tokens and labels of both sides of a pair."""
+        return {key: sample[key] for key in PairCollator.fingerprint_keys}
 
-    def _to_values(self, log_probs: Tensor, _: Any, microbatch: Microbatch) -> Values:
+    def to_values(self, output: Tensor, layer: Any, microbatch: Microbatch) -> Values:
         """Transposes log-probabilities [2, p] to one row per pair.
 
         Raises NonfiniteError for NaN or infinite ones where this costs no extra device synchronization:
         on a CPU and for a cache. Otherwise the gradient is not finite.
         """
-        if self._is_cached or self._ranks.device.type == "cpu":
+        if self.is_cached or self.ranks.device.type == "cpu":
             pairs = microbatch.targets.pairs
-            for name, of_pair in zip(pairs.names if pairs else (), log_probs.T.cpu(), strict=True):
+            for name, of_pair in zip(pairs.names if pairs else (), output.T.cpu(), strict=True):
                 if not of_pair.isfinite().all():
                     raise NonfiniteError(
                         f"{name}: the reference's log-probabilities of its answers are {of_pair.tolist()}; look "
                         "at ref_checkpointer's weights, or set dtype=fp32"
                     )
-        return {"log_probs": log_probs.T}
+        return {"log_probs": output.T}
 
-
-def _attach(values: Values, _: Any) -> Tensor:
-    if not values:  # a dummy microbatch and an empty cache
-        return torch.zeros(2, 0, dtype=torch.float64)
-    return values["log_probs"].T
+    def attach(self, values: Values, layer: Any) -> Tensor:
+        """Returns log-probabilities [2, p]."""
+        return values["log_probs"].T

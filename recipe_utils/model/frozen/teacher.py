@@ -31,11 +31,6 @@ from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
-from recipe_utils.model.build.weights import (
-    check_weights,
-    crc32_of_weights,
-    fingerprint_of_config,
-)
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import (
     FrozenModel,
@@ -43,13 +38,13 @@ from recipe_utils.model.frozen.model import (
     context_of,
     output_layer_alone,
 )
-from recipe_utils.model.frozen.outputs import FrozenOutputs, OutputKind
+from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
-from recipe_utils.settings.problems import Build, Problem, naming, problems_with_folder
+from recipe_utils.settings.problems import Problem, build, problems_with_folder
 
 _log = get_logger("INFO")
 
@@ -92,27 +87,21 @@ class TeacherSettings:
     distribution."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with the folder."""
+        """Yields problems with the folder, the teacher's components and other keys of the recipe."""
         if self.teacher_cache is not None and self.teacher_cache_dir is not None:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
-
-    def problems_with(self, settings: Any) -> Iterator[Problem]:
-        """Yields problems with the teacher's components and other keys of the recipe's settings."""
-        if settings.ranks.tensor_parallel_dim > 1:
-            dim = settings.ranks.tensor_parallel_dim
+        settings: Any = self  # the recipe's
+        if (dim := settings.tensor_parallel_dim) > 1:
             yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-        if self.teacher_cache is not None and settings.data.max_ranks_per_row > 1:
+        if self.teacher_cache is not None and settings.max_ranks_per_row > 1:
             text = f"teacher_cache={self.teacher_cache} stores outputs of whole rows; leave teacher_cache out"
-            yield Problem("max_ranks_per_row", text, settings.data.max_ranks_per_row)
-        if settings.updates.optimizer_in_bwd:
+            yield Problem("max_ranks_per_row", text, settings.max_ranks_per_row)
+        if settings.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
         for key in ("teacher_model", "teacher_checkpointer"):
             if self.kd_ratio > 0 and getattr(settings, key) is None:
-                yield Problem(
-                    key,
-                    "it is missing; set it to a component (_component_: ...), or kd_ratio=0",
-                    depends_on=("kd_ratio",),
-                )
+                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+                yield Problem(key, text)
 
 
 class _TopK(NamedTuple):
@@ -123,41 +112,31 @@ class _TopK(NamedTuple):
     temperature: float
 
 
-class Teacher:
+class Teacher(FrozenOutputs):
     """Attaches a frozen model's outputs to the targets of update steps. All ranks together.
 
     With pipeline stages, outputs are on the rank of the last one, where the loss is computed.
     ``settings`` are the recipe's. With ``kd_ratio=0`` nothing is built or read.
     """
 
+    name = "teacher"
+    checkpointer_key = TEACHER
+    cache_key = "teacher_cache_dir"
+    needs_output_layer = True
+
     def __init__(self, settings: Any, ranks: Ranks) -> None:
-        own: TeacherSettings = settings.teacher
+        own: TeacherSettings = settings
+        folder = own.teacher_cache_dir or Path(settings.output_dir, "teacher")
+        super().__init__(ranks, own.kd_ratio > 0, Path(folder) if own.teacher_cache else None)
         self._settings = own
-        self._student_modules: ModelSettings = settings.modules
-        self.is_used = own.kd_ratio > 0
-        self._ranks = ranks
+        self._student_modules: ModelSettings = settings
         self._whole: Any = None  # on the meta device
         self._checkpointer: Any = None
         self._top_k: _TopK | None = None
-        kind = OutputKind(
-            name="teacher",
-            cache_key="teacher_cache_dir",
-            numbers_of=_numbers_of,
-            to_values=self._to_values,
-            attach=self._attach,
-            needs_output_layer=True,
-            is_small=False,
-        )
-        folder = Path(own.teacher_cache_dir or Path(settings.run.output_dir, "teacher"))
-        self._is_cached = own.teacher_cache is not None
-        self.outputs = FrozenOutputs(kind, folder if self._is_cached else None, ranks)
-        """Attaches nothing without a teacher."""
-        self.cached = self.outputs if self._is_cached and self.is_used else None
-        """Outputs in which a collator looks up samples; None without a cache."""
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
+    def build_parts(self, cfg: Mapping[str, Any], tokenizer: Any) -> None:
         """Builds meta model and checkpointer of the recipe's ``cfg``, and compares tokenizers."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))
@@ -189,7 +168,7 @@ class Teacher:
     def _check_tokens(self, component: Any, tokenizer: Any) -> None:
         folder = getattr(self._checkpointer, "_checkpoint_dir", None)
         warning = check_same_tokens(tokenizer, config.instantiate(component), folder)
-        if warning and self._ranks.is_zero:
+        if warning and self.ranks.is_zero:
             _log.warning(warning)
 
     def check_student(self, student: nn.Module, loss_fn: LinearDistillationLoss) -> None:
@@ -206,7 +185,7 @@ class Teacher:
         """Returns the limits of samples and rows within both models' limits."""
         if not self.is_used:
             return limits
-        own = limits_of(self._whole, self._ranks.device, self._modules.compile)
+        own = limits_of(self._whole, self.ranks.device, self._modules.compile)
         both = limits._replace(
             vocab_size=min(limits.vocab_size, own.vocab_size),
             other_attention=limits.other_attention or own.other_attention,
@@ -230,32 +209,26 @@ class Teacher:
         """Builds the model with its weights; with a cache, only if outputs are missing.
 
         ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
-        weights, precision and samples. Returns the checksum of the weights, so that a resumed
-        training has the same teacher. Raises ConfigError if weights do not fit, or the model cannot
+        weights, precision and samples. Returns fingerprints, so that a resumed training has the
+        same teacher. Raises ConfigError if weights do not fit, or the model cannot
         be built.
         """
         if not self.is_used:
             return {}
-        modules, settings = self._modules, self._settings
-        with naming("teacher_checkpointer"):
-            checkpoint = self._checkpointer.load_checkpoint()
+        modules, settings, device = self._modules, self._settings, self.ranks.device
+        checkpoint, fingerprints = self.load(self._checkpointer, self._whole)
+        output = None
+        if settings.teacher_cache == "hidden" and self.ranks.has_last_stage:
             weights = checkpoint[training.MODEL_KEY]
-            crc32 = crc32_of_weights(weights, self._ranks.cpu_group)
-            check_weights(self._whole, weights)
-            fingerprint_of_config(self._whole, getattr(self._checkpointer, "_checkpoint_dir", None))
-            output = None
-            if settings.teacher_cache == "hidden" and self._ranks.has_last_stage:
-                output = output_layer_alone(
-                    self._whole, weights, modules.torch_dtype, self._ranks.device
-                )
+            output = output_layer_alone(self._whole, weights, modules.torch_dtype, device)
             del weights  # a reference would keep them in memory while the model is built
-        if self._is_cached:
+        if self.is_cached:
             checkpoint = {}
-        elif self._ranks.is_zero:
-            warn_if_above_memory(student, self._whole, self._ranks)
+        elif self.ranks.is_zero:
+            warn_if_above_memory(student, self._whole, self.ranks)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
-            attend_within_documents(decoder, self._ranks.device, longest_row, row_groups)
+            attend_within_documents(decoder, device, longest_row, row_groups)
             if has_output:
                 attach_loss(decoder, HiddenAtTargets())
 
@@ -265,26 +238,26 @@ class Teacher:
                 prepare,
                 checkpoint or self._checkpointer.load_checkpoint(),
                 modules,
-                self._ranks,
+                self.ranks,
                 split_points=settings.teacher_pipeline_parallel_split_points,
-                keys=("teacher_model", "teacher_checkpointer"),
+                keys=("teacher_model", TEACHER),
             )
 
         context = {
             "model": context,
-            "weights": crc32,
+            "weights": fingerprints[TEACHER],
             "dtype": str(modules.torch_dtype),
             "top_k": self._top_k,
             **context_of(self._whole),
         }
-        self.outputs.set_up(build, context, output)
-        return {TEACHER: crc32}
+        self.open(build, context, output)
+        return fingerprints
 
     def _resolve_top_k(self, num_of_student: int, temperature: float) -> _TopK | None:
         """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``."""
         settings, num_of_teacher = self._settings, num_outputs(self._whole)
         num_tokens = min(num_of_teacher, num_of_student)
-        if num_of_teacher != num_of_student and self._ranks.is_zero:
+        if num_of_teacher != num_of_student and self.ranks.is_zero:
             _log.info(
                 f"The teacher has {num_of_teacher} tokens, the student {num_of_student}: the divergence is "
                 f"computed over the first {num_tokens}"
@@ -306,39 +279,39 @@ class Teacher:
 
     # ---- Outputs -----------------------------------------------------------------------------------
 
+    def numbers_of(self, sample: Sample) -> Mapping[str, Any]:
+        """Returns the parts of a sample that hidden states depend on; ValueError for more than text."""
+        other = sorted(sample.keys() - {*_TEXT, "mask", "dataset_index"})
+        if other:
+            raise ValueError(
+                f"teacher_cache: it stores text only, a sample also has {', '.join(other)}; set teacher_cache=null"
+            )
+        return {name: sample[name] for name in _TEXT if name in sample}
+
     @torch.no_grad()
-    def _to_values(self, hidden: Tensor, output: Any, _: Microbatch) -> Values:
+    def to_values(self, output: Tensor, layer: Any, microbatch: Microbatch) -> Values:
         """Returns hidden states [n, d_t], or the most probable tokens.
 
         Raises NonfiniteError for NaN or infinite ones on a CPU, where this needs no synchronization.
         """
-        if self._ranks.device.type == "cpu" and not hidden.isfinite().all():
+        if self.ranks.device.type == "cpu" and not output.isfinite().all():
             raise NonfiniteError(
                 "teacher_checkpointer: the teacher's hidden states are NaN or infinite; look at its weights, "
                 "or set teacher_dtype=fp32"
             )
         if self._top_k is None:
-            return {"hidden": hidden}
+            return {"hidden": output}
         parts = [
-            top_k_of(TeacherHidden(hidden[rows], output), *self._top_k)
-            for rows in chunks_of(max(len(hidden), 1), _TOKENS_PER_CHUNK)
+            top_k_of(TeacherHidden(output[rows], layer), *self._top_k)
+            for rows in chunks_of(max(len(output), 1), _TOKENS_PER_CHUNK)
         ]
         return {
             "token_ids": torch.cat([part.token_ids for part in parts]),
             "log_probs": torch.cat([part.log_probs for part in parts]),
         }
 
-    def _attach(self, values: Values, output: Any) -> TeacherHidden | TeacherTopK:
+    def attach(self, values: Values, layer: Any) -> TeacherHidden | TeacherTopK:
+        """Returns hidden states with the layer that projects them, or the most probable tokens."""
         if self._top_k is None:
-            return TeacherHidden(values["hidden"], output)
+            return TeacherHidden(values["hidden"], layer)
         return TeacherTopK(**values, num_tokens=self._top_k.num_tokens)
-
-
-def _numbers_of(sample: Sample) -> dict[str, Any]:
-    """Returns the parts of a sample that hidden states depend on; ValueError for more than text."""
-    other = sorted(sample.keys() - {*_TEXT, "mask", "dataset_index"})
-    if other:
-        raise ValueError(
-            f"teacher_cache: it stores text only, a sample also has {', '.join(other)}; set teacher_cache=null"
-        )
-    return {name: sample[name] for name in _TEXT if name in sample}

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
-from recipe_utils.data.loader.microbatch import CacheKeys
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
-    collate_padded_pairs,
     num_shared_tokens,
 )
 from recipe_utils.data.plan.cost import MicrobatchCost
@@ -29,7 +27,9 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
+    return PairCollator(
+        data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing=prefix_sharing)
+    )
 
 
 def prepared(collator, pairs):
@@ -129,7 +129,8 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
 def test_padded_rows_are_those_of_torchtune_in_another_order():
     pairs = tiny.make_pairs(5)
     tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
-    microbatch = collate_padded_pairs(prepared(collator_of("in_order"), pairs), padding_idx=0)
+    collator = collator_of("in_order")
+    microbatch = collator.collate(prepared(collator, pairs))
     order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
     assert torch.equal(microbatch.inputs["tokens"], tokens[order])
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
@@ -180,24 +181,18 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert microbatch.counts["pairs"] == 3
 
 
-class HalfOfThem:
-    """A cache that contains every other pair."""
-
+class Cache:
     def find(self, samples, num_rows):
         assert num_rows == [1] * len(samples)
-        return CacheKeys((b"",) * len(samples), (1,) * len(samples), len(samples) // 2)
+        return [pair["name"] for pair in samples]
 
 
-def test_a_microbatch_counts_its_pairs_that_a_cache_does_not_contain():
+def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
     data = DataSettings(microbatching="packed")
-    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), HalfOfThem())
+    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Cache())
     in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
     microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
-    assert microbatch.counts["missing_pairs"] == 4
-    assert microbatch.targets.teacher.num_missing == 4
-    assert (
-        collator_of().collate(prepared(collator, tiny.make_pairs(9))).counts["missing_pairs"] == 0
-    )
+    assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)
 
 
 @pytest.mark.parametrize("microbatching", ["in_order", "packed"])
