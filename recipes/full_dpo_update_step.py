@@ -62,7 +62,6 @@ from recipe_utils.settings.read import read_settings
 RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
-Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -86,11 +85,11 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
     concatenated, or mixed by ``weight``."""
-    checkpointer: Checkpointer
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or yours."""
-    ref_checkpointer: Checkpointer | None = None
+    ref_checkpointer: Component | None = None
     """Loads the reference's weights; null uses ``checkpointer``, also when training resumes."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""

@@ -85,7 +85,7 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
-    checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock

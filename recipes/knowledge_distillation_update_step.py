@@ -62,7 +62,6 @@ from recipe_utils.settings.read import read_settings
 RECIPE_NAME = "knowledge_distillation_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
-Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -84,7 +83,7 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
-    checkpointer: Checkpointer
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss`` or a loss of torchtune."""
@@ -92,7 +91,7 @@ class Settings:
     """Divergence: ``recipe_utils.loss.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
     """Frozen torchtune decoder of any width and depth, with the student's vocabulary."""
-    teacher_checkpointer: Checkpointer | None = None
+    teacher_checkpointer: Component | None = None
     """A torchtune checkpointer that loads the teacher's weights."""
     teacher_tokenizer: Component | None = None
     """Teacher's tokenizer, compared with ``tokenizer``; null reads tokenizer.json beside its
