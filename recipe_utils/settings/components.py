@@ -157,9 +157,6 @@ def _check_arguments(
             yield Problem(f"{key}.{name}", f"{name_of_made} has no such argument; {solution}")
         elif name == "checkpoint_files" and argument == []:
             yield Problem(f"{key}.{name}", "it is empty; list the files of the weights", argument)
-        elif name in ("should_load_recipe_state", "resume_from_checkpoint") and argument:
-            text = "training resumes from its own checkpoints only; take it out"
-            yield Problem(f"{key}.{name}", text, argument)
         elif name in made_with.keywords:
             yield Problem(f"{key}.{name}", "the recipe sets it; take it out", argument)
         elif name in by_name and argument != by_name[name].default and not fits(argument, hint):
