@@ -1,19 +1,16 @@
-"""A model whose builder gave it adapters trains only those, exactly, in every layout."""
+"""A model whose builder gave it adapters trains only those; ``test_gradients.py`` has their gradients."""
 
 import json
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-import big_batch
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from arrays import TP_2, Row
-from big_batch import STEP_OF_16, TOLERANCE
+from arrays import TP_2
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
@@ -25,9 +22,7 @@ from recipe_runs import (
     run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
-    run_recipe_recording_gradients,
     run_stock_recipe,
-    slow,
     with_adapters,
 )
 
@@ -35,62 +30,13 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.model.adapters import adapters
 from recipe_utils.settings.problems import ConfigError
 
-MODELS = {
-    "tied": tiny.adapted(tiny.MODEL),
-    "untied": tiny.adapted(tiny.UNTIED_MODEL, apply_lora_to_output=True),
-    "dora": tiny.adapted(tiny.MODEL, use_dora=True),
-    "deep": tiny.adapted(tiny.DEEP_MODEL),
-}
+TIED, DORA = tiny.adapted(tiny.MODEL), tiny.adapted(tiny.MODEL, use_dora=True)
 KINDS = {
     "lora": tiny.adapted(tiny.WIDE_MODEL),
     "dora": tiny.adapted(tiny.WIDE_MODEL, use_dora=True),
     "qlora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True),
     "qdora": tiny.adapted(tiny.WIDE_MODEL, quantize_base=True, use_dora=True),
 }
-TIED, DORA = MODELS["tied"], MODELS["dora"]
-
-
-# ---- Gradients ----------------------------------------------------------------------------------
-
-
-FAST_ROWS = [
-    Row("one", "tied", "in_order", 1, "last_microbatch"),
-    Row("fsdp-2", "dora", "packed", 4, "each_microbatch"),
-    Row("pp-2", "untied", "in_order", 1, "1F1B"),
-]
-SLOW_ROWS = [
-    Row("one", "untied", "least_padding", 4, "each_microbatch"),
-    Row("one", "dora", "packed", 2, "last_microbatch"),
-    Row("fsdp-2", "untied", "in_order", 2, "last_microbatch"),
-    Row("fsdp-4", "tied", "packed", 4, "each_microbatch"),
-    Row("hsdp-2x2", "untied", "packed", 4, "each_microbatch"),
-    Row("hsdp-2x2", "dora", "in_order", 1, "last_microbatch"),
-    Row("pp-2", "dora", "packed", 4, "1F1B"),
-    Row("pp-2", "deep", "in_order", 2, "InterleavedZeroBubble"),
-    Row("pp-2-fsdp-2", "tied", "in_order", 1, "1F1B"),
-]
-
-
-@cache
-def reference_of(model):
-    """Per update step of 16 samples, the adapters' big-batch gradients in plain PyTorch."""
-    return big_batch.reference_gradients(MODELS[model])
-
-
-@pytest.mark.parametrize("row", [*FAST_ROWS, *map(slow, SLOW_ROWS)], ids=str)
-def test_gradient_of_every_adapter_is_that_of_one_big_batch(row, tiny_config, tmp_path):
-    config = tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes)
-    config["enable_activation_checkpointing"] = row.order == "each_microbatch"
-    if row.model == "untied" and row.layout == "fsdp-2":  # adapters in a unit of their own
-        config["custom_sharded_layers"] = ["tok_embeddings", "output"]
-    config = with_adapters(config, tmp_path)
-    for gradients in run_distributed(run_recipe_recording_gradients, row.world_size, config):
-        for step, expected in zip(gradients, reference_of(row.model), strict=True):
-            if row.layout.startswith("pp"):
-                assert step.keys() < expected.keys()
-            else:
-                assert step.keys() == expected.keys()
-            assert big_batch.error(step, expected) < TOLERANCE
 
 
 # ---- Loss curves --------------------------------------------------------------------------------
@@ -343,7 +289,7 @@ REFUSED = {  # by the number of ranks
     1: {"model.lora_alpha: it is missing": {"model": {**TIED, "lora_alpha": ...}}},
     2: {
         "data_parallel_shard_dim=1: FSDP2": {"model": WIDE, "data_parallel_replicate_dim": 2},
-        "tensor_parallel_dim=2: .*LoRA": {"model": MODELS["untied"], **TP_2},
+        "tensor_parallel_dim=2: .*LoRA": {"model": tiny.adapted(tiny.UNTIED_MODEL), **TP_2},
     },
     3: {"model.quantize_base=True: .* on 3 ranks": {"model": WIDE, "batch_size": 1}},
 }

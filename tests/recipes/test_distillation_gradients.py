@@ -1,156 +1,86 @@
 """The gradient of every parameter is that of one big batch with its teacher, in float64, in all layouts."""
 
-from functools import cache
-from typing import Any, NamedTuple
-
-import arrays
-import big_batch_of_teacher
 import pytest
-import tiny
 import torch
-from big_batch import TOLERANCE, error
-from big_batch_of_teacher import STUDENTS, TEACHERS, step_of_16
-from distributed_runs import run_distributed
-from recipe_runs import (
-    KD,
-    recipe_class,
-    run_mutant_recording_gradients,
-    run_recording_gradients_and_metrics,
-    with_adapters,
+from gradient_rows import (
+    RECOMPUTED,
+    TEACHER_CACHED,
+    Row,
+    assert_exact,
+    error_of_mutant,
+    on_ranks,
+    spanning,
 )
+from recipe_runs import KD, recipe_class, slow
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.loss import distillation
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.model.frozen.outputs import FrozenOutputs
+from recipe_utils.model.transformers import decoder
 
-PLANS = [
-    {"microbatching": "in_order", "batch_size": 2},
-    {"microbatching": "least_padding", "batch_size": 4, "gradient_sync": "last_microbatch"},
-    {"microbatching": "packed", "max_tokens_per_microbatch": 64},
-    {"microbatching": "in_order", "batch_size": 1, "gradient_sync": "last_microbatch"},
-]
-FORWARD = {"kd_ratio": 0.3, "temperature": 2.0, "divergence": "forward"}
-TERMS = [
-    FORWARD,
-    {**FORWARD, "kd_ratio": 1.0},
-    {**FORWARD, "temperature": 1.0, "divergence": "reverse"},
-    {**FORWARD, "divergence": "symmetric"},
-]
-CACHED = {"teacher_cache": "hidden"}
-
-
-def schedule(name):
-    return {"pipeline_parallel_schedule": name}
-
-
-class Row(NamedTuple):
-    """One training; indices of PLANS and TERMS."""
-
-    layout: str
-    model: str
-    plan: int
-    terms: int = 0
-    changes: dict[str, Any] = {}  # noqa: RUF012
-
-
+IN_ORDER, PADDED = ("in_order", 2), ("least_padding", 4, "last_microbatch")
+ALL_LOGITS = {
+    "teacher_cache": "top_k",
+    "teacher_top_k": 150,
+    "teacher_top_k_at_any_temperature": True,
+}
 FAST = [
-    Row("one", "untied", 2),
-    Row("fsdp-2", "tied", 0),
-    Row("pp-2", "untied", 1),
+    Row("one", "untied", objective="kd"),
+    Row("fsdp-2", "tied", *IN_ORDER, None, "kd"),
+    Row("fsdp-2", "tied", objective="kd", changes=spanning(2)),
+    Row("pp-2", "untied", "least_padding", 4, None, "kd"),
+    Row("one", "untied/gemma2", objective="kd", changes=TEACHER_CACHED),  # whose tail caps logits
 ]
 ROWS = [
     *FAST,
-    *(Row("one", model, plan) for model, plan in (("tied", 0), ("tied", 1), ("untied", 3))),
-    Row("one", "untied", 0, 1),
-    Row("one", "tied", 2, 2),
-    Row("one", "untied", 1, 3),
-    Row("one", "lora", 0),
-    Row("fsdp-2", "untied", 2),
-    Row("fsdp-2", "tied", 3, 1, CACHED),
-    Row("fsdp-2", "lora", 1),
+    Row("one", "tied", *PADDED, "kd"),
+    Row("one", "untied", *IN_ORDER, None, "kd alone"),
+    Row("one", "tied", objective="reverse"),
+    Row("one", "untied", *PADDED, "symmetric"),
+    Row("one", "lora", *IN_ORDER, None, "kd"),
+    Row("fsdp-2", "untied", objective="kd"),
+    Row("fsdp-2", "tied", "in_order", 1, "last_microbatch", "kd alone", TEACHER_CACHED),
+    Row("fsdp-2", "lora", *PADDED, "kd"),
     # Where an output layer is a unit of its own, FSDP2 frees its weight after each call.
-    Row("fsdp-2", "untied", 0, 0, {"teacher_custom_sharded_layers": ["output", "tok_embeddings"]}),
-    Row("fsdp-2", "untied", 0, 0, {"custom_sharded_layers": ["output"]}),
-    Row(
-        "fsdp-2", "untied", 0, 0,
-        {"enable_activation_checkpointing": True, "fsdp_reshard_after_forward": False},
-    ),
-    Row("fsdp-4", "tied", 2),
-    Row("fsdp-4", "untied", 1),
-    Row("hsdp-2x2", "untied", 2),
-    Row("hsdp-2x2", "tied", 3),
-    Row("pp-2", "tied", 2, 0, schedule("Interleaved1F1B")),
-    Row("pp-2", "untied", 0, 1, schedule("InterleavedZeroBubble")),
-    Row("pp-2", "tied", 3, 2, schedule("GPipe")),
-    Row("pp-2", "untied", 2, 3, CACHED),
-    Row("pp-4", "tied", 0),
-    Row("pp-4", "untied", 2, 0, schedule("GPipe")),
-    Row("pp-2-fsdp-2", "tied", 2),
-    Row("pp-2-fsdp-2", "untied", 1, 0, schedule("Interleaved1F1B")),
-    Row("pp-2-fsdp-2", "tied", 0, 0, {**schedule("InterleavedZeroBubble"), **CACHED}),
+    Row("fsdp-2", "untied", *IN_ORDER, None, "kd", {"teacher_custom_sharded_layers": ["output", "tok_embeddings"]}),
+    Row("fsdp-2", "untied", *IN_ORDER, None, "kd", {"custom_sharded_layers": ["output"]}),
+    Row("fsdp-2", "untied", *IN_ORDER, None, "kd", {**RECOMPUTED, "fsdp_reshard_after_forward": False}),
+    Row("fsdp-4", "tied", objective="kd"),
+    Row("hsdp-2x2", "untied", objective="kd"),
+    Row("pp-2", "untied", *IN_ORDER, "InterleavedZeroBubble", "kd alone"),
+    Row("pp-2", "tied", "in_order", 1, "GPipe", "reverse"),
+    Row("pp-2", "untied", objective="symmetric", changes=TEACHER_CACHED),
+    Row("pp-4", "tied", *IN_ORDER, None, "kd"),
+    Row("pp-2-fsdp-2", "untied", "least_padding", 4, "Interleaved1F1B", "kd"),
+    Row("pp-2-fsdp-2", "tied", *IN_ORDER, "InterleavedZeroBubble", "kd", TEACHER_CACHED),
+    # Rows of several ranks
+    Row("fsdp-4", "tied", objective="symmetric", changes=spanning(4)),
+    Row("hsdp-2x2", "untied", objective="reverse", changes=spanning(4)),
+    Row("pp-2-fsdp-2", "tied", *("packed", 1), "Interleaved1F1B", "kd", spanning(2)),
+    # Models of transformers
+    Row("one", "qwen3/untied", objective="kd"),
+    Row("one", "gemma2/qwen3", "least_padding", 4, None, "kd"),
+    Row("one", "lfm2/gemma3_text", objective="kd", changes=TEACHER_CACHED),  # whose output is tied
+    Row("one", "granite/gpt_oss", objective="kd"),
+    Row("one", "granite/gemma2", "least_padding", 4, None, "kd", ALL_LOGITS),
+    Row("fsdp-2", "qwen3/gemma2", "least_padding", 4, None, "kd", TEACHER_CACHED),
+    Row("fsdp-2", "gemma3_text/lfm2", objective="kd"),
+    Row("pp-2", "qwen3/gemma2", objective="kd"),
+    Row("pp-2", "untied/gemma3_text", objective="kd"),
 ]  # fmt: skip
 
 
-def sizes_of(model):
-    """Student and teacher."""
-    if model == "lora":
-        return tiny.adapted(tiny.UNTIED_MODEL), TEACHERS["untied"]
-    return STUDENTS[model], TEACHERS[model]
-
-
-@cache
-def reference(model, terms=0):
-    return big_batch_of_teacher.reference_of_steps(*sizes_of(model), *TERMS[terms].values())
-
-
-@pytest.fixture
-def config_of(tiny_kd_config, tmp_path):
-    """Makes the config of a row."""
-
-    def make(row):
-        terms = dict(TERMS[row.terms])
-        config = step_of_16(
-            tiny_kd_config,
-            "untied" if row.model == "lora" else row.model,
-            model=sizes_of(row.model)[0],
-            kd_ratio=terms.pop("kd_ratio"),
-            kd_loss=terms,
-            **{"batch_size": 2, **PLANS[row.plan]},
-            **arrays.LAYOUTS[row.layout][1],
-            **row.changes,
-        )
-        return with_adapters(config, tmp_path) if row.model == "lora" else config
-
-    return make
-
-
-@arrays.on_ranks(FAST, ROWS)
-def test_gradient_and_metrics_are_those_of_one_big_batch(rows, world_size, config_of):
-    rows = arrays.rows_on(rows, world_size)
-    configs = [config_of(row) for row in rows]
-    ranks = run_distributed(
-        run_recording_gradients_and_metrics, world_size, configs, KD, timeout_seconds=300
-    )
-    for row, *of_ranks in zip(rows, *ranks, strict=True):
-        for step, (metrics, gradients) in enumerate(reference(row.model, row.terms)):
-            # Ranks of a pipeline hold some parameters each.
-            assert set().union(*(found[step] for found, _ in of_ranks)) == gradients.keys(), row
-            assert max(error(found[step], gradients) for found, _ in of_ranks) < TOLERANCE, row
-            _, logged = of_ranks[0]
-            for name, value in metrics.items():
-                if name == "ce_loss" and TERMS[row.terms]["kd_ratio"] == 1:
-                    assert name not in logged[step]
-                else:
-                    expected = pytest.approx(value, rel=1e-6, abs=1e-7)
-                    assert logged[step][name] == expected, (row, name)
+@on_ranks(FAST, ROWS)
+def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, tmp_path):
+    assert_exact(rows, weights_folder, tmp_path)
 
 
 # ---- Wrong recipes -----------------------------------------------------------------------------------
 
 
 def a_mean_per_microbatch(patches):
-    recipe = recipe_class(recipe=KD)
+    recipe = recipe_class(KD)
     sums = recipe.sums
     patches.setattr(UpdateStep, "scale", lambda step, _: 1 / len(step.microbatches))
     patches.setattr(
@@ -209,26 +139,26 @@ def a_teacher_that_drops_out(patches):
     patches.setattr(FrozenModel, "outputs", outputs_with_dropout)
 
 
-MUTANTS = [
-    a_mean_per_microbatch,
-    outputs_of_another_microbatch,
-    no_square_of_the_temperature,
-    targets_counted_before_they_are_shifted,
-    a_temperature_of_the_student_alone,
-    a_teacher_that_drops_out,
-]
+def a_tail_without_its_cap(patches):
+    head_alone = lambda self, hidden: self.shell.get_output_embeddings()(hidden)  # noqa: E731
+    patches.setattr(decoder.Tail, "forward", head_alone)
+
+
+ONE = Row("one", "untied", *IN_ORDER, None, "kd")
+MUTANTS = {
+    a_mean_per_microbatch: 1e-2,
+    outputs_of_another_microbatch: 1e-2,
+    no_square_of_the_temperature: 1e-2,
+    targets_counted_before_they_are_shifted: 1e-2,
+    a_temperature_of_the_student_alone: 1e-2,
+    a_teacher_that_drops_out: 1e-2,
+    a_tail_without_its_cap: 1e-6,
+}
 
 
 @pytest.mark.parametrize(
-    "mutate",
-    [
-        pytest.param(m, id=m.__name__, marks=[] if m is a_mean_per_microbatch else pytest.mark.slow)
-        for m in MUTANTS
-    ],
+    "mutate", [a_mean_per_microbatch, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__
 )
-def test_a_wrong_recipe_misses_the_big_batch(mutate, config_of):
-    config = config_of(Row("one", "untied", 0))
-    (gradients,) = run_distributed(run_mutant_recording_gradients, 1, mutate, config, KD)
-    expected = reference("untied")
-    errors = [error(g, of_step) for g, (_, of_step) in zip(gradients, expected, strict=True)]
-    assert max(errors) > 1e-2
+def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
+    row = ONE._replace(model="untied/gemma2") if mutate is a_tail_without_its_cap else ONE
+    assert error_of_mutant(mutate, row, weights_folder, tmp_path) > MUTANTS[mutate]

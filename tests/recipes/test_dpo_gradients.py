@@ -1,25 +1,20 @@
 """The gradient of every parameter is that of its pairs one by one, in float64, whatever the layout."""
 
 from contextlib import nullcontext
-from functools import cache
-from typing import Any, NamedTuple
 
-import arrays
-import big_batch
-import big_batch_of_pairs
 import pytest
-import tiny
 import torch
-from big_batch import TOLERANCE
-from big_batch_of_pairs import NUM_PAIRS, PAIRS_PER_STEP
-from distributed_runs import run_distributed
-from recipe_runs import (
-    DPO,
-    recipe_class,
-    run_mutant_recording_gradients,
-    run_recording_gradients_and_metrics,
-    with_adapters,
+from gradient_rows import (
+    CACHED,
+    OFFLOADED,
+    RECOMPUTED,
+    Row,
+    assert_exact,
+    error_of_mutant,
+    on_ranks,
+    spanning,
 )
+from recipe_runs import DPO, recipe_class, slow
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.pairs.collator import PairCollator
@@ -27,149 +22,75 @@ from recipe_utils.data.text.documents import Documents
 from recipe_utils.loss import preference
 from recipe_utils.model.frozen import model as frozen_model
 
-TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
-LOSSES = {
-    "dpo": {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3},
-    "smoothed": {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3, "label_smoothing": 0.2},
-    "rso": {"_component_": f"{TORCHTUNE}.RSOLoss", "gamma": 0.02},
-    "ipo": {"_component_": f"{OURS}.IPOLoss", "tau": 0.3},
-    "robust": {"_component_": f"{OURS}.RobustDPOLoss", "beta": 0.3, "label_smoothing": 0.2},
-    "normalized": {"_component_": f"{OURS}.NormalizedDPOLoss", "beta": 3.0},
-    "simpo": {"_component_": f"{OURS}.SimPOLoss", "beta": 2.0, "gamma": 0.5},
-}
-COMBINATIONS = [  # kind of pairs, loss, weight of the SFT term
-    ("masked", "dpo", 0.0),
-    ("multi_turn", "dpo", 0.7),
-    ("train_on_input", "smoothed", 0.0),
-    ("nothing_common", "rso", 0.0),
-    ("alike_beginnings", "ipo", 0.3),
-    ("multi_turn", "robust", 0.0),
-    ("alike_beginnings", "normalized", 0.0),
-    ("masked", "simpo", 0.2),
-]
-PLANS = [
-    {"microbatching": "in_order", "batch_size": 2, "gradient_sync": "last_microbatch"},
-    {"microbatching": "least_padding", "batch_size": 2},
-    {"microbatching": "packed", "batch_size": 1, "gradient_sync": "last_microbatch"},
-    {"microbatching": "packed", "batch_size": 2, "prefix_sharing": False},
-]
-TIED, UNTIED = tiny.DEEP_MODEL, tiny.DEEP_UNTIED_MODEL
-MODELS = {
-    "tied": TIED,
-    "untied": UNTIED,
-    "lora": tiny.adapted(TIED),
-    "untied lora": tiny.adapted(UNTIED),
-    "dora": tiny.adapted(UNTIED, use_dora=True),
-}
-INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
-OFFLOADED, CACHED = {"reference": "offload"}, {"reference": "cached"}
-RECOMPUTED = {"enable_activation_checkpointing": True}
-
-
-class Row(NamedTuple):
-    """One training; indices of COMBINATIONS and PLANS."""
-
-    layout: str
-    model: str
-    combination: int
-    plan: int
-    changes: dict[str, Any] = {}  # noqa: RUF012
-
+PADDED, ONE_BY_ONE = ("least_padding", 2), ("in_order", 2, "last_microbatch")
+PACKED, INTERLEAVED = ("packed", 1), ("packed", 1, "Interleaved1F1B")
+APART = {"prefix_sharing": False}
 
 FAST = [
-    Row("one", "tied", 1, 2),
-    Row("fsdp-2", "untied", 4, 0),
-    Row("pp-2", "tied", 0, 2),
-    Row("pp-2", "lora", 5, 1, INTERLEAVED),
+    Row("one", "tied", *PACKED, "last_microbatch", "dpo + sft"),
+    Row("fsdp-2", "untied", *ONE_BY_ONE, "ipo"),
+    Row("fsdp-2", "untied", objective="normalized", changes=spanning(2, 28)),
+    Row("pp-2", "tied", *PACKED, "1F1B", "dpo"),
+    Row("pp-2", "tied lora", "least_padding", 2, "Interleaved1F1B", "robust"),
+    Row("one", "gemma3_text", objective="dpo"),
 ]
 ROWS = [
     *FAST,
     # All losses and kinds of pairs with padded and with packed rows
-    *(Row("one", "untied" if i % 2 else "tied", i, (i + 1) % 4) for i in range(8)),
-    *(Row("one", "tied" if i % 2 else "untied", i, (i + 3) % 4) for i in range(8)),
-    Row("one", "lora", 4, 2, RECOMPUTED),
-    Row("one", "untied lora", 0, 0, CACHED),
-    Row("fsdp-2", "tied", 3, 2, OFFLOADED),
-    Row("fsdp-2", "tied", 6, 1, CACHED),
-    Row("fsdp-2", "dora", 4, 3),
-    Row("fsdp-2", "untied lora", 2, 2, RECOMPUTED),
-    Row("fsdp-4", "tied", 5, 2),
-    Row("fsdp-4", "untied", 7, 1, RECOMPUTED),
-    Row("hsdp-2x2", "untied", 2, 2),
-    Row("hsdp-2x2", "tied", 4, 0),
-    Row("tp-2", "untied", 1, 2),
-    Row("tp-2", "untied", 6, 1),
-    Row("fsdp-2-tp-2", "untied", 3, 3),
-    Row("fsdp-2-tp-2", "untied", 0, 0),
-    Row("pp-2", "untied", 1, 3, INTERLEAVED),
-    Row("pp-2", "tied", 7, 0, INTERLEAVED),
-    Row("pp-2", "untied", 4, 1, {"pipeline_parallel_schedule": "GPipe", **OFFLOADED}),
-    Row("pp-2", "tied", 6, 2, {**INTERLEAVED, **CACHED}),
-    Row("pp-2", "untied lora", 3, 0),
-    Row("pp-2", "dora", 1, 2, CACHED),
-    Row("pp-2", "lora", 2, 3, {**INTERLEAVED, **CACHED}),
-    Row("pp-4", "untied", 2, 2),
-    Row("pp-2-fsdp-2", "tied", 0, 2),
-    Row("pp-2-fsdp-2", "untied", 1, 1, INTERLEAVED),
-    Row("pp-2-fsdp-2", "tied", 5, 0, {**INTERLEAVED, **CACHED}),
-    Row("pp-2-fsdp-2", "untied lora", 4, 2),
-    Row("pp-2-fsdp-2", "lora", 3, 3, INTERLEAVED),
-    Row("pp-2-hsdp-2", "untied", 6, 2),
-]
+    Row("one", "untied", *PADDED, None, "dpo"),
+    Row("one", "tied", "packed", 2, None, "smoothed", APART),
+    Row("one", "untied", *ONE_BY_ONE, "smoothed"),
+    Row("one", "tied", *PACKED, None, "rso"),
+    Row("one", "untied", *PADDED, None, "rso"),
+    Row("one", "tied", "packed", 2, None, "ipo", APART),
+    Row("one", "untied", *PACKED, None, "robust"),
+    Row("one", "tied", *ONE_BY_ONE, "normalized"),
+    Row("one", "untied", *PACKED, None, "simpo"),
+    Row("one", "tied", *PADDED, None, "simpo"),
+    Row("one", "tied lora", objective="ipo", changes=RECOMPUTED),
+    Row("one", "lora", *ONE_BY_ONE, "dpo", CACHED),
+    # Layouts
+    Row("fsdp-2", "tied", objective="rso", changes=OFFLOADED),
+    Row("fsdp-2", "tied", *PADDED, None, "normalized", CACHED),
+    Row("fsdp-2", "dora", "packed", 2, None, "ipo", APART),
+    Row("fsdp-4", "untied", *PADDED, None, "simpo", RECOMPUTED),
+    Row("hsdp-2x2", "tied", *PACKED, "last_microbatch", "ipo"),
+    Row("tp-2", "untied", objective="dpo + sft"),
+    Row("fsdp-2-tp-2", "untied", *ONE_BY_ONE, "rso"),
+    Row("pp-2", "untied", "packed", 2, "Interleaved1F1B", "dpo + sft", APART),
+    Row("pp-2", "untied", "least_padding", 2, "GPipe", "ipo", OFFLOADED),
+    Row("pp-2", "tied", *INTERLEAVED, "normalized", CACHED),
+    Row("pp-2", "dora", *PACKED, None, "dpo + sft", CACHED),
+    Row("pp-4", "untied", objective="smoothed"),
+    Row("pp-2-fsdp-2", "tied", "in_order", 2, "Interleaved1F1B", "robust", CACHED),
+    Row("pp-2-fsdp-2", "lora", *INTERLEAVED, "ipo"),
+    Row("pp-2-hsdp-2", "untied", objective="normalized"),
+    # Rows of several ranks
+    Row("fsdp-4", "tied", objective="dpo + sft", changes=spanning(4, 16)),
+    Row("fsdp-4", "untied", objective="ipo", changes=spanning(4, 28, **APART)),
+    Row("fsdp-4", "tied lora", objective="normalized", changes=spanning(4, 28)),
+    Row("hsdp-2x2", "tied", objective="normalized", changes=spanning(2, 28, **OFFLOADED)),
+    Row("fsdp-2-tp-2", "untied", objective="dpo + sft", changes=spanning(2, 16)),
+    Row("pp-2-fsdp-2", "tied", objective="ipo", changes=spanning(2, 28, **CACHED)),
+    # Models of transformers
+    *(Row("one", name, objective="ipo") for name in ("qwen3", "gpt_oss", "llama4_text", "gemma2")),
+    *(Row("one", name, objective="ipo", changes=APART) for name in ("qwen3_moe", "gemma3_text")),
+    Row("one", "cohere2", *PADDED, None, "ipo"),
+    *(Row("fsdp-2", name, objective="ipo", changes=RECOMPUTED) for name in ("gemma3_text", "gpt_oss")),
+    Row("pp-2", "gemma3_text", objective="ipo"),
+]  # fmt: skip
 
 
-@cache
-def reference(combination, model):
-    kind, loss, weight = COMBINATIONS[combination]
-    return big_batch_of_pairs.reference_of_steps(MODELS[model], kind, LOSSES[loss], weight)
-
-
-@pytest.fixture
-def config_of(tiny_dpo_config, tmp_path):
-    """Makes the config of a row."""
-
-    def make(row):
-        kind, loss, weight = COMBINATIONS[row.combination]
-        data = {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind}
-        config = tiny_dpo_config(
-            model=MODELS[row.model],
-            dataset=data,
-            loss=LOSSES[loss],
-            sft_loss_weight=weight,
-            global_batch_size=PAIRS_PER_STEP,
-            gradient_accumulation_steps=...,
-            **PLANS[row.plan],
-            **arrays.LAYOUTS[row.layout][1],
-            **row.changes,
-        )
-        return with_adapters(config, tmp_path) if "lora_rank" in MODELS[row.model] else config
-
-    return make
-
-
-@arrays.on_ranks(FAST, ROWS)
-def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(rows, world_size, config_of):
-    rows = arrays.rows_on(rows, world_size)
-    configs = [config_of(row) for row in rows]
-    ranks = run_distributed(
-        run_recording_gradients_and_metrics, world_size, configs, DPO, timeout_seconds=300
-    )
-    for row, *of_ranks in zip(rows, *ranks, strict=True):
-        expected = reference(row.combination, row.model)
-        assert len(expected) == 3
-        for step, (metrics, gradients) in enumerate(expected):
-            assert set().union(*(found[step] for found, _ in of_ranks)) == gradients.keys(), row
-            assert max(big_batch.error(f[step], gradients) for f, _ in of_ranks) < TOLERANCE, row
-            _, logged = of_ranks[0]
-            for name, value in metrics.items():
-                assert logged[step][name] == pytest.approx(value, rel=1e-9, abs=1e-9), (row, name)
+@on_ranks(FAST, ROWS)
+def test_gradient_and_metrics_are_those_of_the_pairs_one_by_one(rows, weights_folder, tmp_path):
+    assert_exact(rows, weights_folder, tmp_path)
 
 
 # ---- Wrong recipes -----------------------------------------------------------------------------------
 
 
 def rejected_sees_chosen(patches):
-    names = recipe_class(recipe=DPO).setup.__globals__
+    names = recipe_class(DPO).setup.__globals__
     attend = names["attend_within_documents"]
 
     def one_document(_, args, kwargs):
@@ -216,32 +137,21 @@ def reference_with_adapters(patches):
     patches.setattr(frozen_model, "disable_adapter", lambda _: nullcontext())
 
 
-SHORT_ROWS = {"max_tokens_per_microbatch": 100}
+ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})
 MUTANTS = {
-    rejected_sees_chosen: Row("one", "tied", 5, 2, SHORT_ROWS),
-    shared_targets_counted_for_chosen_alone: Row("one", "tied", 1, 2, SHORT_ROWS),
-    one_more_token_shared: Row("one", "tied", 5, 2, SHORT_ROWS),
-    pairs_of_one_rank: Row("fsdp-2", "tied", 5, 2, SHORT_ROWS),
-    dummy_counted_as_a_pair: Row("fsdp-4", "tied", 5, 3, SHORT_ROWS),
-    reference_with_adapters: Row("pp-2", "lora", 5, 0),
+    rejected_sees_chosen: ONE,
+    shared_targets_counted_for_chosen_alone: ONE._replace(objective="dpo + sft"),
+    one_more_token_shared: ONE,
+    pairs_of_one_rank: ONE._replace(layout="fsdp-2"),
+    dummy_counted_as_a_pair: ONE._replace(
+        layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100}
+    ),
+    reference_with_adapters: Row("pp-2", "tied lora", "in_order", 2, None, "robust"),
 }
 
 
 @pytest.mark.parametrize(
-    "mutate",
-    [
-        pytest.param(m, id=m.__name__, marks=[] if m is rejected_sees_chosen else pytest.mark.slow)
-        for m in MUTANTS
-    ],
+    "mutate", [rejected_sees_chosen, *map(slow, list(MUTANTS)[1:])], ids=lambda m: m.__name__
 )
-def test_a_wrong_recipe_misses_the_pairs(mutate, config_of):
-    row = MUTANTS[mutate]
-    world_size = arrays.LAYOUTS[row.layout][0]
-    found = run_distributed(run_mutant_recording_gradients, world_size, mutate, config_of(row), DPO)
-    expected = reference(row.combination, row.model)
-    errors = [
-        big_batch.error(step, of_step)
-        for gradients in found
-        for step, (_, of_step) in zip(gradients, expected, strict=True)
-    ]
-    assert max(errors) > 0.05
+def test_a_wrong_recipe_misses_the_pairs(mutate, weights_folder, tmp_path):
+    assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 0.05

@@ -1,130 +1,124 @@
 """The gradient of every parameter is that of one big batch, in float64, whatever the layout."""
 
 import dataclasses
+import itertools
 
-import arrays
-import big_batch
 import pytest
 import tiny
-from big_batch import STEP_OF_16, TOLERANCE, error
+import torch
+from arrays import LAYOUTS, covering_array
+from big_batch import MIXED
 from distributed_runs import run_distributed
-from recipe_runs import (
-    recipe_class,
-    run_recipe_recording_gradients,
-    run_recording_gradients_and_metrics,
+from gradient_rows import (
+    RECOMPUTED,
+    SCHEDULES,
+    SYNCS,
+    Row,
+    assert_exact,
+    case_of,
+    error_of_mutant,
+    on_ranks,
+    run_rows,
+    spanning,
 )
+from recipe_runs import recipe_class, slow
 
 from recipe_utils.data.loader.loader import UpdateStep
+from recipe_utils.data.plan.plan import WHOLE
+from recipe_utils.data.text import collate
+from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.model.attention import document_mask
 from recipe_utils.model.pipeline import pipeline
+from recipe_utils.parallel import exchange
 
-MODELS = {"tied": tiny.DEEP_MODEL, "untied": tiny.DEEP_UNTIED_MODEL}
-
-
-@pytest.fixture(scope="module")
-def references():
-    """By model and per update step of 16 samples, the big-batch gradients in plain PyTorch."""
-    return {name: big_batch.reference_gradients(sizes) for name, sizes in MODELS.items()}
-
-
-def gradients_of_all(configs):
-    return [run_recipe_recording_gradients(config) for config in configs]
-
-
-@arrays.on_ranks(arrays.FAST, arrays.ROWS)
-def test_gradient_is_that_of_one_big_batch(rows, world_size, tiny_config, references):
-    """With samples of uneven numbers of targets, and microbatches that have none at all."""
-    rows = arrays.rows_on(rows, world_size)
-    configs = [tiny_config(model=MODELS[row.model], **STEP_OF_16, **row.changes) for row in rows]
-    ranks = run_distributed(gradients_of_all, world_size, configs, timeout_seconds=300)
-    for row, *of_ranks in zip(rows, *ranks, strict=True):
-        for step, expected in enumerate(references[row.model]):
-            assert set().union(*(found[step] for found in of_ranks)) == expected.keys(), row
-            assert max(error(found[step], expected) for found in of_ranks) < TOLERANCE, row
-
-
-WEIGHINGS = ("tokens", "datasets")
-WEIGHTED = [
-    *arrays.FAST,
-    arrays.Row("one", "untied", "packed", 2, "each_microbatch"),
-    arrays.Row("fsdp-2", "untied", "least_padding", 2, "last_microbatch"),
-    arrays.Row("tp-2", "untied", "in_order", 4, "each_microbatch"),
-    arrays.Row("pp-2", "untied", "packed", 2, "InterleavedZeroBubble"),
-    arrays.Row("fsdp-4", "untied", "in_order", 1, "each_microbatch"),
-    arrays.Row("hsdp-2x2", "tied", "packed", 1, "last_microbatch"),
-    arrays.Row("pp-2-fsdp-2", "tied", "packed", 1, "Interleaved1F1B"),
+FAST = [  # one per way to train
+    Row("one", "tied", "in_order", 1, "each_microbatch"),
+    Row("fsdp-2", "dora", "packed", 4, "each_microbatch", "tokens"),
+    Row("fsdp-2", "tied", "packed", changes=spanning(2)),
+    Row("fsdp-3", "untied", "in_order", 1, "last_microbatch", "datasets"),
+    Row("pp-2", "tied", "in_order", 4, "1F1B", "tokens"),
+    Row("pp-2", "lora", "in_order", 1, "1F1B"),
+    *(Row("one", name) for name in ("qwen3", "gpt_oss", "lfm2")),
+    Row("fsdp-2", "lfm2", changes=RECOMPUTED),
+    Row("fsdp-2", "qwen3", changes=spanning(2)),
+    Row("pp-2", "gemma3_text"),  # its output is tied
 ]
 
 
-def weighted(tiny_config, how, model=tiny.DEEP_UNTIED_MODEL, **changes):
-    data = {**STEP_OF_16, "dataset": big_batch.MIXED, "loss_weights": how}
-    return tiny_config(model=model, **{**data, **changes})
+def possible_rows():
+    """All combinations but those that the recipe refuses."""
+    models = ("tied", "untied", "lora", "dora")
+    plans = ("in_order", "least_padding", "packed")
+    sizes = (1, 3, 4)  # 3: the last microbatch of a share is smaller
+    layouts = [layout for layout in LAYOUTS if layout != "fsdp-3"]
+    factors = layouts, models, plans, sizes, [*SYNCS, *SCHEDULES], ("ce", "tokens", "datasets")
+    for layout, model, *others in itertools.product(*factors):
+        row = Row(layout, model, *others)
+        refused = [
+            layout.startswith("pp") != (row.order in SCHEDULES),
+            "tp" in layout and model != "untied",  # torchtune's plans split no tied output
+            layout == "pp-4" and row.order.startswith("Interleaved"),  # 8 stages of 4 layers
+        ]
+        if not any(refused):
+            yield row
 
 
-@arrays.on_ranks(arrays.FAST[:3], WEIGHTED)
-def test_datasets_with_loss_weights_have_the_gradient_and_losses_of_one_big_batch(
-    rows, world_size, tiny_config
-):
-    cases = [(row, how) for row in arrays.rows_on(rows, world_size) for how in WEIGHINGS]
-    val = {"dataset_val": big_batch.HELD_OUT, "run_val_every_n_steps": 1}
-    configs = [
-        weighted(tiny_config, how, MODELS[row.model], **row.changes, **val) for row, how in cases
-    ]
-    run = run_recording_gradients_and_metrics
-    ranks = run_distributed(run, world_size, configs, timeout_seconds=300)
-    for case, *of_ranks in zip(cases, *ranks, strict=True):
-        row, how = case
-        with tiny.float64_throughout():
-            expected = big_batch.weighted_references(MODELS[row.model], how)
-            validated = big_batch.validation_losses(MODELS[row.model])
-        of_steps, of_validations = of_ranks[0][1][::2], of_ranks[0][1][1::2]
-        for found in of_validations:
-            assert found == pytest.approx({"step": found["step"], **validated}, rel=1e-12), case
-        for step, (gradients, loss, datasets) in enumerate(expected):
-            found = max(error(each[step], gradients) for each, _ in of_ranks)
-            assert found < TOLERANCE, (case, found)
-            logged = of_steps[step]
-            assert logged["loss"] == pytest.approx(loss, rel=1e-12), case
-            of_datasets = {name: logged[name] for name in logged if name.startswith("loss/")}
-            means = {f"loss/{name}": mean for name, (mean, _) in datasets.items()}
-            assert of_datasets == pytest.approx(means, rel=1e-12), case
-            for name in ("chat", "code", "math"):
-                number = datasets.get(name, (0, 0))[1]
-                assert logged[f"token_share/{name}"] == number / logged["num_tokens"]
+ROWS = [
+    *covering_array(FAST, list(possible_rows())),
+    Row("one", "tied lora", "in_order", changes=RECOMPUTED),
+    Row("fsdp-2", "lora", "in_order", 2, changes={"custom_sharded_layers": ["tok_embeddings", "output"]}),
+    # Rows of several ranks
+    Row("fsdp-4", "tied", changes=spanning(4, **RECOMPUTED)),
+    Row("fsdp-4", "untied", changes=spanning(4, fsdp_reshard_after_forward=False)),
+    Row("fsdp-4", "4 keys", changes=spanning(4)),
+    Row("fsdp-4", "1 key", order="last_microbatch", changes=spanning(4)),
+    Row("fsdp-4", "tied lora", objective="tokens", changes=spanning(4, **RECOMPUTED)),
+    Row("fsdp-4", "dora", objective="datasets", changes=spanning(2)),
+    Row("hsdp-2x2", "tied", order="last_microbatch", changes=spanning(4)),
+    Row("fsdp-2-tp-2", "untied", changes=spanning(2)),
+    Row("pp-2-fsdp-2", "tied", order="GPipe", changes=spanning(2)),
+    Row("pp-2-fsdp-2", "untied", order="InterleavedZeroBubble", changes=spanning(2)),
+    # Models of transformers
+    Row("one", "gemma3_text", "least_padding", 4),
+    Row("one", "qwen3_moe", "packed", 4, changes=RECOMPUTED),
+    Row("one", "lfm2", "in_order", 2),
+    Row("fsdp-2", "qwen3", changes={"ac_mode": "selective", "ac_option": 2}),
+    Row("fsdp-2", "gpt_oss", "packed", 4),
+    Row("fsdp-2", "gemma3_text", "least_padding", 4),
+    Row("fsdp-2", "qwen3_moe"),
+    Row("fsdp-4", "deepseek_v3", changes=spanning(2, **RECOMPUTED)),
+    Row("hsdp-2x2", "gemma3_text", changes=spanning(2)),
+    Row("hsdp-2x2", "gpt_oss", changes=RECOMPUTED),
+    Row("hsdp-2x2", "qwen3_moe", changes=spanning(2)),
+    Row("pp-2", "gemma2"),  # its tail is more than the output layer
+    Row("pp-2", "qwen3", "in_order", 2, "Interleaved1F1B"),
+    Row("pp-2", "gpt_oss"),
+    Row("pp-2", "lfm2", "in_order", 2, "Interleaved1F1B"),
+    Row("pp-2-fsdp-2", "gemma3_text", changes=RECOMPUTED),
+    Row("pp-2-fsdp-2", "lfm2"),
+]  # fmt: skip
 
 
-def gradients_normalised_by_microbatch(config):
+@on_ranks(FAST, ROWS)
+def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, tmp_path):
+    """With samples of uneven numbers of targets, and microbatches that have none at all."""
+    assert_exact(rows, weights_folder, tmp_path)
+
+
+# ---- Wrong recipes -----------------------------------------------------------------------------------
+
+
+def weights_normalised_by_microbatch(patches):
     """The weights of datasets average 1 over the targets of each microbatch, not of the update step."""
     recipe = recipe_class()
     sums = recipe.sums
 
     def sums_by_microbatch(self, m):
         counts = [m.targets.num_of_dataset(i) for i in range(3)]
-        given = [part.get("loss_weight", 1) for part in big_batch.MIXED]
-        return sums(self, m.with_dataset_weights(self.settings.weighing.weigh(given, counts)))
+        given = [part.get("loss_weight", 1) for part in MIXED]
+        return sums(self, m.with_dataset_weights(self.settings.weigh(given, counts)))
 
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(recipe, "sums", sums_by_microbatch)
-        return run_recipe_recording_gradients(config)
-
-
-@pytest.mark.parametrize("how", WEIGHINGS)
-def test_weights_normalised_by_microbatch_miss_the_big_batch(how, tiny_config):
-    config = weighted(tiny_config, how, batch_size=2, max_steps_per_epoch=1)
-    (found,) = run_distributed(gradients_normalised_by_microbatch, 1, config)
-    with tiny.float64_throughout():
-        expected = big_batch.weighted_references(tiny.DEEP_UNTIED_MODEL, how)
-    assert error(found[0], expected[0][0]) > 1e-2
-
-
-def replace(name, make):
-    """A mutant that puts another function in the place of one that the recipe imports."""
-
-    def patch(patches):
-        names = recipe_class().update.__globals__
-        patches.setitem(names, name, make(names[name]))
-
-    return patch
+    patches.setattr(recipe, "sums", sums_by_microbatch)
 
 
 def a_mean_of_means(patches):
@@ -177,50 +171,99 @@ def gradients_scaled_by_the_schedule(patches):
     patches.setitem(pipeline.SCHEDULES, "1F1B", ScalingSchedule)
 
 
-PP_2, TP_2 = arrays.LAYOUTS["pp-2"][1], arrays.LAYOUTS["tp-2"][1]
-PACKED = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
-MUTANTS = {  # ranks, the patch, keys of the config, model
-    "mean of means": (1, a_mean_of_means, {}, "untied"),
-    "scale of one rank": (2, scale_of_one_rank, {}, "untied"),
-    "no sync at the last microbatch": (
-        2,
-        replace("gradient_sync", lambda sync: lambda model, _, mode: sync(model, False, "last_microbatch")),
-        {},
-        "untied",
-    ),
-    "tensor-parallel ranks counted twice": (
-        2,
-        replace("join_ranks", lambda join: lambda *args: dataclasses.replace(join(*args), is_dp_leader=True)),
-        TP_2,
-        "untied",
-    ),
-    "documents of a row seen by each other": (1, documents_seen_by_each_other, PACKED, "untied"),
-    "stages: a microbatch left out": (2, a_microbatch_left_out, PP_2, "tied"),
-    "stages: gradients of tied weights not summed": (2, gradients_of_tied_copies_not_summed, PP_2, "tied"),
-    "stages: gradients scaled by the schedule": (2, gradients_scaled_by_the_schedule, PP_2, "tied"),
-}  # fmt: skip
-IN_FAST_TIER = ("mean of means", "scale of one rank", "documents of a row seen by each other")
+def replace(patches, name, make):
+    """Puts another function in the place of one that the recipe imports."""
+    names = recipe_class().update.__globals__
+    patches.setitem(names, name, make(names[name]))
 
 
-def gradients_of_a_mutant(name, config):
-    with pytest.MonkeyPatch.context() as patches:
-        MUTANTS[name][1](patches)
-        return run_recipe_recording_gradients(config)
+def tensor_parallel_ranks_counted_twice(patches):
+    leads = lambda join: lambda *args: dataclasses.replace(join(*args), is_dp_leader=True)  # noqa: E731
+    replace(patches, "join_ranks", leads)
+
+
+def no_sync_at_the_last_microbatch(patches):
+    never = lambda sync: lambda model, _, mode: sync(model, False, "last_microbatch")  # noqa: E731
+    replace(patches, "gradient_sync", never)
+
+
+# Of rows that several ranks compute
+
+
+def change_parts(patches, change):
+    """Has ``change`` make a part from that part, and the whole row, of the text collator."""
+    cut = collate.cut_part
+
+    def changed(row, part, *args):
+        return cut(row, part, *args) if part == WHOLE else change(cut(row, part, *args), row, part)
+
+    patches.setattr(collate, "cut_part", changed)
+
+
+def labels_shifted_after_the_cut(patches):
+    def change(own, row, part):
+        tokens = own.inputs["tokens"]
+        labels = tokens.roll(-1).where(own.targets.labels != tiny.IGNORE, tiny.IGNORE)
+        return type(own)(own.inputs, own.targets._replace(labels=labels), own.counts)
+
+    change_parts(patches, change)
+
+
+def positions_restarted_in_each_part(patches):
+    def change(own, row, part):
+        positions = torch.arange(own.inputs["tokens"].numel()).unsqueeze(0)
+        return type(own)({**own.inputs, "input_pos": positions}, own.targets, own.counts)
+
+    change_parts(patches, change)
+
+
+def targets_counted_on_each_rank(patches):
+    change_parts(patches, lambda own, row, _: type(own)(own.inputs, own.targets, row.counts))
+
+
+def no_exchange_in_the_backward(patches):
+    backward = staticmethod(lambda ctx, grad: (grad, None))
+    patches.setattr(exchange._AllToAll, "backward", backward)
+
+
+def a_part_lost_in_collation(patches):
+    whole = TextCollator.collate
+    patches.setattr(TextCollator, "collate", lambda self, samples, part=WHOLE: whole(self, samples))
+
+
+ONE, TWO = Row("one", "untied", "in_order", 2), Row("fsdp-2", "untied", "in_order", 2)
+STAGES = Row("pp-2", "tied", "in_order", 2, changes={"max_steps_per_epoch": 1})
+PARTS = FAST[2]
+MUTANTS = {
+    a_mean_of_means: ONE,
+    scale_of_one_rank: TWO,
+    documents_seen_by_each_other: Row("one", "untied"),
+    labels_shifted_after_the_cut: PARTS,
+    # slow
+    weights_normalised_by_microbatch: ONE._replace(objective="tokens"),
+    tensor_parallel_ranks_counted_twice: Row("tp-2", "untied", "in_order", 2),
+    a_microbatch_left_out: STAGES,
+    gradients_of_tied_copies_not_summed: STAGES,
+    gradients_scaled_by_the_schedule: STAGES,
+    positions_restarted_in_each_part: PARTS,
+    targets_counted_on_each_rank: PARTS,
+    no_exchange_in_the_backward: PARTS,
+    a_part_lost_in_collation: PARTS,
+}
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(name, marks=[] if name in IN_FAST_TIER else pytest.mark.slow)
-        for name in MUTANTS
-    ],
+    "mutate",
+    [*list(MUTANTS)[:4], *map(slow, list(MUTANTS)[4:])],
+    ids=lambda mutate: mutate.__name__,
 )
-def test_a_wrong_recipe_misses_the_big_batch(mutant, tiny_config, references):
-    world_size, _, changes, model = MUTANTS[mutant]
-    changes = {"batch_size": 2, "max_steps_per_epoch": 1, **STEP_OF_16, **changes}
-    config = tiny_config(model=MODELS[model], **changes)
-    found = run_distributed(gradients_of_a_mutant, world_size, mutant, config, expect_failures=True)
-    if mutant == "no sync at the last microbatch":  # a rank's gradient is missing altogether
-        assert all("grad" in each for each in found)
-    else:
-        assert max(error(each[0], references[model][0]) for each in found) > 1e-2
+def test_a_wrong_recipe_misses_the_big_batch(mutate, weights_folder, tmp_path):
+    assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2
+
+
+@pytest.mark.slow
+def test_without_a_sync_at_the_last_microbatch_gradients_are_missing(weights_folder, tmp_path):
+    case = case_of(TWO, weights_folder, tmp_path)
+    mutate = no_sync_at_the_last_microbatch
+    found = run_distributed(run_rows, 2, [case], mutate, expect_failures=True)
+    assert all("grad" in each for each in found)

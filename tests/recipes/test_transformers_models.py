@@ -1,12 +1,17 @@
-"""Models of transformers have the gradients of separate samples, whatever the plan and the layout."""
+"""Models of transformers in the recipes: the plan, what is proved of them, resume, refusals by name.
+
+``test_gradients.py`` and its like have their gradients.
+"""
 
 import shutil
 
 import pytest
 import torch
-from big_batch import STEP_OF_16, TOLERANCE, error
+from decoder_types import tiny_config_of
 from distributed_runs import run_distributed
 from recipe_runs import (
+    DPO,
+    KD,
     losses,
     refusal,
     run_compiled_recipe,
@@ -15,61 +20,22 @@ from recipe_runs import (
     set_up,
     slow,
 )
-from tiny_transformers import gradients_in_float64, reference_gradients, save_tiny
+from tiny_transformers import save_tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-OF_WAYS = ("qwen3", "gpt_oss", "lfm2")
+from recipe_utils.model.transformers import decoder, documents, probe
+
 PACKED = {"microbatching": "packed", "batch_size": 4, "max_tokens_per_microbatch": 64}
-RECOMPUTED = {**PACKED, "enable_activation_checkpointing": True}
-PADDED = {"microbatching": "least_padding", "batch_size": 4}
-HSDP = {"data_parallel_replicate_dim": 2}
-SPANNING = {**PACKED, "max_tokens_per_microbatch": 12, "max_ranks_per_row": 2}
-
-
-@pytest.mark.parametrize(
-    ("model_types", "layouts", "world_size"),
-    [
-        (OF_WAYS, [PACKED], 1),
-        (("lfm2",), [RECOMPUTED], 2),
-        (("qwen3",), [SPANNING], 2),
-        slow(
-            ("qwen3", "qwen3_moe", "deepseek_v3", "gemma3_text"),
-            [{**RECOMPUTED, **SPANNING}, {**SPANNING, **HSDP}],
-            4,
-        ),
-        slow(("qwen3",), [{**PACKED, "ac_mode": "selective", "ac_option": 2}], 2),
-        slow((*OF_WAYS, "gemma3_text", "qwen3_moe"), [PADDED, RECOMPUTED, {}], 1),
-        slow(
-            (*OF_WAYS, "gemma3_text", "qwen3_moe"),
-            [PACKED, PADDED, RECOMPUTED, {"batch_size": 2}],
-            2,
-        ),
-        slow((*OF_WAYS, "gemma3_text"), [PACKED, {**RECOMPUTED, **HSDP}], 4),
-    ],
-)
-def test_gradient_is_that_of_separate_samples(
-    model_types, layouts, world_size, tiny_config, tmp_path
-):
-    cases = [
-        (model_type, save_tiny(tmp_path / model_type, model_type), layout)
-        for model_type in model_types
-        for layout in layouts
-    ]
-    configs = [tiny_config(**keys, **STEP_OF_16, **layout) for _, keys, layout in cases]
-    ranks = run_distributed(gradients_in_float64, world_size, configs, timeout_seconds=300)
-    for (model_type, _, layout), *of_ranks in zip(cases, *ranks, strict=True):
-        for step, expected in enumerate(reference_gradients(tmp_path / model_type)):
-            found = {name: g for each in of_ranks for name, g in each[step].items()}
-            assert found.keys() == expected.keys()
-            recomputes = {"enable_activation_checkpointing", "ac_mode"} & layout.keys()
-            bound = 1e-6 if recomputes else TOLERANCE
-            assert error(found, expected) < bound, (model_type, layout)
+PP_2, TP_2 = {"pipeline_parallel_dim": 2}, {"tensor_parallel_dim": 2}
+TP_PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 
 
 def test_the_plan_is_packed_where_that_is_exact_and_padded_otherwise(tiny_config, tmp_path):
     for model_type, plan in (("qwen3", "packed"), ("roberta", "least_padding")):
         config = tiny_config(**save_tiny(tmp_path / model_type, model_type))
         with set_up(config) as made:
-            assert made.settings.data.microbatching == plan
+            assert made.settings.microbatching == plan
     module = "roberta.embeddings (RobertaEmbeddings)"
     text = f"microbatching=packed: {module} mixes the documents of a row; set microbatching=least_padding"
     assert text in refusal({**config, "microbatching": "packed"})
@@ -78,7 +44,8 @@ def test_the_plan_is_packed_where_that_is_exact_and_padded_otherwise(tiny_config
     assert text in refusal({**config, "max_tokens_per_microbatch": 64})
 
 
-@pytest.mark.parametrize("model_type", map(slow, OF_WAYS))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_oss", "lfm2"])
 def test_it_validates_samples_and_resumes_on_other_ranks(model_type, tiny_config, tmp_path):
     config = tiny_config(
         **save_tiny(tmp_path / model_type, model_type),
@@ -102,9 +69,8 @@ def test_it_validates_samples_and_resumes_on_other_ranks(model_type, tiny_config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3", "lfm2"])
-def test_compiled_layers_have_the_same_losses(model_type, tiny_config, tmp_path):
-    config = tiny_config(**save_tiny(tmp_path / model_type, model_type), **PACKED)
+def test_compiled_layers_have_the_same_losses(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path, "lfm2"), **PACKED)
     expected = losses(run_recipe(config))
     torch.compiler.reset()
     assert losses(run_compiled_recipe(config)) == pytest.approx(expected, rel=1e-5)
@@ -115,4 +81,120 @@ def test_dropout_of_a_folder_is_warned_of(tiny_config, tmp_path):
     _, warnings = run_recipe_keeping_warnings(config)
     assert any(
         "dropout=0.1: dropout depends on microbatches and ranks" in text for text in warnings
+    )
+
+
+# ---- What is proved ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "can_be_cut"),
+    [
+        ("granite", {}, True),
+        ("granite", {"embedding_multiplier": 12.0}, False),  # every stage would multiply
+        slow("gpt2", {}, False),  # every stage would add its positions
+        slow("falcon_h1", {"embedding_multiplier": 2.0}, False),
+        slow("cohere2", {}, True),
+        slow("mamba2", {}, True),
+    ],
+)
+def test_a_cut_is_proved(model_type, changes, can_be_cut):
+    assert probe.prove(tiny_config_of(model_type, **changes), "sdpa").can_be_cut is can_be_cut
+
+
+def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, tmp_path):
+    of_all = save_tiny(tmp_path, "gpt2")
+    of_pairs = tiny_dpo_config(**of_all, ref_checkpointer=of_all["checkpointer"], **PP_2)
+    texts = [
+        *run_distributed(refusal, 2, of_pairs, DPO),
+        *run_distributed(refusal, 2, tiny_config(**of_all, **TP_2, tensor_parallel_plan=TP_PLAN)),
+    ]
+    for text, key in zip(
+        texts, ["pipeline_parallel_dim"] * 2 + ["tensor_parallel_dim"] * 2, strict=True
+    ):
+        assert key in text
+        assert "GPT2LMHeadModel" in text
+        assert text.strip().endswith(f"set {key}=1")
+
+
+@pytest.mark.parametrize("keeps_documents", [True, False])
+def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monkeypatch):
+    """Without them it raises, instead of computing the row as one document."""
+    config = tiny_config_of("lfm2")
+    model = decoder.Decoder(decoder.build(config, "sdpa"), probe.prove(config, "sdpa"))
+    samples = torch.arange(3, 12).split([4, 5])
+    expected = torch.autograd.grad(probe._of_row(model, samples).sum(), [*model.parameters()])
+    if not keeps_documents:
+        wrap = decoder.checkpoint_wrapper
+        monkeypatch.setattr(decoder, "checkpoint_wrapper", lambda module, context_fn: wrap(module))
+    model.recompute_layers()
+    logits = probe._of_row(model, samples)
+    if not keeps_documents:
+        with pytest.raises(RuntimeError, match="Lfm2ShortConv runs by document, and documents"):
+            logits.sum().backward()
+        return
+    logits.sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_model_that_runs_by_document_shares_no_prefix(tiny_dpo_config, tmp_path):
+    keys = save_tiny(tmp_path, "lfm2")
+    config = tiny_dpo_config(**keys, ref_checkpointer=keys["checkpointer"], microbatching="packed")
+    text = refusal(config, DPO)
+    assert "prefix_sharing=True: not with Lfm2ForCausalLM: Lfm2ShortConv" in text
+    assert text.strip().endswith("set prefix_sharing=False")
+
+
+@pytest.mark.parametrize(("model_type", "shares"), [("bloom", False), slow("gpt2", True)])
+def test_sharing_is_proved(model_type, shares):
+    """Bloom's biases are of places in a row, which the rejected answer's are not."""
+    assert probe.prove(tiny_config_of(model_type), "sdpa").shares_prefixes is shares
+
+
+def windows_of_places_in_the_row(patches):
+    patches.setattr(documents, "remap_positions_for_packed_sequence", lambda own, _: own)
+
+
+def one_mask_for_all_layers(patches):
+    patches.setattr(documents, "and_masks", lambda of_documents, _: of_documents)
+
+
+def rejected_sees_chosen(patches):
+    sees = documents.sees
+
+    def sees_whole_pairs(rows):
+        plain = [[sum(d) if isinstance(d, tuple) else d for d in row] for row in rows]
+        return sees(documents.Documents(plain))
+
+    patches.setattr(documents, "sees", sees_whole_pairs)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "model_type"),
+    [
+        (windows_of_places_in_the_row, "gemma3_text"),
+        (one_mask_for_all_layers, "gemma3_text"),
+        (rejected_sees_chosen, "qwen3"),
+        slow(windows_of_places_in_the_row, "gpt_oss"),
+        slow(windows_of_places_in_the_row, "llama4_text"),
+        slow(one_mask_for_all_layers, "llama4_text"),
+    ],
+)
+def test_a_wrong_mask_is_not_proved(mutate, model_type, monkeypatch):
+    mutate(monkeypatch)
+    assert not probe.prove(tiny_config_of(model_type), "sdpa").shares_prefixes
+
+
+def test_a_teacher_with_other_tokens_is_refused(tiny_kd_config, tmp_path):
+    keys = save_tiny(tmp_path / "teacher", "qwen3")
+    config = tiny_kd_config(
+        tokenizer={"_component_": "tiny.ReadableTokenizer", "max_seq_len": 64},
+        teacher_sizes=keys["model"],
+        teacher_checkpointer=keys["checkpointer"],
+    )
+    tokens = {f"token {i}": i for i in range(40)} | {"another": 40}
+    Tokenizer(WordLevel(tokens, "another")).save(str(tmp_path / "teacher" / "tokenizer.json"))
+    assert "token 40 is 'token 40' in the student's and 'another' in the teacher's" in refusal(
+        config, KD
     )

@@ -1,8 +1,11 @@
-"""Two hard update steps, and the gradients of each as one big batch in plain PyTorch and float64."""
+"""Update steps with edge cases; metrics and gradients of each, sample by sample, in plain PyTorch and float64."""
 
 import tiny
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torchtune import config
+from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 
@@ -27,66 +30,123 @@ HELD_OUT = [
     {**DATA, "num_samples": 4, "num_without_targets": 1, "seed": 6, "name": "else"},
 ]
 """Two named datasets for validation."""
+NUM_PAIRS, PAIRS_PER_STEP = 17, 8  # the last update step holds a single pair
+SIDES = ("chosen", "rejected")
 
 
-def reference_gradients(sizes):
-    """The gradients of each update step of ``STEP_OF_16`` by parameter name."""
-    has_adapters = "lora_rank" in sizes
-    model = (tiny.adapted_model if has_adapters else tiny.tiny_model)(sizes).double()
-    samples = tiny.make_samples(NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
-    order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
-    with tiny.float64_throughout():
-        return [
-            tiny.big_batch_gradients(model, [samples[i] for i in step])[1]
-            for step in (order[:16], order[16:])
-        ]
+def steps_of(samples, size=16):
+    """The samples of each update step of a shuffled epoch."""
+    order = epoch_permutation(len(samples), epoch=0, shuffle=True).tolist()
+    return [[samples[i] for i in order[n : n + size]] for n in range(0, len(samples), size)]
 
 
-def samples_of(datasets):
-    """Samples of a list of tiny datasets, with the index of each one's dataset."""
+def samples_of(*datasets):
+    """Samples of tiny datasets, each with the name and the loss weight of its own."""
     names = ("num_samples", "num_without_targets", "mask_prompts", "seed")
-    made = [tiny.make_samples(*(part[name] for name in names)) for part in datasets]
-    return [(i, sample) for i, dataset in enumerate(made) for sample in dataset]
+    return [
+        {**sample, "dataset": data.get("name"), "weight": data.get("loss_weight", 1.0)}
+        for data in datasets
+        for sample in tiny.make_samples(**{name: data[name] for name in names if name in data})
+    ]
 
 
-def sums_and_counts(model, samples, num_datasets):
-    """Cross-entropy of each dataset's targets, and their number."""
-    sums, counts = [0.0] * num_datasets, [0] * num_datasets
-    for i, sample in samples:
-        tokens, labels = (torch.tensor(sample[key])[None] for key in ("tokens", "labels"))
-        sums[i] += F.cross_entropy(model(tokens)[0, :-1], labels[0, 1:], reduction="sum")
-        counts[i] += int((labels[0, 1:] != tiny.IGNORE).sum())
-    return sums, counts
+def metrics_and_gradients(objective, models, samples, *terms):
+    """Metrics of one update step, and gradients by parameter name; ``objective`` is a function below."""
+    models[0].zero_grad()
+    metrics = objective(*models, samples, *terms)
+    metrics["loss"].backward()
+    metrics = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
+    gradients = {n: p.grad.clone() for n, p in models[0].named_parameters() if p.grad is not None}
+    return metrics, gradients
 
 
-def weighted_references(sizes, loss_weights):
-    """By update step of ``MIXED``: gradients, the loss, and by dataset its mean and number of targets."""
-    model, found = tiny.tiny_model(sizes).double(), []
-    weights = [part.get("loss_weight", 1.0) for part in MIXED]
-    samples = samples_of(MIXED)
-    order = epoch_permutation(NUM_SAMPLES, epoch=0, shuffle=True).tolist()
-    for step in (order[:16], order[16:]):
-        model.zero_grad()
-        sums, counts = sums_and_counts(model, [samples[i] for i in step], 3)
-        trained = [i for i in range(3) if counts[i]]
-        if loss_weights == "tokens":
-            total = sum(weights[i] * counts[i] for i in trained)
-            loss = sum(weights[i] * sums[i] for i in trained) / total
-        else:
-            total = sum(weights[i] for i in trained)
-            loss = sum(weights[i] * sums[i] / counts[i] for i in trained) / total
-        loss.backward()
-        means = {MIXED[i]["name"]: (sums[i].item() / counts[i], counts[i]) for i in trained}
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append((gradients, loss.item(), means))
-    return found
+def targets_of(model, sample, prefix="", tokens="tokens"):
+    """Logits of each target of a sample, and the targets."""
+    labels = torch.tensor(sample[f"{prefix}labels"])[1:]
+    is_target = labels != tiny.IGNORE
+    return model(torch.tensor([sample[f"{prefix}{tokens}"]]))[0, :-1][is_target], labels[is_target]
 
 
-def validation_losses(sizes):
-    """The mean loss of each dataset of ``HELD_OUT``, and of all, by metric."""
-    sums, counts = sums_and_counts(tiny.tiny_model(sizes).double(), samples_of(HELD_OUT), 2)
-    means = {f"val_loss/{HELD_OUT[i]['name']}": sums[i].item() / counts[i] for i in range(2)}
-    return {"val_loss": sum(sums).item() / sum(counts), **means}
+def cross_entropy(model, _, samples, loss_weights="tokens"):
+    """The mean over targets, or over the means of datasets, and of each dataset that has a name."""
+    sums, counts, weights = {}, {}, {}
+    for sample in samples:
+        logits, labels = targets_of(model, sample)
+        name = sample["dataset"]
+        sums[name] = sums.get(name, 0) + F.cross_entropy(logits, labels, reduction="sum")
+        counts[name] = counts.get(name, 0) + len(labels)
+        weights[name] = sample["weight"]
+    means = {name: sums[name] / counts[name] for name in sums if counts[name]}
+    weights = {n: weights[n] * (counts[n] if loss_weights == "tokens" else 1) for n in means}
+    loss = sum(weights[name] * mean for name, mean in means.items()) / sum(weights.values())
+    num_tokens = sum(counts.values())
+    return {
+        "loss": loss,
+        "num_tokens": num_tokens,
+        **{f"loss/{name}": mean for name, mean in means.items() if name},
+        **{f"token_share/{name}": counts[name] / num_tokens for name in counts if name},
+    }
+
+
+def distillation(student, teacher, samples, kd_ratio, temperature, divergence):
+    """Means over all targets."""
+    rows = []
+    for sample in samples:
+        logits, labels = targets_of(student, sample)
+        with torch.no_grad():
+            of_teacher, _ = targets_of(teacher, sample)
+        common = min(logits.size(1), of_teacher.size(1))
+        log_q = F.log_softmax(logits[:, :common] / temperature, dim=-1)
+        log_p = F.log_softmax(of_teacher[:, :common] / temperature, dim=-1)
+        p, q = log_p.exp(), log_q.exp()
+        forward, reverse = (p * (log_p - log_q)).sum(1), (q * (log_q - log_p)).sum(1)
+        symmetric = (forward + reverse) / 2
+        kd = {"forward": forward, "reverse": reverse, "symmetric": symmetric}[divergence]
+        ce = F.cross_entropy(logits, labels, reduction="none")
+        agree = (log_q.argmax(1) == log_p.argmax(1)).double()
+        loss = (1 - kd_ratio) * ce + kd_ratio * temperature**2 * kd
+        rows.append(torch.stack([loss, ce, kd, -(p * log_p).sum(1), agree]))
+    names = ("loss", "ce_loss", "kd_loss", "teacher_entropy", "teacher_agreement")
+    metrics = dict(zip(names, torch.cat(rows, dim=1).mean(1), strict=True))
+    return metrics if kd_ratio < 1 else {n: v for n, v in metrics.items() if n != "ce_loss"}
+
+
+def answers(model, pair):
+    """Summed log-probability and number of targets of each side, a forward for each."""
+    sums, numbers = [], []
+    for side in SIDES:
+        logits, labels = targets_of(model, pair, f"{side}_", "input_ids")
+        sums.append(-F.cross_entropy(logits, labels, reduction="sum"))
+        numbers.append(len(labels))
+    return sums, numbers
+
+
+def preference(policy, reference, pairs, loss, sft_loss_weight):
+    """Means over the pairs; a reference that is the policy computes without its adapters."""
+    loss_fn = config.instantiate(OmegaConf.create(loss))
+    rows, chosen_sum, num_chosen = [], 0.0, 0
+    for pair in pairs:
+        sums, numbers = answers(policy, pair)
+        with torch.no_grad():
+            if reference is policy:
+                with disable_adapter(policy):
+                    of_reference, _ = answers(policy, pair)
+            else:
+                of_reference, _ = answers(reference, pair)
+        given = [*sums, *of_reference]
+        if getattr(loss_fn, "normalizes_length", False):
+            given = [value / number for value, number in zip(given, numbers * 2, strict=True)]
+        of_pair, chosen, rejected = (each[0] for each in loss_fn(*(value[None] for value in given)))
+        is_accurate = (chosen > rejected).double()
+        rows.append(torch.stack([of_pair, chosen, rejected, chosen - rejected, is_accurate, *sums]))
+        chosen_sum, num_chosen = chosen_sum + sums[0], num_chosen + numbers[0]
+    names = (
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "log_probs/chosen",
+        "log_probs/rejected",
+    )  # fmt: skip
+    metrics = dict(zip(names, torch.stack(rows).mean(0), strict=True))
+    metrics["loss"] = metrics["loss"] - sft_loss_weight * chosen_sum / num_chosen
+    return metrics
 
 
 def error(gradients, reference):

@@ -32,6 +32,8 @@ WEIGHTS = {
     "teacher.pt": tiny.TEACHER_MODEL,
     "untied_teacher.pt": tiny.UNTIED_TEACHER_MODEL,
     "gemma2.pt": tiny.GEMMA2_MODEL,
+    "four_keys.pt": {**tiny.MODEL, "num_kv_heads": 4},
+    "one_key.pt": {**tiny.MODEL, "num_kv_heads": 1},
 }
 CLASSES = {
     "full_finetune_update_step": "FullFinetuneRecipe",
@@ -280,22 +282,6 @@ def train_recording_gradients(made):
     names = [names_by_id[id(p)] for group in groups for p in group["params"]]
     made.train()
     return [dict(zip(names, step, strict=True)) for step in tiny.RecordingSGD.recorded]
-
-
-def run_recording_gradients_and_metrics(configs, recipe=SFT):
-    """For each of the configs, the gradients of each update step and what was logged."""
-    found = []
-    for config in configs:
-        gradients = run_recipe_recording_gradients(config, recipe)
-        found.append((gradients, list(ListLogger.logged)))
-    return found
-
-
-def run_mutant_recording_gradients(mutate, config, recipe):
-    """The gradients of each update step of a recipe that ``mutate`` makes a wrong one."""
-    with pytest.MonkeyPatch.context() as patches:
-        mutate(patches)
-        return run_recipe_recording_gradients(config, recipe)
 
 
 def with_adapters(config, folder):

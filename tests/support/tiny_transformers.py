@@ -3,11 +3,8 @@
 from contextlib import nullcontext
 from functools import partial
 
-import big_batch
 import pytest
-import tiny
 import torch
-import torch.nn.functional as F
 from decoder_types import tiny_config_of
 from recipe_runs import SFT, run_recipe_recording_gradients
 from torch import nn
@@ -15,7 +12,6 @@ from torchtune.training import set_default_dtype
 from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint import transformers as checkpoint
-from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.model.transformers.probe import DoublePrecision
 
 
@@ -57,47 +53,19 @@ class Plain(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits
 
 
-def gradients_in_float64(configs, recipe=SFT):
-    """For each config, the gradients of its update steps.
+def gradients_in_float64(config, recipe=SFT):
+    """The gradients of each update step.
 
     Recomputed layers do not see the mode, so they compute in fp32 what models cast to it.
     """
-    found = []
+    recomputes = config.get("enable_activation_checkpointing") or "ac_mode" in config
     with pytest.MonkeyPatch.context() as patches:
         for module, name in ((torch, "load"), (checkpoint, "load_file")):
             patches.setattr(module, name, partial(call_without_modes, getattr(module, name)))
-        for config in configs:
-            recomputes = config.get("enable_activation_checkpointing") or "ac_mode" in config
-            with nullcontext() if recomputes else DoublePrecision():
-                found.append(run_recipe_recording_gradients(config, recipe))
-    return found
+        with nullcontext() if recomputes else DoublePrecision():
+            return run_recipe_recording_gradients(config, recipe)
 
 
 def call_without_modes(function, *args, **kwargs):
     with torch._C.DisableTorchFunction():
         return function(*args, **kwargs)
-
-
-def reference_gradients(folder):
-    """The gradients of each update step of ``big_batch.STEP_OF_16``, one sample at a time, in float64."""
-    model = Plain(folder).model
-    samples = tiny.make_samples(big_batch.NUM_SAMPLES, num_without_targets=3, mask_prompts=False)
-    order = epoch_permutation(len(samples), epoch=0, shuffle=True).tolist()
-    with DoublePrecision():
-        return [
-            gradients_of_samples(model, [samples[i] for i in step])
-            for step in (order[:16], order[16:])
-        ]
-
-
-def gradients_of_samples(model, samples):
-    """By our names, the gradients of the mean loss per target token."""
-    model.zero_grad()
-    losses, num_targets = [], 0
-    for sample in samples:
-        tokens, labels = (torch.tensor(sample[key]) for key in ("tokens", "labels"))
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        losses.append(F.cross_entropy(logits, labels[1:], reduction="sum"))
-        num_targets += (labels[1:] != tiny.IGNORE).sum()
-    (torch.stack(losses).nansum() / num_targets).backward()
-    return {f"model.{n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -1,19 +1,23 @@
 """Collator of preference pairs, padded or packed.
 
 Both answers of a pair are in one microbatch. If packed, their common prefix (the prompt, and more
-if the answers start alike) is computed once.
+if the answers start alike) is computed once. Shapes: p pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torchtune.data import padded_collate_sft
 
-from recipe_utils.data.loader.microbatch import Microbatch
+from recipe_utils.data.loader.microbatch import Microbatch, Pairs
 from recipe_utils.data.loader.samples import (
     Sample,
     SkippedSampleError,
@@ -22,24 +26,21 @@ from recipe_utils.data.loader.samples import (
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.pairs.collate import (
-    IGNORE_INDEX,
-    SIDES,
-    collate_packed_pairs,
-    collate_padded_pairs,
-    num_shared_tokens,
-    packed_row,
-    padded_rows,
-)
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.collator import check_sample
-from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
+from recipe_utils.data.text.collate import Piece, cut_part, packed, padded, piece_of
+from recipe_utils.data.text.collator import FrozenCache, RowCollator, check_sample
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 
+IGNORE_INDEX = -100
+"""Label of positions without a target in torchtune's preference datasets."""
+
+SIDES = ("chosen", "rejected")
+
 
 @dataclass(frozen=True, config=STRICT)
-class PairSettings:
+class PairSettings(DataSettings):
     """Settings of pairs, besides those of all samples."""
 
     prefix_sharing: bool | None = None
@@ -49,17 +50,17 @@ class PairSettings:
         """Returns True if the common prefix is computed once."""
         return data.is_packed and self.prefix_sharing is not False
 
-    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
-        if self.prefix_sharing and not data.is_packed:
+        if self.prefix_sharing and not self.is_packed:
             text = (
-                f"microbatching={data.microbatching} gives each side a row of its own; set "
+                f"microbatching={self.microbatching} gives each side a row of its own; set "
                 "microbatching=packed"
             )
-            yield Problem("prefix_sharing", text, True, depends_on=("microbatching",))
-        if data.collate_fn != DataSettings.collate_fn:
+            yield Problem("prefix_sharing", text, True)
+        if self.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
-            yield Problem("collate_fn", text, data.collate_fn)
+            yield Problem("collate_fn", text, self.collate_fn)
 
 
 def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any, **options: Any) -> Any:
@@ -78,7 +79,20 @@ def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any, **options: Any) -> 
     return dataset
 
 
-class PairCollator:
+def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
+    """Returns the number of tokens that both sides of a pair can share; None if they are equal.
+
+    Longest common prefix of tokens and labels, less one, because the next token of the last differs.
+    """
+    chosen, rejected = (np.stack([pair[f"{s}_input_ids"], pair[f"{s}_labels"]]) for s in SIDES)
+    shorter = min(chosen.shape[1], rejected.shape[1])
+    differ = (chosen[:, :shorter] != rejected[:, :shorter]).any(axis=0)
+    if differ.any():
+        return max(int(differ.argmax()) - 1, 0)
+    return None if chosen.shape == rejected.shape else shorter - 1
+
+
+class PairCollator(RowCollator):
     """Collator of pairs as torchtune's preference datasets return them.
 
     ``batch_size`` counts pairs. ``cache`` is the reference's
@@ -86,7 +100,8 @@ class PairCollator:
     not support ``microbatching: packed``.
     """
 
-    counts: Sequence[str] = (
+    noun = "pair"
+    counts = (
         "pairs", "chosen_tokens", "target_tokens", "real_tokens", "shared_tokens", "positions",
     )  # fmt: skip
     """Pairs; targets of chosen answers; targets and tokens of both answers;
@@ -99,69 +114,20 @@ class PairCollator:
         tokenizer: Any,
         limits: ModelLimits,
         pair_settings: PairSettings,
-        cache: Any = None,
+        cache: FrozenCache | None = None,
     ) -> None:
-        self._make_for_validation = partial(
-            PairCollator, settings.of_validation(), tokenizer, limits, pair_settings
-        )
-        self._limits, self._cache = limits, cache
-        if settings.max_ranks_per_row > 1:
-            self.counts = (*self.counts, "spanning_samples")
-        self._max_ranks_per_row = settings.max_ranks_per_row
-        self._is_packed = settings.is_packed
         self._shares_prefixes = pair_settings.shares_prefixes(settings)
-        self.layout = "packed" if self._is_packed else "padded"
+        self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
         if self._shares_prefixes:
             self.layout += ", prefixes shared"
-        self._pad_id: int = tokenizer.pad_id
-        self._max_seq_len = max_seq_len = getattr(tokenizer, "max_seq_len", None)
-        self._max_tokens_per_microbatch = max_tokens = settings.max_tokens_per_microbatch
-        most_pairs = max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = limits.longest_row(max_tokens, 2 * most_pairs)
-        """Bound on a row in training and validation, padding included [positions]."""
-        if max_tokens is None and max_seq_len is not None:
-            max_tokens = 2 * settings.batch_size * max_seq_len
-        cost = settings.cost(limits.cost)
-        self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
-        if self._is_packed:
-            of_rows = limits.with_shared_prefixes() if self._shares_prefixes else limits
-            self._row_multiple = row_multiple_of_packed(
-                of_rows, max_tokens, settings.max_ranks_per_row
-            )
-        else:
-            # A pair is two rows of the longer side's length; the plan counts it as one.
-            max_tokens = max(max_tokens // 2, 1) if max_tokens else None
-            cost = cost._replace(overhead_slots=cost.overhead_slots / 2)
-        self.plan = settings.make_plan(max_tokens, cost)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Omits the cache, which DataLoader workers do not use."""
-        return {**self.__dict__, "_cache": None, "_make_for_validation": None}
-
-    def for_validation(self) -> "PairCollator":
-        """Returns the validation loader's collator: ``batch_size_val`` pairs per microbatch."""
-        return self._make_for_validation(cache=self._cache)
-
-    def warnings(self) -> Iterator[str]:
-        """Yields warnings about estimated costs and about pairs longer than a microbatch."""
-        yield from self._cost_warnings
-        bound, longest = self._max_tokens_per_microbatch, self._max_seq_len
-        most = self._max_ranks_per_row
-        if bound is not None and (longest is None or most * bound < 2 * longest):
-            on_most, more = "", "more tokens"
-            if most > 1:
-                on_most, more = f", max_ranks_per_row={most}", f"more than {most * bound} tokens"
-            yield (
-                f"max_tokens_per_microbatch={bound}{on_most}: a pair with {more} (twice "
-                f"tokenizer.max_seq_len={longest}) gets a microbatch of its own"
-            )
+        super().__init__(settings, tokenizer, limits, cache, 2, self._shares_prefixes)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a pair is truncated, or is not two answers to one prompt."""
         lengths = {side: len(sample[f"{side}_input_ids"]) for side in SIDES}
-        if self._max_seq_len in lengths.values():
-            yield f"a side of tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
+        if self.max_seq_len in lengths.values():
+            yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
         prompts = []
         for side in SIDES:
             labels = sample[f"{side}_labels"]
@@ -182,7 +148,7 @@ class PairCollator:
             check_keys(sample, keys, name)
             tokens, labels = (whole_numbers(sample, key, name) for key in keys)
             side_of_pair = {"tokens": tokens, "labels": labels}
-            check_sample(side_of_pair, f"{name}, {side}", IGNORE_INDEX, self._limits)
+            check_sample(side_of_pair, f"{name}, {side}", IGNORE_INDEX, self.limits)
             # The first token is never predicted.
             if (labels[1:] == IGNORE_INDEX).all():
                 raise SkippedSampleError(f"{name}: its {side} side has no target")
@@ -196,23 +162,72 @@ class PairCollator:
     def length(self, sample: Sample) -> int:
         """Returns the positions of a pair in a row; if padded, those of its longer side."""
         lengths = [len(sample[f"{side}_input_ids"]) for side in SIDES]
-        return sum(lengths) - sample["num_shared"] if self._is_packed else max(lengths)
+        return sum(lengths) - sample["num_shared"] if self.settings.is_packed else max(lengths)
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one pair, or a part of it, with log-probabilities of a cache."""
-        if self._is_packed:
-            microbatch = collate_packed_pairs(samples, self._pad_id, self._row_multiple, part)
-        else:
-            microbatch = collate_padded_pairs(samples, self._pad_id)
-        if self._cache is None:
-            return microbatch
-        return microbatch.with_teacher(self._cache.find(samples, [1] * len(samples)))
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns 1: both log-probabilities of a pair are one output."""
+        return 1
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a microbatch of one token and no pair; its log-probabilities [0] have a graph."""
-        token = torch.tensor([[sample["chosen_input_ids"][0]], [IGNORE_INDEX], [0]])
-        if self._is_packed:
-            microbatch = packed_row([token], [1], [], self._pad_id, self._row_multiple)
-        else:
-            microbatch = padded_rows(token[:1], token[1:2], [])
-        return replace(microbatch, counts={})
+        token = {"tokens": sample["chosen_input_ids"][:1], "labels": np.array([IGNORE_INDEX])}
+        return replace(self.make([], token=token), counts={})
+
+    def make(
+        self, samples: Sequence[Sample], part: Part = WHOLE, token: Sample | None = None
+    ) -> Microbatch:
+        """Makes a row of three segments for each pair, or two padded rows, chosen before rejected.
+
+        ``token`` is one more document.
+        """
+        sides = [_side_of(sample, side) for sample in samples for side in SIDES]
+        others = [] if token is None else [token]
+        if self.settings.is_packed:
+            shared = [sample["num_shared"] for sample in samples]
+            segments = list(map(_segments_of, sides[::2], sides[1::2], shared))
+            pieces = [*map(_piece_of, segments), *(piece_of(each, IGNORE_INDEX) for each in others)]
+            multiple = (self.row_multiple or 1) * part.num_ranks
+            row = packed(pieces, IGNORE_INDEX, self.pad_id, multiple)
+            numbers = [
+                int((each[1] != IGNORE_INDEX).sum()) for of_pair in segments for each in of_pair
+            ]
+            num_targets = torch.tensor(numbers, dtype=torch.long).view(-1, 3)
+            return cut_part(_with_pairs(row, samples, num_targets), part, len(samples))
+        pad = partial(padded_collate_sft, padding_idx=self.pad_id, ignore_idx=IGNORE_INDEX)
+        row = padded([*sides, *others], pad, IGNORE_INDEX)
+        num_targets = (row.targets.labels != IGNORE_INDEX).sum(1)[: len(sides)].view(-1, 2)
+        return _with_pairs(row, samples, F.pad(num_targets, (1, 0)))
+
+
+def _side_of(pair: Sample, side: str) -> Sample:
+    return {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
+
+
+def _segments_of(chosen: Sample, rejected: Sample, num_shared: int) -> tuple[Tensor, ...]:
+    """Returns the columns of the shared prefix, and of what each side adds, [3, .] each.
+
+    Neither rest attends to the other; positions of both continue those of the prefix.
+    """
+    first, second = (piece_of(side, IGNORE_INDEX).columns for side in (chosen, rejected))
+    return first[:, :num_shared], first[:, num_shared:], second[:, num_shared:]
+
+
+def _piece_of(segments: Sequence[Tensor]) -> Piece:
+    shared, chosen, rejected = (segment.size(1) for segment in segments)
+    lengths = [(shared, chosen, rejected)] if shared else [chosen, rejected]
+    return Piece(torch.cat(list(segments), dim=1), lengths)
+
+
+def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor) -> Microbatch:
+    """Adds pairs; ``num_targets`` [p, 3] are targets by segment."""
+    shared, chosen, rejected = num_targets.sum(0).tolist()
+    counts = {
+        "pairs": len(samples),
+        "chosen_tokens": shared + chosen,
+        "target_tokens": 2 * shared + chosen + rejected,
+        "real_tokens": sum(len(s[f"{side}_input_ids"]) for s in samples for side in SIDES),
+        "shared_tokens": sum(sample["num_shared"] for sample in samples),
+        "positions": row.counts["positions"],
+    }
+    pairs = Pairs(num_targets.flatten(), tuple(sample["name"] for sample in samples))
+    return Microbatch(row.inputs, row.targets._replace(pairs=pairs), counts)

@@ -1,12 +1,12 @@
-"""Text microbatches: padded or packed rows.
+"""Layouts of rows: packed (documents one after the other) and padded (each in a row of its own).
 
-Shapes: b samples, s positions per sample, n target tokens.
+Shapes: b rows, s positions per row, n positions of a piece.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,96 +14,74 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.documents import DocumentLengths, Documents
+from recipe_utils.data.text.documents import Document, Documents
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
 
-Collate = Callable[..., Microbatch]
-"""Samples, and for packed rows the part -> microbatch."""
+
+class Piece(NamedTuple):
+    """Whole documents of a row."""
+
+    columns: Tensor
+    """[3, n] int64: tokens, labels of the next positions (of segments, those of the sequence that
+    they are from), positions."""
+    documents: Sequence[Document]
+    """Tokens of each document, or of its segments."""
 
 
-def collate_microbatch(
-    samples: Sequence[Sample],
-    collate_fn: CollateFn,
-    ignore_index: int,
-    merge_packed_rows: bool = False,
-) -> Microbatch:
-    """Makes a padded microbatch; labels become targets, shifted by one position.
-
-    Args:
-        samples: at least one, all from a packed dataset or none.
-        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the
-            model's forward. Not called for samples of a packed dataset, which need no padding.
-        ignore_index: label of positions that are not targets.
-        merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
-
-    Raises:
-        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
-    """
-    document_lengths = None
-    if "seq_lens" in samples[0] and merge_packed_rows:
-        return collate_packed_microbatch(samples, ignore_index)
-    if "seq_lens" in samples[0]:
-        document_lengths = [document_lengths_of(sample) for sample in samples]
-        inputs: dict[str, Any] = {
-            key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
-            for key in ("tokens", "labels", "input_pos")
-        }
-        inputs["document_lengths"] = Documents(document_lengths)
-    else:
-        inputs = dict(collate_fn(samples))
-    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
-        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
-        raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
-    labels = inputs.pop("labels")
-    num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
-    datasets = _datasets_of(samples, [labels.size(1)] * len(labels))
-    return _microbatch(inputs, labels, document_lengths, num_real, ignore_index, datasets)
+# ---- Layouts --------------------------------------------------------------------------------------
 
 
-def collate_packed_microbatch(
-    samples: Sequence[Sample],
+def packed(
+    pieces: Sequence[Piece],
     ignore_index: int,
     padding_idx: int = 0,
     row_multiple: int | None = None,
-    part: Part = WHOLE,
 ) -> Microbatch:
-    """Makes a microbatch of one row of concatenated samples, or of a part of it.
-
-    Each attends only to itself, its positions start from 0 and its last token predicts nothing.
-    Samples of a packed dataset are split into documents without padding. Each part is padded to a
-    multiple of ``row_multiple`` tokens, the row with one more document.
-
-    Raises:
-        ValueError: a sample contains images. Other keys than those of text are ignored.
-    """
-    parts: list[Tensor] = []
-    lengths: list[int] = []
-    for sample in samples:
-        if "encoder_input" in sample:
-            raise ValueError(
-                "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
-                "microbatching=least_padding, and collate_fn for images"
-            )
-        num_real = num_real_tokens(sample, ignore_index)
-        padded = num_real < len(sample["tokens"])
-        lengths += document_lengths_of(sample)[: -1 if padded else None]
-        # The second part of a document that the dataset cut in two has later positions.
-        positions = sample.get("input_pos", torch.arange(num_real))
-        columns = (sample["tokens"], sample["labels"], positions)
-        parts.append(torch.stack([torch.as_tensor(each)[:num_real] for each in columns]))
-    datasets = _datasets_of(samples, [part.size(1) for part in parts])
-    num_real = sum(lengths)
-    multiple = (row_multiple or 1) * part.num_ranks
-    if num_real % multiple:
-        lengths.append(-num_real % multiple)
+    """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` by one more document."""
+    columns = [piece.columns for piece in pieces]
+    documents = [document for piece in pieces for document in piece.documents]
+    num_real = sum(each.size(1) for each in columns)
+    if row_multiple is not None and num_real % row_multiple:
+        documents.append(-num_real % row_multiple)
         padding = torch.tensor([[padding_idx], [ignore_index], [0]])
-        parts.append(padding.expand(3, lengths[-1]))
-    tokens, labels, input_pos = torch.cat(parts, dim=1).unsqueeze(1)
-    inputs = {"tokens": tokens, "input_pos": input_pos, "document_lengths": Documents([lengths])}
-    row = _microbatch(inputs, labels, [lengths], num_real, ignore_index, datasets)
-    return cut_part(row, part, len(samples))
+        columns.append(padding.expand(3, -num_real % row_multiple))
+    rows = torch.cat(columns, dim=1).unsqueeze(1)
+    return _microbatch(rows, [documents], num_real, ignore_index)
+
+
+def padded(samples: Sequence[Sample], collate_fn: CollateFn, ignore_index: int) -> Microbatch:
+    """Makes a microbatch of the rows of a ``collate_fn``; see :func:`collate_microbatch`."""
+    inputs = dict(collate_fn(samples))
+    if "labels" not in inputs or inputs["labels"].shape != inputs["tokens"].shape:
+        got = {key: tuple(value.shape) for key, value in inputs.items() if hasattr(value, "shape")}
+        raise ValueError(f"collate_fn: labels must have the shape of tokens; it returned {got}")
+    labels = inputs.pop("labels").roll(-1, dims=1)
+    labels[:, -1] = ignore_index
+    return _with_targets(inputs, labels, sum(len(s["tokens"]) for s in samples), ignore_index)
+
+
+def _microbatch(
+    rows: Tensor, documents: Sequence[Sequence[Document]], num_real: int, ignore_index: int
+) -> Microbatch:
+    """Makes a microbatch of tokens, labels and positions [3, b, s] of rows of documents."""
+    tokens, labels, positions = rows
+    inputs = {"tokens": tokens, "input_pos": positions, "document_lengths": Documents(documents)}
+    return _with_targets(inputs, labels, num_real, ignore_index)
+
+
+def _with_targets(
+    inputs: dict[str, Any], labels: Tensor, num_real: int, ignore_index: int
+) -> Microbatch:
+    """Makes a microbatch; ``labels`` [b, s] are those of the next positions."""
+    positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
+    counts = {
+        "target_tokens": len(positions),
+        "real_tokens": num_real,
+        "positions": labels.numel(),
+    }
+    return Microbatch(inputs, Targets(labels, positions), counts)
 
 
 def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
@@ -139,7 +117,98 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
     return Microbatch(inputs, targets, counts)
 
 
-def collate_dummy(sample: Sample, collate: Collate, ignore_index: int) -> Microbatch:
+# ---- Text -----------------------------------------------------------------------------------------
+
+
+def collate_microbatch(
+    samples: Sequence[Sample],
+    collate_fn: CollateFn,
+    ignore_index: int,
+    merge_packed_rows: bool = False,
+) -> Microbatch:
+    """Makes a microbatch of padded rows, or of the rows of a packed dataset.
+
+    Args:
+        samples: at least one, all from a packed dataset or none.
+        collate_fn: returns ``tokens`` and ``labels``, both [b, s], and further arguments of the
+            model's forward. Not called for samples of a packed dataset, which need no padding.
+        ignore_index: label of positions that are not targets.
+        merge_packed_rows: merges samples of a packed dataset by :func:`collate_packed_microbatch`.
+
+    Raises:
+        ValueError: ``collate_fn`` returned no labels, or labels of another shape than the tokens.
+    """
+    if "seq_lens" not in samples[0]:
+        microbatch = padded(samples, collate_fn, ignore_index)
+    elif merge_packed_rows:
+        return collate_packed_microbatch(samples, ignore_index)
+    else:
+        pieces = [piece_of(sample, ignore_index, has_padding=True) for sample in samples]
+        rows = torch.stack([piece.columns for piece in pieces], dim=1)
+        num_real = sum(num_real_tokens(sample, ignore_index) for sample in samples)
+        documents = [piece.documents for piece in pieces]
+        microbatch = _microbatch(rows, documents, num_real, ignore_index)
+    num_rows, length = microbatch.targets.labels.shape
+    return _with_datasets(microbatch, samples, [length] * num_rows)
+
+
+def collate_packed_microbatch(
+    samples: Sequence[Sample],
+    ignore_index: int,
+    padding_idx: int = 0,
+    row_multiple: int | None = None,
+    part: Part = WHOLE,
+) -> Microbatch:
+    """Makes a microbatch of one packed row, or of a part of it.
+
+    Samples of a packed dataset lose their padding. Each part is padded to a multiple of
+    ``row_multiple`` tokens.
+
+    Raises:
+        ValueError: a sample contains images. Other keys than those of text are ignored.
+    """
+    if any("encoder_input" in sample for sample in samples):
+        raise ValueError(
+            "microbatching=packed: rows contain only text, and a sample has encoder_input; set "
+            "microbatching=least_padding, and collate_fn for images"
+        )
+    pieces = [piece_of(sample, ignore_index) for sample in samples]
+    row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
+    row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
+    return cut_part(row, part, len(samples))
+
+
+def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:
+    """Returns the documents of a sample, of a packed dataset's without padding unless ``has_padding``."""
+    lengths = document_lengths_of(sample)
+    num_tokens = len(sample["tokens"])
+    if not has_padding and (num_real := num_real_tokens(sample, ignore_index)) < num_tokens:
+        num_tokens, lengths = num_real, lengths[:-1]
+    # The second part of a document that the dataset cut in two has later positions.
+    positions = sample.get("input_pos", torch.arange(num_tokens))
+    tokens, labels, positions = (
+        torch.as_tensor(each)[:num_tokens]
+        for each in (sample["tokens"], sample["labels"], positions)
+    )
+    labels = labels.roll(-1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
+    return Piece(torch.stack([tokens, labels, positions]), lengths)
+
+
+def _with_datasets(
+    microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
+) -> Microbatch:
+    """Adds the dataset of each target, for samples that have one; their lengths are in positions."""
+    if "dataset_index" not in samples[0]:
+        return microbatch
+    indices = torch.tensor([sample["dataset_index"] for sample in samples])
+    indices = indices.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
+    return replace(microbatch, targets=microbatch.targets._replace(dataset_indices=indices))
+
+
+def collate_dummy(
+    sample: Sample, collate: Callable[..., Microbatch], ignore_index: int
+) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
     Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
@@ -180,35 +249,3 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
     is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
     return len(sample["tokens"]) - (last if is_padding else 0)
-
-
-def _datasets_of(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
-    """Returns the dataset index of each position, for samples of given lengths; None without any."""
-    if "dataset_index" not in samples[0]:
-        return None
-    indices = torch.tensor([sample["dataset_index"] for sample in samples])
-    return indices.repeat_interleave(torch.tensor(lengths))
-
-
-def _microbatch(
-    inputs: dict[str, Any],
-    labels: Tensor,
-    document_lengths: DocumentLengths | None,
-    num_real: int,
-    ignore_index: int,
-    datasets: Tensor | None,
-) -> Microbatch:
-    """Shifts labels [b, s] left by one; the last position of a row or document has no target."""
-    shifted = labels.roll(-1, dims=1)
-    shifted[:, -1] = ignore_index
-    for row, lengths in zip(shifted, document_lengths or (), strict=document_lengths is not None):
-        # Otherwise the last token of a document predicts the first one of the next, if that is not masked.
-        row[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
-    positions = (shifted.flatten() != ignore_index).nonzero().squeeze(1)
-    counts = {
-        "target_tokens": len(positions),
-        "real_tokens": num_real,
-        "positions": inputs["tokens"].numel(),
-    }
-    indices = None if datasets is None else datasets[positions]
-    return Microbatch(inputs, Targets(shifted, positions, dataset_indices=indices), counts)

@@ -1,20 +1,22 @@
-"""Collator of text: checks samples and makes padded or packed microbatches."""
+"""Collators of rows: checks of samples, and plans and layouts of their microbatches."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
+from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, whole_numbers
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
-    Collate,
     collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
@@ -28,14 +30,109 @@ _TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_inde
 _log = get_logger("INFO")
 
 
-class TeacherCache(Protocol):
-    """Cached outputs of a teacher."""
+class FrozenCache(Protocol):
+    """Cached outputs of a frozen model."""
 
-    def find(self, samples: Sequence[Sample], num_targets: Sequence[int], /) -> Any:
-        """Returns the outputs at all targets, one sample after the other; tensors in any nesting."""
+    def find(self, samples: Sequence[Sample], num_rows: Sequence[int], /) -> Any:
+        """Returns ``num_rows`` outputs of each sample, one sample after the other; tensors in any nesting."""
 
 
-class TextCollator:
+class RowCollator(Collator):
+    """Collator of samples that are sequences of tokens, in padded or packed rows.
+
+    Args:
+        settings: data settings.
+        tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
+        limits: limits of the model.
+        cache: cached outputs of a frozen model, added to microbatches.
+        sequences: rows of a sample if padded; the plan counts them as one.
+        shares_prefixes: True if packed rows have documents of several segments.
+
+    Raises:
+        ConfigError: the model does not support ``microbatching: packed``.
+    """
+
+    noun = "sample"
+    counts: Sequence[str]
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        limits: ModelLimits,
+        cache: FrozenCache | None,
+        sequences: int = 1,
+        shares_prefixes: bool = False,
+    ) -> None:
+        self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
+        self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self._sequences, self._of_rows = sequences, limits
+        if shares_prefixes:
+            self._of_rows = limits.with_shared_prefixes()
+        if settings.max_ranks_per_row > 1:
+            self.counts = (*self.counts, "spanning_samples")
+        self._set(settings)
+
+    def _set(self, settings: DataSettings) -> None:
+        self.settings, limits, num_rows = settings, self.limits, self._sequences
+        bound = settings.max_tokens_per_microbatch
+        most_samples = max(settings.batch_size, settings.batch_size_val or 0)
+        self.longest_row = limits.longest_row(bound, num_rows * most_samples)
+        """Upper bound of a row, padding included, also in validation [positions]."""
+        if bound is None and self.max_seq_len is not None:
+            bound = num_rows * settings.batch_size * self.max_seq_len
+        cost, self.row_multiple = settings.cost(limits.cost), None
+        if settings.is_packed:
+            most_ranks = settings.max_ranks_per_row
+            self.row_multiple = row_multiple_of_packed(self._of_rows, bound, most_ranks)
+        elif num_rows > 1:
+            # Of a padded sample all rows have the longest one's length; the plan counts one.
+            bound = max(bound // num_rows, 1) if bound else None
+            cost = cost._replace(overhead_slots=cost.overhead_slots / num_rows)
+        self.plan = settings.make_plan(bound, cost)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omits the cache, which DataLoader workers do not use."""
+        return {**self.__dict__, "cache": None}
+
+    def for_validation(self) -> Self:
+        """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
+        other = copy(self)
+        other.cache = self.cache
+        other._set(self.settings.of_validation())
+        return other
+
+    def warnings(self) -> Iterator[str]:
+        """Yields warnings about estimated costs and about samples longer than a microbatch."""
+        settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
+        yield from settings.cost_warnings(self.limits.costs_are_estimated)
+        bound, most = settings.max_tokens_per_microbatch, settings.max_ranks_per_row
+        if bound is not None and (longest is None or most * bound < num_rows * longest):
+            on_most = f", max_ranks_per_row={most}" if most > 1 else ""
+            more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
+            yield (
+                f"max_tokens_per_microbatch={bound}{on_most}: a {self.noun} with {more} ("
+                f"{'twice ' * (num_rows == 2)}tokenizer.max_seq_len={longest}) gets a microbatch of its own"
+            )
+
+    @abstractmethod
+    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch without outputs of a frozen model."""
+
+    @abstractmethod
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns the number of a sample's outputs in the cache."""
+
+    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch of at least one sample, or a part of it, with the cache's outputs."""
+        microbatch = self.make(samples, part)
+        if self.cache is None:
+            return microbatch
+        num_outputs = [self.num_outputs(sample) for sample in samples]
+        return microbatch.with_teacher(self.cache.find(samples, num_outputs))
+
+
+class TextCollator(RowCollator):
     """Collator of text; update steps count target tokens.
 
     Args:
@@ -43,13 +140,10 @@ class TextCollator:
         tokenizer: has ``pad_id`` and, if it truncates samples, ``max_seq_len``.
         ignore_index: label of positions that are not targets.
         limits: limits of the model.
-        cache: cached outputs of a teacher, added to microbatches.
-
-    Raises:
-        ConfigError: the model does not support ``microbatching: packed``.
+        cache: cached outputs of a teacher at all targets.
     """
 
-    counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
+    counts = ("target_tokens", "real_tokens", "positions")
     """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks."""
     fingerprint_keys = ("tokens", "labels")
 
@@ -59,84 +153,30 @@ class TextCollator:
         tokenizer: Any,
         ignore_index: int,
         limits: ModelLimits,
-        cache: TeacherCache | None = None,
+        cache: FrozenCache | None = None,
     ) -> None:
-        self._of_validation = partial(
-            TextCollator, settings.of_validation(), tokenizer, ignore_index, limits
-        )
-        self._cache = cache
+        super().__init__(settings, tokenizer, limits, cache)
         self._ignore_index = ignore_index
-        self._limits = limits
-        if settings.max_ranks_per_row > 1:
-            self.counts = (*self.counts, "spanning_samples")
-        self._max_ranks_per_row = settings.max_ranks_per_row
-        self._max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._max_tokens = max_tokens = settings.max_tokens_per_microbatch
-        most_samples = max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = limits.longest_row(max_tokens, most_samples)
-        """Upper bound of a row, padding included, also in validation [positions]."""
-        if max_tokens is None and self._max_seq_len is not None:
-            max_tokens = settings.batch_size * self._max_seq_len
-        self.plan = settings.make_plan(max_tokens, settings.cost(limits.cost))
-        self._cost_warnings = list(settings.cost_warnings(limits.costs_are_estimated))
-
-        self._is_packed = settings.is_packed
         self._has_own_positions = settings.collate_fn == DataSettings.collate_fn
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
         self._has_warned = False
-        self._collate: Collate
-        if self._is_packed:
-            self._collate = partial(
-                collate_packed_microbatch,
-                ignore_index=ignore_index,
-                padding_idx=tokenizer.pad_id,
-                row_multiple=row_multiple_of_packed(limits, max_tokens, settings.max_ranks_per_row),
-            )
-        else:
-            pad = component_at(settings.collate_fn)
-            self._collate = partial(
-                collate_microbatch,
-                collate_fn=partial(pad, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index),
-                ignore_index=ignore_index,
-                merge_packed_rows=limits.other_attention is None and limits.num_row_lengths is None,
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Omits what DataLoader workers, which only prepare samples, do not use."""
-        return {**self.__dict__, "_cache": None, "_of_validation": None}
-
-    def for_validation(self) -> "TextCollator":
-        """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
-        return self._of_validation(self._cache)
-
-    def warnings(self) -> Iterator[str]:
-        """Yields warnings about estimated costs and about samples longer than a microbatch."""
-        yield from self._cost_warnings
-        bound, longest, most = self._max_tokens, self._max_seq_len, self._max_ranks_per_row
-        if bound is not None and (longest is None or most * bound < longest):
-            on_most, more = "", f"a sample with more tokens (tokenizer.max_seq_len={longest})"
-            if most > 1:
-                on_most, more = (
-                    f", max_ranks_per_row={most}",
-                    more.replace("more", f"more than {most * bound}"),
-                )
-            yield f"max_tokens_per_microbatch={bound}{on_most}: {more} gets a microbatch of its own"
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a sample, not of a packed dataset, is truncated or needs several ranks."""
         if "seq_lens" in sample:
             return
-        if len(sample["tokens"]) == self._max_seq_len:
-            yield f"tokenizer.max_seq_len={self._max_seq_len} tokens, probably truncated"
-        if self._max_ranks_per_row > 1 and len(sample["tokens"]) > (self._max_tokens or 0):
-            yield f"more than {self._max_tokens} tokens, computed by several ranks"
+        if len(sample["tokens"]) == self.max_seq_len:
+            yield f"tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
+        bound = self.settings.max_tokens_per_microbatch or 0
+        if self.settings.max_ranks_per_row > 1 and len(sample["tokens"]) > bound:
+            yield f"more than {bound} tokens, computed by several ranks"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample with tokens and labels as int64 arrays, without torchtune's ``mask``.
 
         A ``collate_fn`` of the user's gets the types of the dataset, such as lists, as it does in torchtune.
         """
-        tokens, labels = check_sample(sample, name, self._ignore_index, self._limits)
+        tokens, labels = check_sample(sample, name, self._ignore_index, self.limits)
         if self._has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
             raise SampleError(f"{name}: it has 'input_pos'; {text}")
@@ -152,27 +192,31 @@ class TextCollator:
         """Returns the number of tokens."""
         return len(sample["tokens"])
 
-    def collate(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
-        """Makes a microbatch of at least one sample, with cached teacher outputs, or a part of it."""
-        if self._is_packed and not self._has_warned:
-            self._has_warned = True
-            ignored = ", ".join(sorted(map(str, samples[0].keys() - _TEXT_KEYS)))
-            if ignored:
-                text = f"rows contain only text; {ignored} of samples is ignored"
+    def num_outputs(self, sample: Sample) -> int:
+        """Returns the number of target tokens."""
+        return num_targets_of(sample, self._ignore_index)
+
+    def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
+        """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
+        ignore, pad, limits = self._ignore_index, self.pad_id, self.limits
+        if self.settings.is_packed:
+            ignored = samples[0].keys() - _TEXT_KEYS
+            if ignored and not self._has_warned:
+                self._has_warned = True
+                text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-        if part != WHOLE:
-            return self._collate(samples, part=part)
-        microbatch = self._collate(samples)
-        if self._cache is None:
-            return microbatch
-        num_targets = [num_targets_of(sample, self._ignore_index) for sample in samples]
-        return microbatch.with_teacher(self._cache.find(samples, num_targets))
+            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, part)
+        collate_fn = partial(
+            component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
+        )
+        merges = limits.other_attention is None and limits.num_row_lengths is None
+        return collate_microbatch(samples, collate_fn, ignore, merges)
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""
-        if self._is_packed:
+        if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
-        return collate_dummy(sample, self._collate, self._ignore_index)
+        return collate_dummy(sample, self.make, self._ignore_index)
 
 
 def check_sample(

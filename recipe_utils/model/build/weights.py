@@ -46,7 +46,7 @@ def load_model(
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
         described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
-        frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed) | described
+        frozen = load_weights(model, checkpoint, settings, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
         log_rank_zero(_log, text, logging.WARNING)
     return frozen

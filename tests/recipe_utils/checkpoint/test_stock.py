@@ -29,7 +29,7 @@ SCHEDULE = OmegaConf.create(
 
 def make_optimizer(kind, model):
     return build_optimizer(
-        OPTIMIZER, model, OptimizerSettings({}, optimizer_in_bwd=kind == "in_backward")
+        OPTIMIZER, model, OptimizerSettings(optimizer={}, optimizer_in_bwd=kind == "in_backward")
     )
 
 

@@ -15,7 +15,6 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
-    collate_padded_pairs,
     num_shared_tokens,
 )
 from recipe_utils.data.plan.cost import MicrobatchCost
@@ -28,7 +27,9 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
+    return PairCollator(
+        data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing=prefix_sharing)
+    )
 
 
 def prepared(collator, pairs):
@@ -128,7 +129,8 @@ def test_counts_do_not_depend_on_the_layout_but_for_slots_and_what_is_shared(pai
 def test_padded_rows_are_those_of_torchtune_in_another_order():
     pairs = tiny.make_pairs(5)
     tokens, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=tiny.IGNORE)
-    microbatch = collate_padded_pairs(prepared(collator_of("in_order"), pairs), padding_idx=0)
+    collator = collator_of("in_order")
+    microbatch = collator.collate(prepared(collator, pairs))
     order = [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
     assert torch.equal(microbatch.inputs["tokens"], tokens[order])
     assert torch.equal(microbatch.targets.labels[:, :-1], labels[order, 1:])
