@@ -31,7 +31,7 @@ from recipe_utils.benchmark.token_audit import (
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import settings_of
-from recipe_utils.settings.keys import all_keys_of
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.tune.registry import config_path
@@ -233,7 +233,7 @@ def _resolve(
     config.max_steps_per_epoch = num_steps + SPARE_STEPS
     container: Any = OmegaConf.to_container(config, resolve=True)
     # Keys used only in references are resolved; the recipe would reject them.
-    known = {*all_keys_of(settings_of(recipe)), *foreign}
+    known = {*keys_of(settings_of(recipe)), *foreign}
     plain = {str(key): value for key, value in container.items() if key in known}
     folder = f"{output_dir}/peers/{name}"
     checkpointer = {**plain["checkpointer"], "output_dir": folder}
