@@ -13,9 +13,10 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.images.collator import ImageCollator, ViewCollator, Views, WholeImages
 from recipe_utils.data.images.crop_rows import TokenLayout
-from recipe_utils.data.images.folders import load_images
+from recipe_utils.data.images.folders import check_is_image
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
@@ -86,12 +87,14 @@ def build_image_loaders(
     """
     validates = _validates(settings)
     temperature = settings.data.of_mixture.temperature
+    load = partial(load_dataset, check=check_is_image)
+    load_labelled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
     with collected_problems() as build:
-        dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
+        dataset = build("dataset", load, cfg.dataset, temperature=temperature)
         if validates:
             cfg_knn = cfg.get("dataset_knn") or cfg.dataset
-            bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
-            images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
+            bank = build("dataset_knn", load_labelled, cfg_knn)
+            images = build("dataset_val", load_labelled, cfg.dataset_val)
     fill = settings.pipeline.fill(ranks)
     with naming():
         views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
