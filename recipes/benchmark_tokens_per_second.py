@@ -21,7 +21,6 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -35,7 +34,6 @@ from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
 from recipe_utils.benchmark.lineup import Baseline, LineupSettings
-from recipe_utils.benchmark.matrix_peak import peak_of, useful_flops
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.read import read_settings
@@ -75,13 +73,8 @@ class BenchmarkTokensPerSecond:
         self.other_models = [
             name for name, each in self.baselines.items() if each.config["model"] != model
         ]
-        self.useful_flops = {
-            name: useful_flops(each.recipe, each.config, self.contents[name])
-            for name, each in self.baselines.items()
-        }
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
-        self.peak_tflops: float | None = None  # of matrix products
 
     def write_start_adapters(self) -> None:
         """Draws initial adapters once for all baselines of the same model."""
@@ -89,20 +82,6 @@ class BenchmarkTokensPerSecond:
         files = {each["checkpointer"]["adapter_checkpoint"]: each for each in drawing}
         for with_adapters in files.values():
             write_fresh_adapters(OmegaConf.create(with_adapters))
-
-    def measure_matrix_peak(self) -> None:
-        """Times matrix products while no baseline runs; the peak is the fastest of all rounds."""
-        if self.useful_flops[self.reference][0] is None:
-            return
-        processes = self._start(self.baselines[self.reference], "products")
-        try:
-            _, messages = processes.take_turn()
-        except BaselineDiedError as error:
-            log.warning(str(error))
-        else:
-            self.peak_tflops = max(self.peak_tflops or 0, peak_of(messages))
-        finally:
-            processes.kill()
 
     def run_round(self, number: int) -> None:
         """Starts all baselines, runs them in turns and ends them."""
@@ -113,7 +92,7 @@ class BenchmarkTokensPerSecond:
         try:
             for name, baseline in self.baselines.items():
                 if name not in self.missing:
-                    running[name] = self._start(baseline, "turns", f"_{number}")
+                    running[name] = self._start(baseline, number)
                     losses[name] = []
             for step in range(1, num_steps + 1):
                 names = list(running)
@@ -148,9 +127,7 @@ class BenchmarkTokensPerSecond:
         losses = self.losses
         if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        summaries = report.summarize(
-            self.steps, losses, self.reference, self.other_models, self.peak_tflops
-        )
+        summaries = report.summarize(self.steps, losses, self.reference, self.other_models)
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         command, versions = _command(), report.versions()
         machine = report.machine_name(torch.device(first.config["device"]))
@@ -166,8 +143,6 @@ class BenchmarkTokensPerSecond:
             "A ratio is taken over the reference in the same round and update step. "
             f"{report.samples_sentence(self.steps, summaries)}",
         ]
-        if self.peak_tflops is not None:
-            parts.append(report.peak_sentence(self.peak_tflops))
         if first.recipe == PAIRS:
             parts.append(
                 "Targets are those of both answers. Real tokens are those that go into the trained model: a shared "
@@ -191,7 +166,6 @@ class BenchmarkTokensPerSecond:
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
-            "matrix_peak_tflops": self.peak_tflops,
             "baselines": {
                 name: {**asdict(each), "update_steps": [c._asdict() for c in self.contents[name]]}
                 for name, each in self.baselines.items()
@@ -206,17 +180,15 @@ class BenchmarkTokensPerSecond:
         print(text)  # noqa: T201
         log.info(f"Written to {self.output_dir}: benchmark.md, benchmark.json")
 
-    def _start(
-        self, baseline: Baseline, job: Literal["turns", "products"], suffix: str = ""
-    ) -> Processes:
+    def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
         folder = self.output_dir / "peers" / baseline.name
         return Processes(
             baseline.name,
-            write_spec(folder / f"{job}.json", job, baseline, tokenizer.pad_id),
+            write_spec(folder / "spec.json", baseline, tokenizer.pad_id),
             self.compared.nproc_per_node,
-            folder / f"{job}{suffix}_rank_{{rank}}.log",
+            folder / f"round_{round}_rank_{{rank}}.log",
             self.settings.step_timeout_seconds,
         )
 
@@ -243,7 +215,6 @@ class BenchmarkTokensPerSecond:
             fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
-            useful_flops=self.useful_flops[name][step - 1],
         )
 
 
@@ -263,7 +234,6 @@ def recipe_main(cfg: DictConfig) -> None:
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):
-        benchmark.measure_matrix_peak()
         benchmark.run_round(number)
     benchmark.write_report()
 

@@ -34,7 +34,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.settings.describe import settings_of
-from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, all_keys_of
+from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, keys_of
 from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import check_keys, read_settings
 from recipe_utils.tune.registry import config_path
@@ -226,7 +226,7 @@ def baseline_of(
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     # Keys used only in references are resolved; the recipe would reject them.
-    known = {*all_keys_of(_settings_of(recipe)), *OWN_KEYS[recipe].get(kind, ())}
+    known = {*keys_of(_settings_of(recipe)), *OWN_KEYS[recipe].get(kind, ())}
     plain = {str(key): value for key, value in container.items() if key in known}
     if not isinstance(plain.get("checkpointer"), dict):
         raise ValueError(f"checkpointer={plain.get('checkpointer')}: it must be a component")

@@ -24,11 +24,11 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
 
 _WITHOUT_INFLUENCE = (
-    keys_of(RunSettings).keys() | keys_of(RankSettings).keys() | keys_of(PipelineSettings).keys()
+    own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
 

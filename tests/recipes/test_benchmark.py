@@ -152,12 +152,10 @@ def test_every_baseline_has_its_speed_padding_and_memory_over_the_reference(of_t
     _, markdown, results = of_text
     assert "| over stock (quartiles) |" in markdown
     assert "| seconds per update step more than stock (quartiles) |" in markdown
-    assert results["matrix_peak_tflops"] > 0
     summaries = by_name(results)
     assert summaries["stock"]["ratio"] == [1, 1, 1]
     for summary in summaries.values():
         assert summary["num_steps"] == 1
-        assert 0 < summary["share_of_peak"] < 1
         assert 0 < summary["ratio"][1] < math.inf
         assert summary["memory_ratio"] > 0
     assert summaries["limit"]["padding_fraction"] == 0

@@ -75,7 +75,8 @@ REFUSED = {
     (SFT, "optimizer.foreach=True optimizer.fused=True"): "optimizer: RuntimeError: `fused` and `foreach` cannot be",
     (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.ConstantLR}"): "lr_scheduler._component_: ConstantLR does not take",
     (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
-    (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: the recipe sets it",
+    (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: training does not resume from",
+    (SFT, "checkpointer.resume_from_checkpoint=True"): "checkpointer.resume_from_checkpoint=True: training does not resume from",
     (SFT, "checkpointer.model_type=llama3_2"): "checkpointer: KeyError",
     (SFT, "loss={_component_: torch.nn.MSELoss}"): "loss: MSELoss has no ignore_index",
     (SFT, "custom_sharded_layers=[nope]"): "custom_sharded_layers=nope: the model has no such module",
@@ -257,15 +258,19 @@ def test_a_wrong_config_is_refused_by_key(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_all_problems_of_keys_are_reported_at_once(tiny_config):
-    config = step_of_16(tiny_config, batch_size=6, ema_momentum=2, gram_over="batch")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ema_momentum": 2, "seeds": 3, "gram_over": "batch"}, {"ema_momentum=2", "seeds"}),
+        ({"batch_size": 6, "gram_over": "batch"}, {"gram_over=batch", "global_batch_size=16"}),
+    ],
+    ids=["keys", "combinations"],
+)
+def test_all_problems_are_reported_at_once(changes, expected, tiny_config):
+    """First those of each key by itself; once there are none, those between keys."""
     with pytest.raises(ConfigError) as error:
-        recipe_class(recipe=DINO)(OmegaConf.create(config))
-    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
-        "ema_momentum=2",
-        "gram_over=batch",
-        "global_batch_size=16",
-    ]
+        recipe_class(recipe=DINO)(OmegaConf.create(step_of_16(tiny_config, **changes)))
+    assert {str(problem).split(":")[0] for problem in error.value.problems} == expected
 
 
 def test_heads_of_another_width_than_the_checkpoint_s_are_named(tiny_config):

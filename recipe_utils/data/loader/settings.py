@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -15,15 +15,18 @@ from recipe_utils.data.plan.packed import plan_packed
 from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.process_group import local_world_size_from_env
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings
 from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataSettings:
+class DataSettings(RankSettings):
     """Samples of an update step and their microbatches."""
+
+    must_divide: ClassVar[bool] = False
+    """``global_batch_size`` must divide into whole microbatches."""
 
     batch_size: Count = 1
     """Samples per microbatch."""
@@ -93,11 +96,11 @@ class DataSettings:
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
     def problems(self) -> Iterator[Problem]:
-        """Yields contradictions between the keys."""
+        """Yields contradictions between the keys, and with the lists of datasets in recipes."""
         plan = f"microbatching={self.microbatching}"
 
         def unused(key: str, text: str) -> Problem:
-            return Problem(key, f"{plan} {text}", getattr(self, key), ("microbatching",))
+            return Problem(key, f"{plan} {text}", getattr(self, key))
 
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
@@ -106,6 +109,11 @@ class DataSettings:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
             yield from self._problems_of_spanning()
+        if self.dims_or_none is not None:
+            yield from self._problems_with_ranks(self.dims_or_none)
+        for key in ("dataset", "dataset_val"):
+            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
+            yield from problems_with_list(key, getattr(self, key, None), settings)
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -121,42 +129,34 @@ class DataSettings:
         """Returns the values of ``mixture``."""
         return MixtureSettings(**(self.mixture or {}))
 
-    def problems_with_lists(self, **datasets: Any) -> Iterator[Problem]:
-        """Yields problems of names and weights in lists of datasets, by config key."""
-        for key, parts in datasets.items():
-            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
-            yield from problems_with_list(key, parts, settings)
-
     def _problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""
         most = self.max_ranks_per_row
 
-        def problem(text: str, *depends_on: str) -> Problem:
-            return Problem("max_ranks_per_row", text, most, depends_on)
+        def problem(text: str) -> Problem:
+            return Problem("max_ranks_per_row", text, most)
 
         keeps = "keeps every sample on its rank"
         if not self.is_packed:
             text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
-            yield problem(text, "microbatching")
+            yield problem(text)
         elif self.max_tokens_per_microbatch is None:
             text = (
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
                 "that fit on one"
             )
-            yield problem(text, "max_tokens_per_microbatch")
+            yield problem(text)
         if self.balance_over_ranks is False:
-            yield problem(f"balance_over_ranks=False {keeps}; leave it out", "balance_over_ranks")
+            yield problem(f"balance_over_ranks=False {keeps}; leave it out")
         if most & (most - 1):
             below = 1 << most.bit_length() - 1
             yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
 
-    def problems_with(self, ranks: RankSettings, must_divide: bool = False) -> Iterator[Problem]:
+    def _problems_with_ranks(self, dims: ParallelDims) -> Iterator[Problem]:
         """Yields batch sizes, see :meth:`num_accumulated`, and ranks per row that do not fit these ranks."""
-        dims, most = ranks.dims_or_none, self.max_ranks_per_row
-        if dims is None:
-            return
+        most = self.max_ranks_per_row
         try:
-            self.num_accumulated(dims.dp_degree, must_divide)
+            self.num_accumulated(dims.dp_degree, self.must_divide)
         except ConfigError as error:
             yield from error.problems
         if most == 1 or any(self._problems_of_spanning()):
@@ -190,7 +190,6 @@ class DataSettings:
             return steps or 1
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
-        depends_on = ["batch_size"]
         if rest and must_divide:
             below = max(needed, 1) * per_pass
             text = (
@@ -200,13 +199,12 @@ class DataSettings:
         elif steps is None or steps * per_pass == total:
             return needed + (rest > 0)
         else:
-            depends_on.append("gradient_accumulation_steps")
             text = (
                 f"batch_size={self.batch_size} * gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks "
                 f"= {per_pass * (steps or 1)}; set only one of the two keys (~gradient_accumulation_steps on the "
                 "command line removes that one)"
             )
-        raise ConfigError(Problem("global_batch_size", text, total, tuple(depends_on)))
+        raise ConfigError(Problem("global_batch_size", text, total))
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""

@@ -38,7 +38,7 @@ SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, config=STRICT)
-class PairSettings:
+class PairSettings(DataSettings):
     """Settings of pairs, besides those of all samples."""
 
     prefix_sharing: bool | None = None
@@ -48,17 +48,17 @@ class PairSettings:
         """Returns True if the common prefix is computed once."""
         return data.is_packed and self.prefix_sharing is not False
 
-    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
-        if self.prefix_sharing and not data.is_packed:
+        if self.prefix_sharing and not self.is_packed:
             text = (
-                f"microbatching={data.microbatching} gives each side a row of its own; set "
+                f"microbatching={self.microbatching} gives each side a row of its own; set "
                 "microbatching=packed"
             )
-            yield Problem("prefix_sharing", text, True, depends_on=("microbatching",))
-        if data.collate_fn != DataSettings.collate_fn:
+            yield Problem("prefix_sharing", text, True)
+        if self.collate_fn != DataSettings.collate_fn:
             text = "pairs are collated in one way only; remove the key"
-            yield Problem("collate_fn", text, data.collate_fn)
+            yield Problem("collate_fn", text, self.collate_fn)
 
 
 def check_is_pair(sample: Any) -> None:

@@ -362,8 +362,8 @@ WITH_ANOTHER = {**COMPONENT, "image_transform": {"_component_": "torch.nn.Identi
     ],
 )
 def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data, message):
-    views = ViewSettings(**{"transform": COMPONENT, "koleo_group_size": 4, **keys})
-    (problem,) = views.problems_with(DataSettings(**{"batch_size": 4, **data}))
+    fitting = {"transform": COMPONENT, "koleo_group_size": 4, "batch_size": 4}
+    (problem,) = ViewSettings(**{**fitting, **keys, **data}).problems()
     assert re.search(message, str(problem))
 
 
