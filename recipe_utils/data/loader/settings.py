@@ -10,8 +10,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.data.mixture import MixtureSettings, problems_with_list
-from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.packed import plan_packed
+from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings
@@ -206,12 +207,17 @@ class DataSettings(RankSettings):
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""
-        arguments: dict[str, Any] = {"batch_size": self.batch_size}
-        if self.plans_by_tokens:
-            arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+        if not self.plans_by_tokens:
+            return partial(plan_in_order, batch_size=self.batch_size)
+        limits: dict[str, Any] = {"max_tokens_per_microbatch": max_tokens, "cost": cost}
         if self.is_packed:
-            arguments["max_ranks_per_row"] = self.max_ranks_per_row
-        return partial(PLANS[self.microbatching], **arguments)
+            return partial(
+                plan_packed,
+                batch_size=self.batch_size,
+                max_ranks_per_row=self.max_ranks_per_row,
+                **limits,
+            )
+        return partial(plan_least_padding, batch_size=self.batch_size, **limits)
 
     def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:
         """Returns the cost of a microbatch: that of the device, with the overhead of the config."""
