@@ -18,10 +18,11 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -34,10 +35,11 @@ from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
-from recipe_utils.benchmark.lineup import Baseline, LineupSettings
-from recipe_utils.benchmark.matrix_peak import peak_of, useful_flops
+from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
+from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
+from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, config_path
 
@@ -51,37 +53,72 @@ SETTLE_SECONDS = 0.02
 class Settings:
     """Config keys of the benchmark."""
 
-    compared: LineupSettings
-
+    output_dir: FilePath
+    """Folder for the report and the output of the baselines."""
+    update_step_config: str
+    """Config of `update_step_recipe` for all baselines, by name or path."""
+    peers: Annotated[dict[str, Any], AS_WRITTEN]
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit, a bare loop) and
+    overrides of the config."""
+    update_step_recipe: Literal[
+        "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
+    ] = "full_finetune_update_step"
+    """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
+    overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
+    """Overrides of the config for all baselines."""
+    baseline: str | None = None
+    """Name of the denominator of ratios; null is the first baseline."""
+    num_warmup_steps: Count = 1
+    """Untimed update steps of each round. The first one includes loading."""
+    num_update_steps: Count = 8
+    """Timed update steps of each round."""
+    nproc_per_node: Count = 1
+    """Data-parallel processes of each baseline."""
     num_rounds: Count = 3
     """Number of rounds; each restarts all baselines."""
     step_timeout_seconds: Positive = 1800
     """Maximum time of a baseline's turn [s]."""
+
+    @property
+    def num_steps(self) -> int:
+        """Update steps of each round."""
+        return self.num_warmup_steps + self.num_update_steps
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields problems of the launch and of the names of baselines."""
+        if (world_size := world_size_from_env()) > 1:
+            yield Problem(
+                f"--nproc_per_node {world_size}",
+                f"the benchmark starts processes itself; set the key nproc_per_node={world_size} instead",
+            )
+        yield from problems_with_folder("output_dir", self.output_dir)
+        if not self.peers:
+            yield Problem("peers", "there are none; set it to names with a kind each")
+        elif self.baseline is not None and self.baseline not in self.peers:
+            text = f"no entry of peers has this name; set it to one of {', '.join(self.peers)}"
+            yield Problem("baseline", text, self.baseline)
 
 
 class BenchmarkTokensPerSecond:
     """Runs the baselines of a config in turns and writes a report."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.settings = read_settings(cfg, Settings)
-        self.compared = self.settings.compared
-        self.output_dir = self.compared.output_dir
-        self.reference = self.compared.reference
-        lineup = self.compared.lineup
-        self.baselines = {each.name: each for each in lineup.baselines}
-        self.contents = lineup.contents  # by the order of the data
-        self.missing = dict(lineup.skipped)  # baseline without figures -> why
+        self.settings = settings = read_settings(cfg, Settings)
+        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
+        counts = settings.nproc_per_node, settings.num_steps
+        self.baselines, self.missing = line_up(
+            settings.update_step_recipe, base, settings.peers, settings.output_dir, *counts
+        )
+        self.reference = settings.baseline or next(iter(self.baselines), "")
+        if self.reference not in self.baselines:
+            reason = self.missing.get(self.reference, "no baseline can run")
+            raise ConfigError(Problem("baseline", f"{reason}; set another", self.reference))
         model = self.baselines[self.reference].config["model"]
         self.other_models = [
             name for name, each in self.baselines.items() if each.config["model"] != model
         ]
-        self.useful_flops = {
-            name: useful_flops(each.recipe, each.config, self.contents[name])
-            for name, each in self.baselines.items()
-        }
         self.steps: list[report.TimedStep] = []
         self.losses: dict[str, list[list[float]]] = {name: [] for name in self.baselines}
-        self.peak_tflops: float | None = None  # of matrix products
 
     def write_start_adapters(self) -> None:
         """Draws initial adapters once for all baselines of the same model."""
@@ -90,30 +127,16 @@ class BenchmarkTokensPerSecond:
         for with_adapters in files.values():
             write_fresh_adapters(OmegaConf.create(with_adapters))
 
-    def measure_matrix_peak(self) -> None:
-        """Times matrix products while no baseline runs; the peak is the fastest of all rounds."""
-        if self.useful_flops[self.reference][0] is None:
-            return
-        processes = self._start(self.baselines[self.reference], "products")
-        try:
-            _, messages = processes.take_turn()
-        except BaselineDiedError as error:
-            log.warning(str(error))
-        else:
-            self.peak_tflops = max(self.peak_tflops or 0, peak_of(messages))
-        finally:
-            processes.kill()
-
     def run_round(self, number: int) -> None:
         """Starts all baselines, runs them in turns and ends them."""
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
-        num_steps = self.compared.num_steps
+        num_steps = self.settings.num_steps
         bar = tqdm(total=num_steps, desc=f"round {number}/{self.settings.num_rounds}")
         try:
             for name, baseline in self.baselines.items():
                 if name not in self.missing:
-                    running[name] = self._start(baseline, "turns", f"_{number}")
+                    running[name] = self._start(baseline, number)
                     losses[name] = []
             for step in range(1, num_steps + 1):
                 names = list(running)
@@ -127,7 +150,7 @@ class BenchmarkTokensPerSecond:
                         running.pop(name).kill()
                         continue
                     losses[name] += reports[0].losses
-                    if step > self.compared.num_warmup_steps:
+                    if step > self.settings.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
                 bar.update(1)
             for name, processes in running.items():
@@ -148,26 +171,22 @@ class BenchmarkTokensPerSecond:
         losses = self.losses
         if first.recipe == DISTILLATION:  # losses compare in the first update step only
             losses = {name: [each[:1] for each in rounds] for name, rounds in losses.items()}
-        summaries = report.summarize(
-            self.steps, losses, self.reference, self.other_models, self.peak_tflops
-        )
+        summaries = report.summarize(self.steps, losses, self.reference, self.other_models)
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         command, versions = _command(), report.versions()
         machine = report.machine_name(torch.device(first.config["device"]))
         shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
             "# Target tokens per second",
-            f"{machine}, processes: {self.compared.nproc_per_node}, {first.config['dtype']}, batch "
+            f"{machine}, processes: {self.settings.nproc_per_node}, {first.config['dtype']}, batch "
             f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
-            f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}. "
+            f"{self.settings.num_rounds}, timed update steps in each: {self.settings.num_update_steps}. "
             f"{date}, {shown_versions}.",
             f"```bash\n{command}\n```",
             report.throughput_table(summaries, self.reference, self.missing),
             "A ratio is taken over the reference in the same round and update step. "
             f"{report.samples_sentence(self.steps, summaries)}",
         ]
-        if self.peak_tflops is not None:
-            parts.append(report.peak_sentence(self.peak_tflops))
         if first.recipe == PAIRS:
             parts.append(
                 "Targets are those of both answers. Real tokens are those that go into the trained model: a shared "
@@ -179,21 +198,20 @@ class BenchmarkTokensPerSecond:
                 "number of tokens of the update step, so its weights differ afterwards. Losses include the teacher's "
                 "entropy, as stock's do, but for kind=trl."
             )
-        if self.compared.nproc_per_node > 1:
+        if self.settings.nproc_per_node > 1:
             parts.append(
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
         text = "\n\n".join(parts) + "\n"
-        (self.output_dir / "benchmark.md").write_text(text)
+        (self.settings.output_dir / "benchmark.md").write_text(text)
         raw = {
             "date": date,
             "command": command,
             "machine": machine,
             "versions": versions,
             "reference": self.reference,
-            "matrix_peak_tflops": self.peak_tflops,
             "baselines": {
-                name: {**asdict(each), "update_steps": [c._asdict() for c in self.contents[name]]}
+                name: {**asdict(each), "contents": [c._asdict() for c in each.contents]}
                 for name, each in self.baselines.items()
             },
             "missing": self.missing,
@@ -202,21 +220,19 @@ class BenchmarkTokensPerSecond:
             "steps": self.steps,
         }
         raw_text = json.dumps(raw, indent=1, default=asdict)
-        (self.output_dir / "benchmark.json").write_text(raw_text + "\n")
+        (self.settings.output_dir / "benchmark.json").write_text(raw_text + "\n")
         print(text)  # noqa: T201
-        log.info(f"Written to {self.output_dir}: benchmark.md, benchmark.json")
+        log.info(f"Written to {self.settings.output_dir}: benchmark.md, benchmark.json")
 
-    def _start(
-        self, baseline: Baseline, job: Literal["turns", "products"], suffix: str = ""
-    ) -> Processes:
+    def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
-        folder = self.output_dir / "peers" / baseline.name
+        folder = self.settings.output_dir / "peers" / baseline.name
         return Processes(
             baseline.name,
-            write_spec(folder / f"{job}.json", job, baseline, tokenizer.pad_id),
-            self.compared.nproc_per_node,
-            folder / f"{job}{suffix}_rank_{{rank}}.log",
+            write_spec(folder / "spec.json", baseline, tokenizer.pad_id),
+            self.settings.nproc_per_node,
+            folder / f"round_{round}_rank_{{rank}}.log",
             self.settings.step_timeout_seconds,
         )
 
@@ -231,7 +247,7 @@ class BenchmarkTokensPerSecond:
     def _timed_step(
         self, number: int, step: int, name: str, seconds: float, reports: list[RankReport]
     ) -> report.TimedStep:
-        contents = self.contents[name][step - 1]
+        contents = self.baselines[name].contents[step - 1]
         return report.TimedStep(
             round=number,
             step=step,
@@ -243,7 +259,6 @@ class BenchmarkTokensPerSecond:
             fingerprint=sum(each.fingerprint for each in reports) + contents.fingerprint_of_shared,
             expected_fingerprint=contents.fingerprint,
             peak_memory_bytes=max(each.peak_memory_bytes for each in reports),
-            useful_flops=self.useful_flops[name][step - 1],
         )
 
 
@@ -263,7 +278,6 @@ def recipe_main(cfg: DictConfig) -> None:
     benchmark = BenchmarkTokensPerSecond(cfg)
     benchmark.write_start_adapters()
     for number in range(1, benchmark.settings.num_rounds + 1):
-        benchmark.measure_matrix_peak()
         benchmark.run_round(number)
     benchmark.write_report()
 

@@ -12,6 +12,10 @@ least squares of relative errors, and compares overhead_slots = c / a and equal_
 import argparse
 import random
 import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +23,6 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config, training
 
-from recipe_utils.benchmark.matrix_peak import median_seconds
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.loss.attach_loss import attach_loss
@@ -87,6 +90,28 @@ def time_of(model: nn.Module, rows: int, longest: int, device: torch.device) -> 
     targets = Targets(tokens, torch.arange(0, rows * longest, 2, device=device))
     model.zero_grad(set_to_none=False)  # the backward accumulates
     return median_seconds(lambda: model(tokens, targets=targets)[0].backward(), device, 0, 1)
+
+
+def median_seconds(
+    call: Callable[[], Any], device: torch.device, num_warm_up: int, num_timed: int
+) -> float:
+    """Returns the median time of a call, on CUDA between events so that the host can run ahead."""
+    for _ in range(num_warm_up):
+        call()
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(num_timed):
+            call()
+            times.append(time.perf_counter())
+        return statistics.median(stop - start for start, stop in pairwise(times))
+    torch.cuda.synchronize(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_timed + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ class TimedStep:
     """Fingerprint of the samples."""
     peak_memory_bytes: int
     """Peak so far, maximum over ranks."""
-    useful_flops: int | None = None
-    """FLOPs that the samples need; None if not counted."""
 
 
 class Quartiles(NamedTuple):
@@ -74,8 +72,6 @@ class Summary:
     has_same_samples: bool
     """True if the tokens of every update step are the reference's."""
     has_same_model: bool = True
-    share_of_peak: float | None = None
-    """Median of useful FLOP/s over those of the fastest matrix product."""
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
@@ -90,7 +86,6 @@ def summarize(
     losses: Mapping[str, Sequence[Sequence[float]]],
     reference: str,
     other_models: Collection[str] = (),
-    peak_tflops: float | None = None,
 ) -> list[Summary]:
     """Compares baselines that made a step with the reference, in the order of ``losses``.
 
@@ -99,7 +94,6 @@ def summarize(
         losses: baseline -> round -> losses of all update steps [nats per target token].
         reference: denominator of ratios.
         other_models: baselines with another model.
-        peak_tflops: rate of the fastest matrix product on all ranks; None if not measured.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))
@@ -147,7 +141,6 @@ def summarize(
                 ),
                 has_same_samples=has_same_samples,
                 has_same_model=has_same_model,
-                share_of_peak=_share_of_peak(own, peak_tflops),
             )
         )
     return summaries
@@ -160,12 +153,11 @@ def throughput_table(
     columns = (
         "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)", "per round",
         f"seconds per update step more than {reference} (quartiles)", "real tokens/s", "positions per target",
-        "padding", "useful work over the matrix peak", f"peak memory GB (over {reference})", "loss deviation",
+        "padding", f"peak memory GB (over {reference})", "loss deviation",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for each in summaries:
         rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
-        share = "" if each.share_of_peak is None else f"{each.share_of_peak:.2f}"
         deviation = "other samples" if each.has_same_model else "another model"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.baseline != reference else "0"
@@ -175,7 +167,7 @@ def throughput_table(
             f"{' '.join(f'{value:.2f}' for value in each.ratio_per_round)} | "
             f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
             f"{each.real_tokens_per_second:.0f} | {each.positions_per_target:.2f} | "
-            f"{each.padding_fraction:.0%} | {share} | "
+            f"{each.padding_fraction:.0%} | "
             f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
         )
     empty = "| " * (len(columns) - 2) + "|"
@@ -196,16 +188,6 @@ def samples_sentence(steps: Sequence[TimedStep], summaries: Sequence[Summary]) -
         names = ", ".join(sorted(unexpected))
         text += f" Other samples than the data order's, so target tokens are miscounted: {names}."
     return text
-
-
-def peak_sentence(peak_tflops: float) -> str:
-    """Returns the definition of useful work."""
-    return (
-        "Useful work is what the samples need of the model, forward and backward: products of real tokens with weights, "
-        "of target tokens with the output layer, causal attention within documents. The matrix peak, "
-        f"{peak_tflops * 1e3:.4g} GFLOP/s, is the fastest product of the sizes of the model, measured in this run with "
-        "the same dtype, threads and processes."
-    )
 
 
 def machine_name(device: torch.device) -> str:
@@ -230,13 +212,6 @@ def versions() -> dict[str, str]:
 
 def _rate(step: TimedStep) -> float:
     return step.num_target_tokens / step.seconds
-
-
-def _share_of_peak(steps: Sequence[TimedStep], peak_tflops: float | None) -> float | None:
-    if peak_tflops is None or any(each.useful_flops is None for each in steps):
-        return None
-    rates = [(each.useful_flops or 0) / each.seconds / 1e12 for each in steps]
-    return statistics.median(rates) / peak_tflops
 
 
 def _peak_memory(steps: Sequence[TimedStep]) -> int:

@@ -36,14 +36,11 @@ class StepContents(NamedTuple):
     """Fingerprint of all tokens."""
     fingerprint_of_shared: int = 0
     """Fingerprint of the shared tokens of pairs, which the model computes once."""
-    document_lengths: tuple[int, ...] = ()
-    """Lengths [tokens] without padding."""
 
 
 def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
     """Counts the samples of an update step. Packed samples also have ``seq_lens``."""
     num_targets = num_real = tokens_fingerprint = 0
-    document_lengths: list[int] = []
     for sample in samples:
         labels = torch.as_tensor(sample["labels"])
         is_target = labels != IGNORE_INDEX
@@ -51,14 +48,9 @@ def contents_of(samples: Iterable[Sample], pad_id: int) -> StepContents:
         first = lengths.cumsum(0) - lengths  # first tokens of documents are not predicted
         is_target[first[first < len(labels)]] = False
         num_targets += int(is_target.sum())
-        num_real_of_sample = num_real_tokens(sample, IGNORE_INDEX)
-        num_real += num_real_of_sample
-        has_padding = num_real_of_sample < len(labels)  # counted as one more document
-        document_lengths += lengths.tolist()[: -1 if has_padding else None]
+        num_real += num_real_tokens(sample, IGNORE_INDEX)
         tokens_fingerprint += int(fingerprint(torch.as_tensor(sample["tokens"]), pad_id))
-    return StepContents(
-        num_targets, num_real, tokens_fingerprint, document_lengths=tuple(document_lengths)
-    )
+    return StepContents(num_targets, num_real, tokens_fingerprint)
 
 
 def contents_of_pairs(pairs: Iterable[Sample], pad_id: int, shares_prefixes: bool) -> StepContents:

@@ -5,12 +5,10 @@ benchmark.
 """
 
 import json
-import os
 import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -18,14 +16,13 @@ from omegaconf import OmegaConf
 from recipe_utils.benchmark.baselines.kinds import KINDS
 from recipe_utils.benchmark.interleave import Gate, end_with_the_benchmark
 from recipe_utils.benchmark.lineup import Baseline
-from recipe_utils.benchmark.matrix_peak import measure_products
 from recipe_utils.benchmark.token_audit import FedTokens
 
 
-def write_spec(path: Path, job: Literal["turns", "products"], of: Baseline, pad_id: int) -> Path:
-    """Writes the job of a worker: train in turns, or time matrix products."""
+def write_spec(path: Path, of: Baseline, pad_id: int) -> Path:
+    """Writes what a worker trains."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    spec = {"job": job, "recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
+    spec = {"recipe": of.recipe, "kind": of.kind, "config": of.config, "pad_id": pad_id}
     path.write_text(json.dumps(spec, indent=1))
     return path
 
@@ -42,14 +39,10 @@ def main() -> None:
     fed_tokens = FedTokens(spec["pad_id"])
     gate = Gate(pipe, fed_tokens, torch.device(config.device))
     gate.wait_for_turn()
-    if spec["job"] == "turns":
-        fed_tokens.install()
-        gate.install()
-        train(config)
-        raise RuntimeError("the training ended before the benchmark")
-    pipe.send(measure_products(config))
-    pipe.close()
-    os._exit(0)
+    fed_tokens.install()
+    gate.install()
+    train(config)
+    raise RuntimeError("the training ended before the benchmark")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 import json
-import re
 from functools import partial
 
 import pytest
@@ -9,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.qwen2 import qwen2
 
 from recipe_utils.benchmark import gpu
-from recipe_utils.benchmark.gpu import STAGES, document_lengths, main, sample_of
-from recipe_utils.benchmark.matrix_peak import decoder_flops
+from recipe_utils.benchmark.gpu import STAGES, decoder_flops, main
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.data.text.collate import collate_packed_microbatch
@@ -31,9 +29,9 @@ def test_all_stages_run_in_small_on_a_cpu_and_no_check_fails(tmp_path, capsys):
     assert printed[-1] == "Equal to single samples within the precision of fp32."
     printed = capsys.readouterr().out
     rows = results["speed"]["rows"]
-    assert [row["way"] for row in rows] == ["eager", "compiled", "chunks of 4096"]
-    assert all(row["tokens_per_second"] > 0 for row in rows)
-    assert len(re.findall("share of the peak [0-9.]+%", printed)) == 3
+    assert len(rows) == 3
+    assert all(row["target_tokens_per_second"] > 0 and row["share_of_peak"] > 0 for row in rows)
+    assert printed.count("share_of_peak") == 3
 
 
 def raises(run):
@@ -41,7 +39,7 @@ def raises(run):
 
 
 def fails(run):
-    return {"checks": {"error": (2.0, 1.0), "nan": (float("nan"), 1.0), "fine": (1.0, 1.0)}}
+    return {"failures": ["exit code 2", "exit code 3"]}
 
 
 def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys, monkeypatch):
@@ -52,9 +50,7 @@ def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys
     assert "in raises" in found["first"]["raised"]
     printed = capsys.readouterr().out
     assert "FAILED first: RuntimeError: no such kernel" in printed
-    assert "FAILED second: error: 2.0, bound 1.0" in printed
-    assert "FAILED second: nan: nan, bound 1.0" in printed
-    assert "fine" not in printed
+    assert "FAILED second: exit code 2\nFAILED second: exit code 3" in printed
     with pytest.raises(SystemExit):
         main([*SMALL, "--stages", "first,fourth"])
     assert "there is no fourth; there are first, second, third" in capsys.readouterr().err
@@ -68,7 +64,10 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     attend_within_documents(model, torch.device("cpu"), 64)
     attach_loss(model, LinearCrossEntropyLoss(tokens_per_chunk=7))
     lengths = [5, 11, 24]
-    row = collate_packed_microbatch([sample_of(n, 101, n) for n in lengths], IGNORE_INDEX)
+    samples = [
+        {"tokens": [1] * n, "labels": [IGNORE_INDEX] * (n // 2) + [1] * -(-n // 2)} for n in lengths
+    ]
+    row = collate_packed_microbatch(samples, IGNORE_INDEX)
     with torch.device("meta"):
         for module in model.modules():
             if hasattr(module, "rope_init"):
@@ -89,10 +88,3 @@ def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     of_weights, of_attention = decoder_flops(model, lengths, len(row.targets.positions))
     # PyTorch counts all pairs of queries and keys, of which causal attention needs half.
     assert counter.get_total_flops() == of_weights + 2 * of_attention
-
-
-def test_documents_fill_a_row():
-    lengths = document_lengths(8192, 2048, seed=3)
-    assert sum(lengths) == 8192
-    assert max(lengths) <= 2048
-    assert 60 < sorted(lengths)[len(lengths) // 2] < 130

@@ -44,19 +44,6 @@ def test_ratios_are_paired_by_round_and_update_step():
     assert summarize([*STEPS, alone], LOSSES, "stock")[1].ratio.median == 2.5
 
 
-def test_useful_work_is_a_share_of_the_matrix_peak_where_both_are_known():
-    counted = [replace(each, useful_flops=1e9 * each.seconds * i) for i, each in enumerate(STEPS)]
-    stock, fast = summarize(counted, LOSSES, "stock", peak_tflops=0.01)
-    assert stock.share_of_peak == pytest.approx(0.1)  # 0 and 2 of 10 GFLOP/s
-    assert fast.share_of_peak == pytest.approx(0.2)
-    table = report.throughput_table([stock, fast], "stock", {"limit": "skipped"})
-    assert "| 0.20 |" in table
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-    for steps, peak in ((STEPS, 0.01), (counted, None)):
-        found = summarize(steps, LOSSES, "stock", (), peak)
-        assert [each.share_of_peak for each in found] == [None, None]
-
-
 def test_losses_of_another_model_are_not_compared():
     stock, fast = summarize(STEPS, LOSSES, "stock", ["fast"])
     assert fast.loss_deviation is None

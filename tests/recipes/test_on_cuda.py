@@ -1,0 +1,66 @@
+"""What only a GPU can show of the recipe; on a CPU the same code runs without the device's part."""
+
+import json
+import shutil
+import traceback
+import warnings
+from itertools import islice
+
+import pytest
+import torch
+
+from recipe_utils.benchmark.gpu import Stage, random_recipe
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)]),
+]
+BATCH = {"batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def trained_losses(stage, name, **keys):
+    recipe, cfg = random_recipe(stage, name, dtype="fp32", weights_dtype=None, **BATCH, **keys)
+    with recipe.run:
+        recipe.setup(cfg)
+        recipe.train()
+    lines = (stage.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
+    return [metrics["loss"] for metrics in map(json.loads, lines) if "loss" in metrics]
+
+
+def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
+    recipe, cfg = random_recipe(Stage(torch.device(device), True, tmp_path), "waits", **BATCH)
+    waits = []
+
+    def keep(message, *_, **__):
+        if "synchroniz" in str(message):
+            waits.append("".join(traceback.format_stack(limit=8)))
+
+    with recipe.run:
+        recipe.setup(cfg)
+        with recipe.loader.epoch(0) as steps, warnings.catch_warnings():
+            update_steps = iter(steps)
+            for step in islice(update_steps, 3):
+                recipe.update(step)
+            step = next(update_steps)
+            warnings.simplefilter("always")
+            warnings.showwarning = keep
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("warn")
+            try:
+                recipe.update(step)
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+    assert not waits, waits[0]
+
+
+def test_a_resumed_run_has_bitwise_the_same_losses(device, tmp_path):
+    stage = Stage(torch.device(device), True, tmp_path)
+    keys = {"max_steps_per_epoch": 4, "save_every_n_steps": 2, "keep_last_n_checkpoints": None}
+    whole = trained_losses(stage, "whole", **keys)
+    shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "resumed" / "step_2")
+    resumed = trained_losses(stage, "resumed", resume_from_checkpoint=True, **keys)
+    assert resumed == whole[2:]
+    assert len(whole) == 4
