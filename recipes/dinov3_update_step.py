@@ -56,7 +56,7 @@ from recipe_utils.run.run import Run
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, collected_problems, naming
+from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "dinov3_update_step"
@@ -64,25 +64,25 @@ recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
-@dataclass(frozen=True, config=STRICT)
-class Settings:
-    """Keys of the flat config. Each class documents and checks its own keys."""
-
-    data: DataSettings  # batch_size, global_batch_size, num_workers, ...
-    views: ViewSettings  # transform, mask_ratio, koleo_group_size, ...
-    objective: ObjectiveSettings  # ibot_loss_weight, sinkhorn_over, student_temperature, ...
-    schedules: ScheduleSettings  # ema_momentum, teacher_temperature, layerwise_lr_decay, ...
-    ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-    modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
-    pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
-    updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(
+    ScheduleSettings,  # ema_momentum, teacher_temperature, layerwise_lr_decay, ...
+    ViewSettings,  # transform, mask_ratio, koleo_group_size, ...
+    ObjectiveSettings,  # ibot_loss_weight, sinkhorn_over, student_temperature, ...
+    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
+    PipelineSettings,  # pipeline_parallel_schedule, ...
+    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    DataSettings,  # batch_size, global_batch_size, num_workers, ...
+    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
+):
+    """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
     """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
-    """Map-style dataset of images, identical on all ranks; labels are ignored. A list is
-    concatenated, or mixed by ``weight``."""
+    """Map-style dataset of images; labels are ignored. A list is concatenated, or mixed by
+    ``weight``."""
     checkpointer: Component
     """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""
@@ -92,32 +92,17 @@ class Settings:
     ibot_head: HeadArguments | None = None
     """Head of patches, with the same arguments."""
     dataset_knn: Component | list[Component] | None = None
-    """Labelled images that the k-NN classifier votes with; null is ``dataset``."""
+    """Labeled images that the k-NN classifier votes with; null is ``dataset``."""
     dataset_val: Component | list[Component] | None = None
-    """Labelled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
+    """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems between keys of different classes."""
-        yield from self.data.problems_with(self.ranks, must_divide=True)  # losses couple images
-        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
-        yield from self.views.problems_with(self.data)
-        yield from self.objective.problems_with(self.data, self.ranks)
-        yield from self.modules.problems_with(self.ranks)
-        yield from self.pipeline.problems_with(self.ranks, self.data)
-        yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.schedules.problems_with(
-            self.objective.student_temperature, self.updates.optimizer
-        )
-        yield from self.run.problems_with(self.ranks, self.dataset_val)
-        yield from self.run.problems_without_text()
+        """Yields problems with keys that this recipe restricts."""
+        yield from self.problems_without_text()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
-        if self.ranks.tensor_parallel_dim > 1:
-            yield Problem(
-                "tensor_parallel_dim",
-                "not with images; set it to 1",
-                self.ranks.tensor_parallel_dim,
-            )
-        if self.updates.optimizer_in_bwd:
+        if (dim := self.tensor_parallel_dim) > 1:
+            yield Problem("tensor_parallel_dim", "not with images; set it to 1", dim)
+        if self.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a moving average; set it to False", True)
 
 
@@ -126,62 +111,58 @@ class DINOv3Recipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
+        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
+        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, objective, updates = settings.modules, settings.objective, settings.updates
         heads = settings.dino_head or {}, settings.ibot_head or {}
         make_model = with_heads(partial(config.instantiate, cfg.model), *heads)
 
-        # ---- Components: their problems are raised together
-        with collected_problems() as build:
-            whole = build("model", build_on_meta, make_model, modules)
-            transform = build("transform", config.instantiate, cfg.transform)
-            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-            build("checkpointer", check_normalisation, self.checkpointer, transform)
-            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
-            build("loraplus_lr_ratio", updates.check_model, whole)
+        # ---- Components
+        whole = build("model", build_on_meta, make_model, settings)
+        transform = build("transform", config.instantiate, cfg.transform)
+        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        build("checkpointer", check_normalisation, self.checkpointer, transform)
+        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("loraplus_lr_ratio", settings.check_model, whole)
 
         # ---- Data
         self.loader, self.neighbors = build_image_loaders(
             cfg, transform, layout_of(whole), settings, ranks, run
         )
 
-        settings.schedules.warn_if_longer_than(settings.run.epochs * self.loader.steps_per_epoch)
+        settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules
         def build_with(head: Any) -> nn.Module:
             def prepare(backbone: nn.Module, has_output: bool) -> None:
                 if has_output:
-                    attach_loss(backbone, head, settings.pipeline.splits_backward)
+                    attach_loss(backbone, head, settings.splits_backward)
 
-            return build_model(make_model, prepare, modules, ranks, settings.pipeline)
+            return build_model(make_model, prepare, settings, ranks, settings)
 
-        self.loss_fn = SelfDistillationLoss(objective)
-        if modules.compile:
+        self.loss_fn = SelfDistillationLoss(settings)
+        if settings.compile:
             compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
             self.model = build_with(self.loss_fn)
-            self.teacher = AverageTeacher(build_with, objective, modules, settings.pipeline, ranks)
+            self.teacher = AverageTeacher(build_with, settings, settings, settings, ranks)
         run.open_log(cfg)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
-            load_weights(self.model, {training.MODEL_KEY: weights}, modules, ranks.device)
-        of_stages = (settings.pipeline, modules.torch_dtype, ranks, len(SUMS))
+            load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
+        of_stages = (settings, settings.torch_dtype, ranks, len(SUMS))
         self.pipeline = build_pipeline(self.model, *of_stages)  # None without stages
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
-        self.offloading = modules.offloading(self.model)
+        self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer_by_depth(
-            cfg.optimizer, self.model, whole, settings.schedules
-        )
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
+        self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, whole, settings)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         run.resume(TrainingParts(*trained, exported=self.teacher.model))
         position = run.num_steps, run.global_step
@@ -205,9 +186,9 @@ class DINOv3Recipe:
         over ranks are means per image) and of the number of prototypes used, and the gradient norm
         of all parts before clipping.
         """
-        schedules, run = self.settings.schedules, self.run
-        schedules.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
-        temperature = schedules.temperature_at(run.global_step)
+        settings, run = self.settings, self.run
+        settings.set_weight_decay(self.optimizer, run.global_step, run.num_steps)
+        temperature = settings.temperature_at(run.global_step)
         self.loss_fn.divergence.teacher_temperature = temperature
         # dp_degree / images on all ranks: FSDP2 averages gradients over data-parallel ranks.
         scale = step.scale("images")
@@ -221,19 +202,19 @@ class DINOv3Recipe:
             else:
                 microbatches = mark_last(taught)
                 for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                    with gradient_sync(self.model, is_last, settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         scaled[0].backward()
                     metrics += scaled.detach()
 
-        schedules.freeze_prototypes(self.model, run.global_step)
+        settings.freeze_prototypes(self.model, run.global_step)
         grad_norm = clip_grad_norm_by_part_(
-            self.model, PARTS, self.settings.updates.clip_grad_norm, self.pipeline
+            self.model, PARTS, self.settings.clip_grad_norm, self.pipeline
         )
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
-        momentum = schedules.momentum_at(run.global_step, run.num_steps)
+        momentum = settings.momentum_at(run.global_step, run.num_steps)
         self.teacher.follow(momentum, grad_norm, run.global_step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         if self.lr_scheduler is not None:
@@ -244,15 +225,15 @@ class DINOv3Recipe:
     @property
     def max_images(self) -> int | None:
         """Images per rank if KoLeo needs two passes over all images, else None."""
-        in_groups = self.settings.views.koleo_group_size is not None
-        takes_two = self.settings.objective.koleo_loss_weight > 0 and not in_groups
+        in_groups = self.settings.koleo_group_size is not None
+        takes_two = self.settings.koleo_loss_weight > 0 and not in_groups
         return self.loader.samples_per_rank if takes_two else None
 
     def figures(self, step: UpdateStep) -> dict[str, Any]:
         """Returns schedules and the images of an update step: per rank if it is full, and over all."""
         return {
             "lr": self.optimizer.param_groups[-1]["lr"],
-            **self.settings.schedules.at(self.run.global_step, self.run.num_steps),
+            **self.settings.schedules_at(self.run.global_step, self.run.num_steps),
             "effective_local_batch": self.loader.samples_per_rank,
             "effective_global_batch": step.totals["images"],
         }

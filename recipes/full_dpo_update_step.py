@@ -20,9 +20,10 @@ from torchtune import config
 import recipe_utils
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings, check_is_pair
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.evaluation.validation import sum_over
 from recipe_utils.loss import preference
@@ -56,28 +57,27 @@ from recipe_utils.run.run import Run
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, collected_problems, naming
+from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
-Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 
 
-@dataclass(frozen=True, config=STRICT)
-class Settings:
-    """Keys of the flat config. Each class documents and checks its own keys."""
-
-    data: DataSettings  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
-    pairs: PairSettings  # prefix_sharing
-    preference: PreferenceSettings  # sft_loss_weight, tokens_per_chunk
-    ranks: RankSettings  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
-    pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
-    modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
-    reference: ReferenceSettings  # reference, reference_cache_dir, precompute_reference
-    updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(
+    PreferenceSettings,  # sft_loss_weight, tokens_per_chunk
+    ReferenceSettings,  # reference, reference_cache_dir, precompute_reference
+    PairSettings,  # prefix_sharing
+    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
+    PipelineSettings,  # pipeline_parallel_schedule, ...
+    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    DataSettings,  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
+    RankSettings,  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
+):
+    """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
     """A torchtune decoder. With adapters, the base model is the reference."""
@@ -86,25 +86,18 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
     concatenated, or mixed by ``weight``."""
-    checkpointer: Checkpointer
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or yours."""
-    ref_checkpointer: Checkpointer | None = None
+    ref_checkpointer: Component | None = None
     """Loads the reference's weights; null uses ``checkpointer``, also when training resumes."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems between keys of different classes."""
-        yield from self.data.problems_with(self.ranks)
-        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
-        yield from self.pairs.problems_with(self.data)
-        yield from self.modules.problems_with(self.ranks)
-        yield from self.pipeline.problems_with(self.ranks, self.data)
-        yield from self.pipeline.problems_with_split_backward()
-        yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.run.problems_with(self.ranks, self.dataset_val)
+        """Yields problems with keys that this recipe restricts."""
+        yield from self.problems_with_split_backward()
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
@@ -113,40 +106,38 @@ class FullDPORecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
+        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
+        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, updates = settings.modules, settings.updates
         make_model, make_loss = (
             partial(config.instantiate, each) for each in (cfg.model, cfg.loss)
         )
 
-        # ---- Components: their problems are raised together
-        with collected_problems() as build:
-            self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", preference.make_preference_loss, make_loss)
-            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-            whole = build("model", build_on_meta, make_model, modules)
-            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
-            build("loraplus_lr_ratio", updates.check_model, whole)
-            self.reference = build("reference", Reference, settings, loss_fn, ranks)
-            of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
-            build("ref_checkpointer", self.reference.check, *of_policy)
+        # ---- Components
+        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        loss_fn = build("loss", preference.make_preference_loss, make_loss)
+        whole = build("model", build_on_meta, make_model, settings)
+        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("loraplus_lr_ratio", settings.check_model, whole)
+        self.reference = build("reference", Reference, settings, loss_fn, ranks)
+        of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
+        build("ref_checkpointer", self.reference.check, *of_policy)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
-        of_pairs = (self.tokenizer, limits, settings.pairs, self.reference.cached)
-        collator = PairCollator(settings.data, *of_pairs)
-        load = partial(load_pairs, tokenizer=self.tokenizer)
+        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
+        of_pairs = (self.tokenizer, limits, settings, self.reference.cached)
+        collator = PairCollator(settings, *of_pairs)
+        load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
-        pair_loss = PreferenceLoss(loss_fn, settings.preference.tokens_per_chunk, row_groups)
-        if modules.compile:
+        row_groups = ranks.row_groups(settings.max_ranks_per_row)
+        pair_loss = PreferenceLoss(loss_fn, settings.tokens_per_chunk, row_groups)
+        if settings.compile:
             compile_loss(pair_loss, verbose=ranks.is_zero)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
@@ -155,26 +146,26 @@ class FullDPORecipe:
                 attach_loss(decoder, pair_loss)
 
         with naming():
-            self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
+            self.model = build_model(make_model, prepare, settings, ranks, settings)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        dtype, num_sums = modules.torch_dtype, len(METRICS)
-        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
-        self.offloading = modules.offloading(self.model)
+        dtype, num_sums = settings.torch_dtype, len(METRICS)
+        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.offloading = settings.offloading(self.model)
         own = partial(build_frozen_model, make_model, prepare, ranks=ranks)
         context = {"model": settings.model, "layout": collator.layout}
         frozen |= self.reference.set_up(self.model, self.pipeline, own, self.checkpointer, context)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
+        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
         run.resume(TrainingParts(*trained, frozen))
         position = run.num_steps, run.global_step
         self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
-        self.reference.precompute(settings.run.epochs, self.loader, self.val_loader)
+        self.reference.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -185,7 +176,7 @@ class FullDPORecipe:
 
     def objective(self, metrics: Tensor) -> Tensor:
         """Returns the objective. METRICS are divided by their counts."""
-        return metrics[0] + self.settings.preference.sft_loss_weight * metrics[-1]
+        return metrics[0] + self.settings.sft_loss_weight * metrics[-1]
 
     def update(self, step: UpdateStep) -> tuple[dict[str, Tensor], Tensor | None]:
         """Steps along grad[(1 / N) sum_i l_i - sft_loss_weight (1 / T) sum_i log pi(chosen_i)].
@@ -206,12 +197,12 @@ class FullDPORecipe:
             else:
                 marked = mark_last(microbatches)
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                    with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         self.objective(scaled).backward()
                     metrics += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
+        grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -232,7 +223,7 @@ class FullDPORecipe:
     def named(self, metrics: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns METRICS [8] by name, and the objective as ``loss``."""
         found = {"loss": self.objective(metrics), **dict(zip(METRICS, metrics, strict=True))}
-        if self.settings.preference.sft_loss_weight == 0:
+        if self.settings.sft_loss_weight == 0:
             del found["preference_loss"], found["sft_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 

@@ -12,7 +12,6 @@ multiplied by one scale, so the gradient is that of one large batch for any spli
 """
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -58,7 +57,7 @@ from recipe_utils.run.run import Run
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, collected_problems, naming
+from recipe_utils.settings.problems import build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "full_finetune_update_step"
@@ -66,17 +65,17 @@ recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 
-@dataclass(frozen=True, config=STRICT)
-class Settings:
-    """Keys of the flat config. Each class documents and checks its own keys."""
-
-    data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
-    ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-    modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
-    pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
-    updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
-    weighing: LossWeightSettings  # loss_weights
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(
+    LossWeightSettings,  # loss_weights
+    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
+    PipelineSettings,  # pipeline_parallel_schedule, ...
+    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
+    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
+):
+    """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
     """A torchtune decoder, or a fusion model with a ``decoder``."""
@@ -85,7 +84,7 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
-    checkpointer: Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
@@ -93,69 +92,57 @@ class Settings:
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yields problems between keys of different classes."""
-        yield from self.data.problems_with(self.ranks)
-        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
-        yield from self.modules.problems_with(self.ranks)
-        yield from self.pipeline.problems_with(self.ranks, self.data)
-        yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.run.problems_with(self.ranks, self.dataset_val)
-        yield from self.weighing.problems_with(self.dataset, self.dataset_val, self.loss)
-
 
 class FullFinetuneRecipe:
     """Fine-tunes a model, or its adapters, on a map-style dataset."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
+        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
+        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, updates = settings.modules, settings.updates
         make_model = partial(config.instantiate, cfg.model)
 
-        # ---- Components: their problems are raised together
-        with collected_problems() as build:
-            self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", build_loss, cfg.loss)
-            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-            whole = build("model", build_on_meta, make_model, modules)
-            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
-            build("loraplus_lr_ratio", updates.check_model, whole)
+        # ---- Components
+        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        loss_fn = build("loss", build_loss, cfg.loss)
+        whole = build("model", build_on_meta, make_model, settings)
+        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("loraplus_lr_ratio", settings.check_model, whole)
 
         # ---- Data
-        limits = limits_of(whole, ranks.device, modules.compile, ranks.dims.tp)
-        collator = TextCollator(settings.data, self.tokenizer, loss_fn.ignore_index, limits)
+        limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
+        collator = TextCollator(settings, self.tokenizer, loss_fn.ignore_index, limits)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         loaders = build_loaders(cfg, load, collator, settings, ranks, run, loss_fn)
         self.loader, self.val_loader = loaders
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
+        row_groups = ranks.row_groups(settings.max_ranks_per_row)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
             if has_output:
-                attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
+                attach_loss(decoder, loss_fn, settings.splits_backward)
 
         with naming():
-            self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
+            self.model = build_model(make_model, prepare, settings, ranks, settings)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        if modules.compile:
+        if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        dtype, num_sums = modules.torch_dtype, self.loader.num_sums
-        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
-        self.offloading = modules.offloading(self.model)
+        dtype, num_sums = settings.torch_dtype, self.loader.num_sums
+        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
+        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
         run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
@@ -190,12 +177,12 @@ class FullFinetuneRecipe:
         else:
             microbatches = mark_last(step.microbatches)
             for microbatch, is_last in to_device_ahead(microbatches, self.ranks.device):
-                with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                     scaled = self.sums(microbatch) * scale
                     scaled[0].backward()
                 losses += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
+        grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()

@@ -56,26 +56,25 @@ from recipe_utils.run.run import Run
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
-from recipe_utils.settings.problems import Problem, collected_problems, naming
+from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "knowledge_distillation_update_step"
 recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
-Checkpointer = Annotated[dict[str, Any], MadeWith(keywords=("should_load_recipe_state",))]
 
 
-@dataclass(frozen=True, config=STRICT)
-class Settings:
-    """Keys of the flat config. Each class documents and checks its own keys."""
-
-    data: DataSettings  # batch_size, global_batch_size, microbatching, num_workers, ...
-    ranks: RankSettings  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
-    modules: ModelSettings  # dtype, compile, enable_activation_checkpointing, ...
-    pipeline: PipelineSettings  # pipeline_parallel_schedule, ...
-    teacher: TeacherSettings  # kd_ratio, teacher_dtype, teacher_cache, ...
-    updates: OptimizerSettings  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
-    run: RunSettings  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(
+    TeacherSettings,  # kd_ratio, teacher_dtype, teacher_cache, ...
+    ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
+    PipelineSettings,  # pipeline_parallel_schedule, ...
+    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
+    DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
+    RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
+):
+    """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
     """Student: a torchtune decoder, or a fusion model with a ``decoder``."""
@@ -84,7 +83,7 @@ class Settings:
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
-    checkpointer: Checkpointer
+    checkpointer: Component
     """A torchtune checkpointer: loads initial weights, saves exported models."""
     loss: Component
     """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss`` or a loss of torchtune."""
@@ -92,7 +91,7 @@ class Settings:
     """Divergence: ``recipe_utils.loss.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
     """Frozen torchtune decoder of any width and depth, with the student's vocabulary."""
-    teacher_checkpointer: Checkpointer | None = None
+    teacher_checkpointer: Component | None = None
     """A torchtune checkpointer that loads the teacher's weights."""
     teacher_tokenizer: Component | None = None
     """Teacher's tokenizer, compared with ``tokenizer``; null reads tokenizer.json beside its
@@ -101,14 +100,7 @@ class Settings:
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems between keys of different classes."""
-        yield from self.data.problems_with(self.ranks)
-        yield from self.data.problems_with_lists(dataset=self.dataset, dataset_val=self.dataset_val)
-        yield from self.modules.problems_with(self.ranks)
-        yield from self.pipeline.problems_with(self.ranks, self.data)
-        yield from self.updates.problems_with(self.data, self.ranks)
-        yield from self.teacher.problems_with(self)
-        yield from self.run.problems_with(self.ranks, self.dataset_val)
+        """Yields weights of datasets, which this recipe does not take."""
         yield from refused_weights(dataset=self.dataset, dataset_val=self.dataset_val)
 
 
@@ -117,72 +109,70 @@ class KDRecipe:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings = read_settings(cfg, Settings)
-        self.ranks = join_ranks(self.settings.ranks)  # device, mesh, process groups, coordinates
-        self.run = Run(RECIPE_NAME, self.settings.run, self.ranks, cfg)  # position, log, files
+        self.ranks = join_ranks(self.settings)  # device, mesh, process groups, coordinates
+        self.run = Run(RECIPE_NAME, self.settings, self.ranks, cfg)  # position, log, files
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        modules, updates = settings.modules, settings.updates
         self.teacher = Teacher(settings, ranks)
         make_model = partial(config.instantiate, cfg.model)
 
-        # ---- Components: their problems are raised together
-        with collected_problems() as build:
-            self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            loss_fn = build("loss", build_loss, cfg.loss)
-            kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
-            self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-            whole = build("model", build_on_meta, make_model, modules)
-            build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
-            build("loraplus_lr_ratio", updates.check_model, whole)
-            self.teacher.build_parts(build, cfg, self.tokenizer)
+        # ---- Components
+        self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
+        loss_fn = build("loss", build_loss, cfg.loss)
+        kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
+        whole = build("model", build_on_meta, make_model, settings)
+        self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
+        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("loraplus_lr_ratio", settings.check_model, whole)
+        self.teacher.build_parts(cfg, self.tokenizer)
         if self.teacher.is_used:
             with naming():
-                loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.teacher.kd_ratio)
+                loss_fn = make_distillation_loss(loss_fn, kd_loss_fn, settings.kd_ratio)
                 self.teacher.check_student(whole, loss_fn)
         # Without a teacher the loss is that of fine-tuning, with one metric.
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
         # ---- Data
         device, teacher = ranks.device, self.teacher.whole
-        limits = limits_of(whole, device, modules.compile, teacher=teacher)
+        limits = limits_of(whole, device, settings.compile, teacher=teacher)
         of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
-        collator = TextCollator(settings.data, *of_text)
+        collator = TextCollator(settings, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded
-        row_groups = ranks.row_groups(settings.data.max_ranks_per_row)
+        row_groups = ranks.row_groups(settings.max_ranks_per_row)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, ranks.device, collator.longest_row, row_groups)
             if has_output:
-                attach_loss(decoder, loss_fn, settings.pipeline.splits_backward)
+                attach_loss(decoder, loss_fn, settings.splits_backward)
 
         with naming():
-            self.model = build_model(make_model, prepare, modules, ranks, settings.pipeline)
+            self.model = build_model(make_model, prepare, settings, ranks, settings)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
-        if modules.compile:
+        if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
-        dtype, num_sums = modules.torch_dtype, len(self.metrics)
-        self.pipeline = build_pipeline(self.model, settings.pipeline, dtype, ranks, num_sums)
-        self.offloading = modules.offloading(self.model)
+        dtype, num_sums = settings.torch_dtype, len(self.metrics)
+        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
+        self.offloading = settings.offloading(self.model)
         frozen |= self.teacher.set_up(
             whole, collator.longest_row, row_groups, settings.teacher_model
         )
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, updates)
+        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
-        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, updates)
+        self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
         run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
         position = run.num_steps, run.global_step
         self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
-        self.teacher.precompute(settings.run.epochs, self.loader, self.val_loader)
+        self.teacher.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------
 
@@ -210,12 +200,12 @@ class KDRecipe:
             else:
                 marked = mark_last(microbatches)
                 for microbatch, is_last in to_device_ahead(marked, self.ranks.device):
-                    with gradient_sync(self.model, is_last, self.settings.ranks.gradient_sync):
+                    with gradient_sync(self.model, is_last, self.settings.gradient_sync):
                         scaled = self.sums(microbatch) * scale
                         scaled[0].backward()
                     metrics += scaled.detach()
 
-        grad_norm = clip_grad_norm_(self.model, self.settings.updates.clip_grad_norm, self.pipeline)
+        grad_norm = clip_grad_norm_(self.model, self.settings.clip_grad_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()
@@ -233,7 +223,7 @@ class KDRecipe:
     def named(self, sums: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """Returns sums [5] or [1] by name, without those that are not computed."""
         found = dict(zip(self.metrics, sums, strict=True))
-        if self.settings.teacher.kd_ratio == 1:
+        if self.settings.kd_ratio == 1:
             del found["ce_loss"]
         return {f"{prefix}{name}": value for name, value in found.items()}
 

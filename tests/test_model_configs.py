@@ -26,7 +26,7 @@ from recipe_utils.model.transformers import decoder
 from recipe_utils.model.transformers.probe import prove
 from recipe_utils.model.vision.vision_transformer import with_heads
 from recipe_utils.settings.describe import settings_of
-from recipe_utils.settings.keys import all_keys_of
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, ROOT, config_path, recipe_path
 
@@ -182,7 +182,7 @@ def test_a_config_is_short_accepted_and_names_its_commands(name, tmp_path):
         assert (
             name not in TEXT or key not in load(name) or f"--output-dir {load(name)[key]}" in text
         )
-    keys = all_keys_of(settings_of(recipe))
+    keys = keys_of(settings_of(recipe))
     defaults = {key: spec.default for key, spec in keys.items() if not spec.is_required()}
     given = plain(name, resolve=False)
     assert not [key for key in given if key in defaults and given[key] == defaults[key]]
@@ -237,7 +237,7 @@ def test_distillation_has_the_stock_data_and_fitting_models(name):
     stock_path = STOCK_CONFIGS / "llama3_2" / "8B_to_1B_KD_lora_distributed.yaml"
     stock = yaml.safe_load(stock_path.read_text())
     assert ours["dataset"].items() <= stock["dataset"].items()
-    assert stock["kd_ratio"] == all_keys_of(settings_of(recipe_of(name)))["kd_ratio"].default
+    assert stock["kd_ratio"] == keys_of(settings_of(recipe_of(name)))["kd_ratio"].default
     assert ours["lr_scheduler"] == {**stock["lr_scheduler"], "num_warmup_steps": 20}
     assert (ours["teacher_dir"], ours["teacher_model"]) == (
         teacher["checkpoint_dir"],

@@ -20,12 +20,14 @@ class LossWeightSettings:
     """Weights of named datasets in the loss."""
 
     loss_weights: Literal["tokens", "datasets"] = "tokens"
-    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an update
-    step. ``tokens``: sum of w CE / sum of w n, weights of target tokens; ``datasets``: sum of (w / n)
-    CE / sum of w, weights of the means of datasets that have target tokens."""
+    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an
+    update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
+    w, over datasets with targets."""
 
-    def problems_with(self, dataset: Any, dataset_val: Any, loss: Any) -> Iterator[Problem]:
-        """Yields weights that are wrong, or have no effect with these datasets or this loss."""
+    def problems(self) -> Iterator[Problem]:
+        """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""
+        recipe: Any = self
+        dataset, dataset_val, loss = recipe.dataset, recipe.dataset_val, recipe.loss
         yield from refused_weights("validation has no weights; remove it", dataset_val=dataset_val)
         text = ""
         with suppress(ValueError):  # a problem of ``loss`` by itself
@@ -37,7 +39,7 @@ class LossWeightSettings:
         if not any({"name", "weight", "loss_weight"} & part.keys() for part in entries):
             text = "it has no effect without named datasets; set dataset to a list with names"
         if text and self.loss_weights != "tokens":
-            yield Problem("loss_weights", text, self.loss_weights, ("loss", "dataset"))
+            yield Problem("loss_weights", text, self.loss_weights)
 
     def weigh(self, weights: Sequence[float], counts: Sequence[int]) -> Tensor:
         """Returns the factor of a target's loss by dataset [k], fp64, 1 on average over all targets.
@@ -64,7 +66,7 @@ def refused_weights(
             is_valid = type(weight) in (int, float) and 0 < weight < inf
             if not is_valid or (text and weight != 1):
                 reason = text or "it must be a number above 0"
-                yield Problem(f"{key}[{index}].loss_weight", reason, weight, ("loss",))
+                yield Problem(f"{key}[{index}].loss_weight", reason, weight)
 
 
 def losses_by_dataset(

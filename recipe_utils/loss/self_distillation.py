@@ -6,7 +6,7 @@ of a global crop; d width of the backbone, b of a bottleneck.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.loss.chunks import sum_dtype
 from recipe_utils.loss.distillation import LinearDistillationLoss, TeacherHidden
 from recipe_utils.loss.koleo import koleo_loss
-from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
@@ -96,12 +95,13 @@ _Weight = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=STRICT)
-class ObjectiveSettings:
+class ObjectiveSettings(DataSettings):
     """Terms of the objective and their weights."""
 
+    must_divide: ClassVar[bool] = True  # losses couple images
     dino_loss_weight: _Weight = 1.0
-    """Weight of the cross-entropy of crops with the teacher's global crops. Each term is a mean over images;
-    a term of weight 0 is not computed."""
+    """Weight of the cross-entropy of crops with the teacher's global crops. A term of weight 0
+    is not computed."""
     ibot_loss_weight: _Weight = 1.0
     """Weight of the cross-entropy of masked patches with the teacher's unmasked ones."""
     koleo_loss_weight: _Weight = 0.1
@@ -109,14 +109,14 @@ class ObjectiveSettings:
     gram_loss_weight: _Weight = 0.0
     """Weight of Gram anchoring: similarities of patches should stay those of an earlier teacher."""
     gram_over: Literal["image", "batch"] = "image"
-    """Patches that Gram anchoring compares. ``batch`` is an error: it couples the images of a microbatch."""
+    """Patches that Gram anchoring compares. ``batch`` is an error: it couples images."""
     gram_teacher_every_n_steps: Annotated[Count | None, OnlyWith("gram_loss_weight")] = None
     """Copies the moving average to the Gram teacher every so many update steps, first at the start."""
     sinkhorn_iterations: Count = 3
     """Number of Sinkhorn-Knopp iterations; each scales prototypes, then crops."""
     sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
-    """Crops and patches over which Sinkhorn-Knopp balances the prototypes. With ``microbatch`` the gradient
-    depends on how an update step is split."""
+    """Crops and patches over which Sinkhorn-Knopp balances the prototypes; with ``microbatch``
+    the gradient depends on the split."""
     student_temperature: Annotated[float, Field(gt=0, le=10)] = 0.1
     """Temperature of the student's logits, cosines from -1 to 1."""
     knn_neighbors: Count = 20
@@ -127,7 +127,7 @@ class ObjectiveSettings:
         weights = tuple(f"{term}_loss_weight" for term in ("dino", "ibot", "koleo", "gram"))
         if not any(getattr(self, name) for name in weights):
             text = "all are 0, so nothing would be learned; set one above 0"
-            yield Problem(", ".join(weights), text, depends_on=weights)
+            yield Problem(", ".join(weights), text)
         if self.gram_over == "batch":
             text = (
                 "it compares patches of different images, so the gradient would depend on how an "
@@ -137,24 +137,20 @@ class ObjectiveSettings:
         if self.gram_loss_weight and self.gram_teacher_every_n_steps is None:
             key = "gram_teacher_every_n_steps"
             text = f"there is no Gram teacher; set {key}, or gram_loss_weight=0"
-            yield Problem("gram_loss_weight", text, self.gram_loss_weight, depends_on=(key,))
-
-    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields problems with the number of images of an update step."""
-        if self.koleo_loss_weight == 0 or ranks.dims_or_none is None:
+            yield Problem("gram_loss_weight", text, self.gram_loss_weight)
+        if self.koleo_loss_weight == 0 or self.dims_or_none is None:
             return
-        dp_degree = ranks.dims_or_none.dp_degree
+        dp_degree = self.dims_or_none.dp_degree
         try:
-            num_images = data.batch_size * data.num_accumulated(dp_degree) * dp_degree
+            num_images = self.batch_size * self.num_accumulated(dp_degree) * dp_degree
         except ValueError:
             return
         if num_images == 1:
-            causes = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
             text = (
                 "an image needs neighbours, and an update step has 1 image; set global_batch_size to 2 or "
                 "more, or koleo_loss_weight=0"
             )
-            yield Problem("koleo_loss_weight", text, self.koleo_loss_weight, depends_on=causes)
+            yield Problem("koleo_loss_weight", text, self.koleo_loss_weight)
 
 
 class TeacherViews(NamedTuple):

@@ -18,7 +18,6 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.parallel.ranks import RankSettings
 from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import STRICT, Count, Positive
 from recipe_utils.settings.problems import Problem
@@ -34,8 +33,8 @@ def _infinite_as_float(value: Any) -> Any:
     return float("inf") if value == "inf" else value  # torchtune accepts the string, too
 
 
-@dataclass(frozen=True, config=STRICT)
-class OptimizerSettings:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerSettings(DataSettings):
     """Optimizer, learning-rate schedule, clipping, non-finite gradients."""
 
     optimizer: Annotated[dict[str, Any], MadeWith(num_positional=1)]
@@ -45,13 +44,13 @@ class OptimizerSettings:
     ) = None
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
-    """Ratio of the learning rates of LoRA's B and DoRA's magnitudes to that of A (LoRA+, as in PEFT); null is 1."""
+    """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
     """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""
     on_nonfinite: OnNonfinite = "stop"
-    """What to do if the gradient is NaN or infinite. Such a step never changes the weights."""
+    """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
 
@@ -72,10 +71,12 @@ class OptimizerSettings:
             raise ValueError(f"loraplus_lr_ratio={ratio}: the model has no LoRA; leave it out")
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between the keys."""
+        """Yields problems between the keys."""
+        if self.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
+            yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:
             text = "it multiplies optimizer.lr; set that, too"
-            yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio, ("optimizer",))
+            yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
         if not self.optimizer_in_bwd:
             return
         if self.clip_grad_norm is not None:
@@ -84,27 +85,20 @@ class OptimizerSettings:
         if self.loraplus_lr_ratio is not None:
             text = "all parameters have one learning rate; set one of the two to null or False"
             yield _problem_in_backward("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
-
-    def problems_with(self, data: DataSettings, ranks: RankSettings) -> Iterator[Problem]:
-        """Problems of fused optimizers and of those that step in the backward."""
-        if ranks.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
-            yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
-        if not self.optimizer_in_bwd:
-            return
-        if ranks.pipeline_parallel_dim > 1:
-            stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+        if self.pipeline_parallel_dim > 1:
+            stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
             text = f"{stages} has several microbatches; set it to False"
-            yield Problem("optimizer_in_bwd", text, True, ("pipeline_parallel_dim",))
-        if data.plans_by_tokens:
+            yield Problem("optimizer_in_bwd", text, True)
+        if self.plans_by_tokens:
             text = (
                 "every backward updates the weights, and an update step may have several "
                 "microbatches; set one of the two to in_order or False"
             )
-            yield _problem_in_backward("microbatching", text, data.microbatching)
+            yield _problem_in_backward("microbatching", text, self.microbatching)
         steps = 1
-        if ranks.dims_or_none is not None:
+        if self.dims_or_none is not None:
             with suppress(ValueError):  # a problem of the data's keys
-                steps = data.num_accumulated(ranks.dims_or_none.dp_degree)
+                steps = self.num_accumulated(self.dims_or_none.dp_degree)
         if steps > 1:
             text = "every backward updates the weights; set one of the two to 1 or False"
             yield _problem_in_backward("gradient_accumulation_steps", text, steps)
@@ -112,7 +106,7 @@ class OptimizerSettings:
 
 def _problem_in_backward(key: str, text: str, value: Any) -> Problem:
     text = f"with optimizer_in_bwd=True {text}"
-    return Problem(key, text, value, depends_on=("optimizer_in_bwd",))
+    return Problem(key, text, value)
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):

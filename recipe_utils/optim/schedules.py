@@ -44,17 +44,30 @@ class ScheduleSettings:
     """Ratio of a layer's learning rate to that of the next deeper one."""
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between the keys."""
+        """Yields problems between the keys, and with other keys of the recipe."""
         start, warmup = self.teacher_temperature_start, self.teacher_temperature_warmup_steps
         if (start is None) != (warmup == 0):
             other = "teacher_temperature_start"
             shown = "null" if start is None else start
             text = f"with {other}={shown} it has no effect; set both or neither"
-            yield Problem("teacher_temperature_warmup_steps", text, warmup, (other,))
+            yield Problem("teacher_temperature_warmup_steps", text, warmup)
 
         if self.ema_momentum == 1 and self.ema_momentum_end in (None, 1):
             text = "the average, which is exported, would never move; set it below 1"
-            yield Problem("ema_momentum", text, self.ema_momentum, ("ema_momentum_end",))
+            yield Problem("ema_momentum", text, self.ema_momentum)
+        recipe: Any = self
+        student_temperature = recipe.student_temperature
+        if self.weight_decay_end is not None and not recipe.optimizer.get("weight_decay"):
+            text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
+            yield Problem("weight_decay_end", text, self.weight_decay_end)
+        for name in ("teacher_temperature", "teacher_temperature_start"):
+            temperature = getattr(self, name)
+            if temperature is not None and temperature >= student_temperature:
+                text = (
+                    f"{student_temperature=} must be above it, so that targets are sharper than "
+                    "the student's outputs; set it lower"
+                )
+                yield Problem(name, text, temperature)
 
     def warn_if_longer_than(self, num_steps: int) -> None:
         """Warns of schedules that do not end within the training's update steps."""
@@ -63,22 +76,6 @@ class ScheduleSettings:
             if length >= num_steps:
                 text = f"{name}={length}: the training has only {num_steps} update steps"
                 log_rank_zero(_log, text, logging.WARNING)
-
-    def problems_with(
-        self, student_temperature: float, optimizer: Mapping[str, Any]
-    ) -> Iterator[Problem]:
-        """Yields problems with the student's temperature and with the ``optimizer``'s config."""
-        if self.weight_decay_end is not None and not optimizer.get("weight_decay"):
-            text = "it starts from optimizer.weight_decay; set that above 0, or remove this key"
-            yield Problem("weight_decay_end", text, self.weight_decay_end, ("optimizer",))
-        for name in ("teacher_temperature", "teacher_temperature_start"):
-            temperature = getattr(self, name)
-            if temperature is not None and temperature >= student_temperature:
-                text = (
-                    f"{student_temperature=} must be above it, so that targets are sharper than "
-                    "the student's outputs; set it lower"
-                )
-                yield Problem(name, text, temperature, ("student_temperature",))
 
     def temperature_at(self, global_step: int) -> float:
         """Returns the teacher's temperature after ``global_step`` update steps."""
@@ -91,7 +88,7 @@ class ScheduleSettings:
         """Returns the momentum of the moving average after ``global_step`` update steps."""
         return half_cosine(self.ema_momentum, self.ema_momentum_end, global_step, num_steps)
 
-    def at(self, global_step: int, num_steps: int) -> dict[str, float]:
+    def schedules_at(self, global_step: int, num_steps: int) -> dict[str, float]:
         """Returns momentum and temperature after ``global_step`` update steps, to be logged."""
         return {
             "ema_momentum": self.momentum_at(global_step, num_steps),
@@ -113,7 +110,7 @@ class ScheduleSettings:
                     group["decays_from"], self.weight_decay_end, global_step, num_steps
                 )
 
-    def groups(
+    def groups_by_depth(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: Mapping[str, Any],

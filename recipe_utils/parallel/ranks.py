@@ -110,7 +110,7 @@ class RankSettings:
                 f"they make {num_ranks} ranks, but {world_size} run; set them so that their product "
                 f"is {world_size}, or start {num_ranks} processes (--nproc_per_node){self.nodes_that_fit()}"
             )
-            raise ConfigError(Problem(product, text, depends_on=keys))
+            raise ConfigError(Problem(product, text))
         return ParallelDims(replicate, shard, tp, pp)
 
     def nodes_that_fit(self) -> str:

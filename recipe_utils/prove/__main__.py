@@ -139,11 +139,11 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
-        data, layout = recipe.settings.data, []
+        data, layout = recipe.settings, []
         if TOKENS in step.totals:
             layout = [data.microbatching]
         if layout and data.is_packed:
-            whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings.modules)
+            whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
     compared = Step(cfg, items, weighs, weights, frozenset(gradients))
@@ -333,8 +333,8 @@ def compare(
     """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
     recipe_class = class_of(recipe, name)
     keys = recipe["Settings"].__dataclass_fields__
-    objective: Any = plain.losses_of_pairs if "pairs" in keys else plain.losses_of_texts
-    objective = None if "views" in keys else objective
+    objective: Any = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
+    objective = None if "mask_ratio" in keys else objective
     refuse(cfg, objective is plain.losses_of_texts)
     cfg = config_of(cfg, folder, num_samples, objective is not None)
     cuts = cut(cfg, folder, objective is not None)

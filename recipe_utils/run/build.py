@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,18 @@ from torch.optim import Optimizer
 from torchtune import config
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.images.collator import ImageCollator, ViewCollator, Views, WholeImages
+from recipe_utils.data.images.collator import (
+    ImageCollator,
+    ViewCollator,
+    Views,
+    ViewSettings,
+    WholeImages,
+)
 from recipe_utils.data.images.crop_rows import TokenLayout
-from recipe_utils.data.images.folders import load_images
+from recipe_utils.data.images.folders import check_is_image
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
@@ -25,12 +33,12 @@ from recipe_utils.optim.optimizer import trained_parameters
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.run import Run
-from recipe_utils.settings.problems import collected_problems, naming
+from recipe_utils.settings.problems import build, naming
 
 
 def _validates(settings: Any) -> bool:
     """Returns True if training validates. Warns if ``dataset_val`` is unused."""
-    validates = settings.run.run_val_every_n_steps is not None
+    validates = settings.run_val_every_n_steps is not None
     if not validates and settings.dataset_val is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
         log_rank_zero(get_logger("INFO"), text, logging.WARNING)
@@ -52,22 +60,21 @@ def build_loaders(
     their targets have weights, 1 in validation. Raises ConfigError for problems of both datasets.
     """
     validates = _validates(settings)
-    temperature = settings.data.of_mixture.temperature
-    with collected_problems() as build:
-        dataset = build("dataset", load, cfg.dataset, temperature=temperature)
-        dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
+    temperature = settings.of_mixture.temperature
+    dataset = build("dataset", load, cfg.dataset, temperature=temperature)
+    dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
     if hasattr(loss_fn, "sums_datasets"):
-        for each, weighing in ((dataset, settings.weighing), (dataset_val, LossWeightSettings())):
+        for each, weighing in ((dataset, settings), (dataset_val, LossWeightSettings())):
             if isinstance(each, Mixture):
                 each.weigh = partial(weighing.weigh, each.loss_weights)
     # Pipeline schedules need certain numbers of microbatches.
-    fill = settings.pipeline.fill(ranks) if hasattr(settings, "pipeline") else None
-    drawn = (settings.run.epochs, run.saved_fingerprint)
-    loader = UpdateStepLoader(dataset, collator, settings.data, ranks, "dataset", fill, *drawn)
+    fill = settings.fill(ranks)
+    drawn = (settings.epochs, run.saved_fingerprint)
+    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, *drawn)
     log_start(loader)
     if not validates:
         return loader, None
-    data, collator = settings.data.of_validation(), collator.for_validation()
+    data, collator = settings.of_validation(), collator.for_validation()
     return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
 
 
@@ -85,31 +92,39 @@ def build_image_loaders(
     Raises ConfigError for problems of all datasets and for a transform that does not fit the model.
     """
     validates = _validates(settings)
-    temperature = settings.data.of_mixture.temperature
-    with collected_problems() as build:
-        dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
-        if validates:
-            cfg_knn = cfg.get("dataset_knn") or cfg.dataset
-            bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
-            images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
-    fill = settings.pipeline.fill(ranks)
+    temperature = settings.of_mixture.temperature
+    load = partial(load_dataset, check=check_is_image)
+    load_labelled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
+    dataset = build("dataset", load, cfg.dataset, temperature=temperature)
+    if validates:
+        cfg_knn = cfg.get("dataset_knn") or cfg.dataset
+        bank = build("dataset_knn", load_labelled, cfg_knn)
+        images = build("dataset_val", load_labelled, cfg.dataset_val)
+    fill = settings.fill(ranks)
     with naming():
-        views = Views(dataset, transform, settings.views, layout, settings.data.data_seed)
-        collator: Any = ViewCollator(settings.data, settings.views, layout)
-        drawn = (settings.run.epochs, run.saved_fingerprint)
-        loader = UpdateStepLoader(views, collator, settings.data, ranks, "dataset", fill, *drawn)
-        if settings.objective.ibot_loss_weight > 0:
+        views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)
+        collator: Any = ViewCollator(settings, settings, layout)
+        drawn = (settings.epochs, run.saved_fingerprint)
+        loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, *drawn)
+        if settings.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
         log_start(loader)
         if not validates:
             return loader, None
-        data = settings.data.of_validation()
+        data = settings.of_validation()
         collator = ImageCollator(data, layout)
         bank, images = (
             UpdateStepLoader(WholeImages(each, transform, layout), collator, data, ranks, key, fill)
             for key, each in (("dataset_knn", bank), ("dataset_val", images))
         )
-        return loader, NearestNeighbors(bank, images, settings.objective.knn_neighbors, ranks)
+        return loader, NearestNeighbors(bank, images, settings.knn_neighbors, ranks)
+
+
+def _of_views(settings: Any) -> ViewSettings:
+    """Returns the keys of views alone, which DataLoader workers can unpickle without the recipe."""
+    return ViewSettings(
+        **{each.name: getattr(settings, each.name) for each in fields(ViewSettings)}
+    )
 
 
 def build_optimizer_by_depth(
@@ -121,6 +136,6 @@ def build_optimizer_by_depth(
     """
     num_layers = len(whole.layers)
     depth_of = partial(layer_of, num_layers=num_layers)
-    groups = schedules.groups(trained_parameters(model), cfg, depth_of, num_layers + 2)
+    groups = schedules.groups_by_depth(trained_parameters(model), cfg, depth_of, num_layers + 2)
     optimizer: Optimizer = config.instantiate(cfg, groups)
     return optimizer

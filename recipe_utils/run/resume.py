@@ -24,18 +24,18 @@ from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import ConfigError
 
 _WITHOUT_INFLUENCE = (
-    keys_of(RunSettings).keys() | keys_of(RankSettings).keys() | keys_of(PipelineSettings).keys()
+    own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
 
 
 @dataclass
 class TrainingParts:
-    """What a recipe has built: what is saved, resumed and exported."""
+    """Objects that a recipe has built, which are saved, resumed and exported."""
 
     model: nn.Module
     optimizer: AnyOptimizer
@@ -80,7 +80,7 @@ class Resume:
         Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
         CheckpointError if no checkpoint can be used.
         """
-        # Of images the transform is a part of the data.
+        # The transform of images is a part of the data.
         transform = self.config.get("transform") or {}
         fingerprint = parts.loader.fingerprint()
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}

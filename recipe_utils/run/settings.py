@@ -16,7 +16,7 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 
 
 class Due(NamedTuple):
-    """What is due after an update step."""
+    """Actions that are due after an update step."""
 
     log: bool
     validation: bool
@@ -25,8 +25,8 @@ class Due(NamedTuple):
     save: bool
 
 
-@dataclass(frozen=True, config=STRICT)
-class RunSettings:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunSettings(RankSettings):
     """Length, log, checkpoints and exports of a run."""
 
     output_dir: FilePath
@@ -34,12 +34,11 @@ class RunSettings:
     epochs: Count = 1
     """Number of passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Seed of dropout, new adapters and new vision transformers; null draws one. Samples use
-    ``data_seed``."""
+    """Seed of dropout and new weights; null draws one. Samples use ``data_seed``."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count | None = 1
-    """Update steps between log lines; null is 1. On GPUs, metrics are read after the next step is enqueued."""
+    """Update steps between log lines; null is 1."""
     metric_logger: Component | None = None
     """A torchtune metric logger, such as ``torchtune.training.metric_logging.DiskLogger``."""
     log_peak_memory_stats: bool = False
@@ -108,23 +107,24 @@ class RunSettings:
             yield "keep_best_checkpoint=True: the training ends before its first validation"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with the output folder and between keys."""
+        """Yields problems with the output folder, between keys, and with those of the recipe."""
         yield from problems_with_folder("output_dir", self.output_dir)
         if (self.sample_prompts is None) != (self.sample_every_n_steps is None):
             keys = ("sample_prompts", "sample_every_n_steps")
             text = "one has no effect without the other; set both"
-            yield Problem(", ".join(keys), text, depends_on=keys)
-
-    def problems_with(self, ranks: RankSettings, dataset_val: Any) -> Iterator[Problem]:
-        """Yields problems with validation data and ranks."""
+            yield Problem(", ".join(keys), text)
+        recipe: Any = self
         every = self.run_val_every_n_steps
-        if every is not None and dataset_val is None:
-            text = "set dataset_val, too"
-            yield Problem("run_val_every_n_steps", text, every, ("dataset_val",))
-        if self.sample_prompts is not None and ranks.pipeline_parallel_dim > 1:
-            stages = f"pipeline_parallel_dim={ranks.pipeline_parallel_dim}"
+        if every is not None and recipe.dataset_val is None:
+            yield Problem("run_val_every_n_steps", "set dataset_val, too", every)
+        if self.sample_prompts is not None and self.pipeline_parallel_dim > 1:
+            stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
             text = f"{stages} cannot generate; leave the key out, and sample from exported models"
-            yield Problem("sample_prompts", text, depends_on=("pipeline_parallel_dim",))
+            yield Problem("sample_prompts", text)
+        for name in ("should_load_recipe_state", "resume_from_checkpoint"):
+            if recipe.checkpointer.get(name):
+                text = "training does not resume from torchtune's recipe_state.pt; take it out"
+                yield Problem(f"checkpointer.{name}", text, True)
 
     def problems_without_text(self) -> Iterator[Problem]:
         """Yields problems of keys that need a language model or a ``val_loss``."""

@@ -9,7 +9,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import alternatives_of, keys_of, settings_classes_of
+from recipe_utils.settings.keys import alternatives_of, keys_of
 
 
 def settings_of(recipe: str) -> type:
@@ -33,14 +33,12 @@ def settings_of(recipe: str) -> type:
 def key_table(recipe_settings: type) -> str:
     """Returns a Markdown table of all keys of a recipe: key, type, default, meaning."""
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    *parts, own = settings_classes_of(recipe_settings)
-    for part in [own, *parts]:
-        for key, spec in keys_of(part).items():
-            default = "null" if spec.default is None else spec.default
-            if spec.is_required():
-                default = "required"
-            meaning = " ".join((spec.description or "").split()).replace("``", "`")
-            lines.append(f"| `{key}` | {type_in_words(spec)} | {default} | {meaning} |")
+    for key, spec in keys_of(recipe_settings).items():
+        default = "null" if spec.default is None else spec.default
+        if spec.is_required():
+            default = "required"
+        meaning = " ".join((spec.description or "").split()).replace("``", "`")
+        lines.append(f"| `{key}` | {type_in_words(spec)} | {default} | {meaning} |")
     return "\n".join(lines)
 
 

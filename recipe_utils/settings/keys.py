@@ -1,18 +1,17 @@
 """Types of config keys, and the keys of a settings class.
 
 A settings class is a frozen pydantic dataclass. A field defines type, bounds and default of a
-config key; the docstring below it is the description. A recipe's ``Settings`` contains other
-settings classes and further keys.
+config key; the docstring below it is the description. A recipe's ``Settings`` inherits from other
+settings classes and adds further keys.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ConfigDict, Field, Strict
-from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -62,24 +61,19 @@ class OnlyWith:
         return " or ".join(map(str, self.values)) or "a value"
 
 
-def settings_classes_of(recipe_settings: type) -> list[type]:
-    """Returns the settings classes in the fields of a recipe's ``Settings``, then ``Settings``."""
-    return [
-        *filter(is_pydantic_dataclass, get_type_hints(recipe_settings).values()),
-        recipe_settings,
-    ]
+def own_keys(settings_class: type) -> dict[str, FieldInfo]:
+    """Returns the config keys that a settings class adds to those of its bases, with descriptions."""
+    fields: dict[str, FieldInfo] = getattr(settings_class, "__pydantic_fields__", {})
+    names = vars(settings_class).get("__annotations__", {})
+    return {name: fields[name] for name in names if name in fields}
 
 
 def keys_of(settings_class: type) -> dict[str, FieldInfo]:
-    """Returns the config keys of one settings class."""
-    specs: dict[str, Any] = settings_class.__pydantic_fields__  # type: ignore[attr-defined]
-    return {key: spec for key, spec in specs.items() if not is_pydantic_dataclass(spec.annotation)}
-
-
-def all_keys_of(recipe_settings: type) -> dict[str, FieldInfo]:
-    """Returns the config keys of a recipe."""
-    classes = settings_classes_of(recipe_settings)
-    return {key: spec for part in classes for key, spec in keys_of(part).items()}
+    """Returns the config keys of a settings class, then those of its bases."""
+    keys: dict[str, FieldInfo] = {}
+    for part in settings_class.__mro__:
+        keys |= {key: spec for key, spec in own_keys(part).items() if key not in keys}
+    return keys
 
 
 def alternatives_of(spec: FieldInfo) -> list[Any]:

@@ -1,7 +1,6 @@
-"""Problems of a config, collected by key and raised together."""
+"""Problems of a config by key."""
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -26,19 +25,16 @@ class Problem:
         key: config key, dotted for an argument of a component (``optimizer.lr``).
         text: the problem and its solution.
         value: value of the key, shown if given.
-        depends_on: other causes. This problem is not reported if one of these keys, or ``key``,
-            has a problem by itself.
     """
 
     key: str
     text: str
     value: Any = _UNSET
-    depends_on: tuple[str, ...] = ()
 
     @property
     def root(self) -> str:
-        """Key in the config without arguments and indices."""
-        return self.key.replace("[", ".").partition(".")[0]
+        """Key in the config without arguments, indices and value."""
+        return self.key.replace("[", ".").replace("=", ".").partition(".")[0]
 
     def __str__(self) -> str:
         shown = "" if self.value is _UNSET else f"={self.value}"
@@ -98,9 +94,9 @@ def naming(key: str = "") -> Iterator[None]:
     except (ValueError, OSError) as error:
         text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
         named, separator, rest = text.partition(": ")
-        # The message may start with ``key`` or an argument of it.
-        is_named = not key or re.match(rf"{re.escape(key)}([=.[]|$)", named)
-        problem = Problem(named, rest) if separator and is_named else Problem(key, text)
+        problem = Problem(named, rest)
+        if not separator or key not in ("", problem.root):  # it may name an argument of ``key``
+            problem = Problem(key, text)
         raise ConfigError(problem) from error
     except Exception as error:
         if not key:
@@ -123,65 +119,7 @@ def _is_of_libraries(error: Exception) -> bool:
     )
 
 
-class Build:
-    """Builder of components that collects their problems; see :func:`collected_problems`."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def __call__(
-        self, key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Returns ``function(*args, **kwargs)``, or a placeholder if the call fails.
-
-        ValueError and OSError are recorded as problems of ``key``. Calls with a placeholder as
-        argument are skipped. Other exceptions are bugs of a component and are raised with a note.
-        """
-        placeholder: Any = _FailedError()
-        if any(isinstance(argument, _FailedError) for argument in (*args, *kwargs.values())):
-            return placeholder
-        try:
-            with naming(key):
-                return function(*args, **kwargs)
-        except ConfigError as error:
-            self.problems += error.problems
-        except _FailedError:
-            pass
-        return placeholder
-
-
-@contextmanager
-def collected_problems() -> Iterator[Build]:
-    """Raises the problems of all components built in the block together, at its end.
-
-    Example::
-
-        with collected_problems() as build:
-            tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
-            dataset = build("dataset", config.instantiate, cfg.dataset, tokenizer)
-
-    Raises:
-        ConfigError: contains all recorded problems.
-    """
-    build = Build()
-    try:
-        yield build
-    except ConfigError as error:
-        build.problems += error.problems
-    except _FailedError:
-        pass
-    # A checkpointer of fresh weights builds the model, too.
-    of_model = tuple(p.text for p in build.problems if p.root == "model")
-    found = [p for p in build.problems if p.root != "checkpointer" or not p.text.endswith(of_model)]
-    if found:
-        raise ConfigError(*found)
-
-
-class _FailedError(Exception):
-    """Placeholder for the result of a failed call, which is raised if it is used."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self
+def build(key: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns ``function(*args, **kwargs)``. Its errors are problems of ``key``, see :func:`naming`."""
+    with naming(key):
+        return function(*args, **kwargs)

@@ -4,13 +4,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from recipe_utils.settings.components import (
@@ -22,13 +21,10 @@ from recipe_utils.settings.components import (
 from recipe_utils.settings.describe import type_in_words
 from recipe_utils.settings.keys import (
     AS_WRITTEN,
-    STRICT,
     OnlyWith,
-    all_keys_of,
     alternatives_of,
     keys_of,
     metadata_of,
-    settings_classes_of,
 )
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -38,52 +34,32 @@ T = TypeVar("T")
 def read_settings(cfg: DictConfig, settings_class: type[T]) -> T:
     """Builds a recipe's settings from its config. Expands ``~`` in paths of ``cfg`` in place.
 
-    Unknown keys are allowed if another value refers to them as ``${key}``. Problems that follow
-    from a value that is wrong by itself are not reported.
+    Unknown keys are allowed if another value refers to them as ``${key}``.
 
     Raises:
-        ConfigError: contains all unknown and missing keys, wrong types, values out of bounds,
-            components that do not match their signatures, keys without effect, and the results of
-            the classes' ``problems()``.
+        ConfigError: contains all unknown and missing keys, wrong types, values out of bounds, and
+            components that do not match their signatures; if there are none, all keys without
+            effect, and the results of ``problems()`` of the class and its bases.
     """
     _drop_null_components(cfg)
     values, problems = check_keys(cfg, settings_class)
-    known = all_keys_of(settings_class)
-    wrong = {problem.root for problem in problems}
-    of_values = {key: _check_value(key, values[key], known[key]) for key in known if key in values}
-    invalid = {key: problem for key, problem in of_values.items() if problem is not None}
-    problems += [problem for key, problem in invalid.items() if key not in wrong]
-    wrong |= invalid.keys()
-
-    # Defaults replace wrong values, so that other keys can be checked. Required components have
-    # none: those with wrong arguments are kept, since their problem is reported already.
-    required = {key for key, spec in known.items() if spec.is_required()}
-    good = {
-        key: value
-        for key, value in values.items()
-        if key not in wrong or key in required - invalid.keys()
-    }
-    parts: dict[type, Any] = {}
-    for part in settings_classes_of(settings_class):
-        hints = get_type_hints(part)
-        arguments = {name: parts[hint] for name, hint in hints.items() if hint in parts}
-        arguments |= {key: good[key] for key in keys_of(part) if key in good}
-        with suppress(ValidationError):  # of a missing key, which is reported already
-            parts[part] = part(**arguments)
-
-    found = [*_without_effect(good, known)]
-    for instance in parts.values():
-        found += getattr(instance, "problems", tuple)()
-    problems += [p for p in found if wrong.isdisjoint({p.root, *p.depends_on})]
+    known = keys_of(settings_class)
+    try:
+        settings = settings_class(**{key: values[key] for key in known if key in values})
+    except ValidationError as error:
+        problems += _problems_of_values(error, values, known, {p.root for p in problems})
+    if not problems:
+        problems = [*_without_effect(values, known)]
+        for part in reversed(settings_class.__mro__):
+            problems += vars(part)["problems"](settings) if "problems" in vars(part) else ()
     if problems:
         raise ConfigError(*problems)
-    settings: T = parts[settings_class]
     return settings
 
 
 def check_keys(cfg: DictConfig, settings_class: type) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the resolved values by key, and problems of key names and components only."""
-    known = all_keys_of(settings_class)
+    known = keys_of(settings_class)
     _expand_home(cfg, known)
     of_model = list(_set_defaults_of_model(cfg, known))
     values, problems = _resolve(cfg, known)
@@ -175,16 +151,21 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
             yield Problem(key, f"it is missing; set it to {what}")
 
 
-def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
-    """Returns a problem if a value does not match the type or bounds of its key."""
-    annotation: Any = spec.annotation
-    if spec.metadata:
-        annotation = Annotated[annotation, *spec.metadata]
-    try:
-        TypeAdapter(annotation, config=STRICT).validate_python(value)
-        return None
-    except ValidationError as error:
-        bounds: Mapping[str, Any] = error.errors()[0].get("ctx", {})
+def _problems_of_values(
+    error: ValidationError,
+    values: Mapping[str, Any],
+    known: Mapping[str, FieldInfo],
+    reported: set[str],
+) -> Iterator[Problem]:
+    """Yields the first problem of each value that does not match type or bounds of its key."""
+    for each in error.errors():
+        key = str(each["loc"][0])
+        if key not in reported and each["type"] != "missing":  # by name already
+            reported.add(key)
+            yield _problem_of_value(key, values[key], known[key], each.get("ctx", {}))
+
+
+def _problem_of_value(key: str, value: Any, spec: FieldInfo, bounds: Mapping[str, Any]) -> Problem:
     shown = str(value) if len(str(value)) < 50 else f"{str(value)[:40]}..."
     literals = [part for part in alternatives_of(spec) if get_origin(part) is Literal]
     if literals and isinstance(value, str):
@@ -200,18 +181,17 @@ def _check_value(key: str, value: Any, spec: FieldInfo) -> Problem | None:
     return Problem(key, f"it must be {wanted}", repr(value) if isinstance(value, str) else shown)
 
 
-def _without_effect(good: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
+def _without_effect(values: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[Problem]:
     for key, spec in known.items():
-        if good.get(key) in (None, spec.default):
+        if values.get(key) in (None, spec.default):
             continue
         marks = [each for each in metadata_of(spec, OnlyWith) if each.key in known]
-        others = [good.get(each.key, known[each.key].default) for each in marks]
+        others = [values.get(each.key, known[each.key].default) for each in marks]
         if not marks or any(map(OnlyWith.allows, marks, others)):
             continue
         needed, shown = marks[0], "null" if others[0] is None else others[0]
         yield Problem(
             key,
             f"it has no effect with {needed.key}={shown}; set {needed.key} to {needed.solution}, or remove this key",
-            good[key],
-            tuple(each.key for each in marks),
+            values[key],
         )

@@ -116,7 +116,7 @@ def weights_normalised_by_microbatch(patches):
     def sums_by_microbatch(self, m):
         counts = [m.targets.num_of_dataset(i) for i in range(3)]
         given = [part.get("loss_weight", 1) for part in MIXED]
-        return sums(self, m.with_dataset_weights(self.settings.weighing.weigh(given, counts)))
+        return sums(self, m.with_dataset_weights(self.settings.weigh(given, counts)))
 
     patches.setattr(recipe, "sums", sums_by_microbatch)
 

@@ -75,7 +75,8 @@ REFUSED = {
     (SFT, "optimizer.foreach=True optimizer.fused=True"): "optimizer: RuntimeError: `fused` and `foreach` cannot be",
     (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.ConstantLR}"): "lr_scheduler._component_: ConstantLR does not take",
     (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
-    (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: the recipe sets it",
+    (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: training does not resume from",
+    (SFT, "checkpointer.resume_from_checkpoint=True"): "checkpointer.resume_from_checkpoint=True: training does not resume from",
     (SFT, "checkpointer.model_type=llama3_2"): "checkpointer: KeyError",
     (SFT, "loss={_component_: torch.nn.MSELoss}"): "loss: MSELoss has no ignore_index",
     (SFT, "custom_sharded_layers=[nope]"): "custom_sharded_layers=nope: the model has no such module",
@@ -87,6 +88,7 @@ REFUSED = {
     (SFT, "dataset={_component_: tiny.endless_dataset}"): "dataset: a generator has no length; set it to a map-style dataset",
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
     (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
+    (SFT, "loss={_component_: torch.nn.CrossEntropyLoss, label_smoothing: -1.0}"): "loss.label_smoothing=-1.0: it must",
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
     (SFT, f"dataset={WEIGHTED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): r"dataset\[0\].loss_weight=2: torch.nn.CrossEntropyLoss cannot weight targets; set",
     (SFT, f"dataset={WEIGHTED.replace('2', '0')}"): r"dataset\[0\].loss_weight=0: it must be a number above 0",
@@ -257,15 +259,19 @@ def test_a_wrong_config_is_refused_by_key(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_all_problems_of_keys_are_reported_at_once(tiny_config):
-    config = step_of_16(tiny_config, batch_size=6, ema_momentum=2, gram_over="batch")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ema_momentum": 2, "seeds": 3, "gram_over": "batch"}, {"ema_momentum=2", "seeds"}),
+        ({"batch_size": 6, "gram_over": "batch"}, {"gram_over=batch", "global_batch_size=16"}),
+    ],
+    ids=["keys", "combinations"],
+)
+def test_all_problems_are_reported_at_once(changes, expected, tiny_config):
+    """First those of each key by itself; once there are none, those between keys."""
     with pytest.raises(ConfigError) as error:
-        recipe_class(recipe=DINO)(OmegaConf.create(config))
-    assert [str(problem).split(":")[0] for problem in error.value.problems] == [
-        "ema_momentum=2",
-        "gram_over=batch",
-        "global_batch_size=16",
-    ]
+        recipe_class(recipe=DINO)(OmegaConf.create(step_of_16(tiny_config, **changes)))
+    assert {str(problem).split(":")[0] for problem in error.value.problems} == expected
 
 
 def test_heads_of_another_width_than_the_checkpoint_s_are_named(tiny_config):

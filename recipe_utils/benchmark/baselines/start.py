@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 
-from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.model.adapters.adapters import (
     Adapters,
@@ -45,7 +45,7 @@ def write_fresh_adapters(config: DictConfig) -> None:
     without = {k: v for k, v in config.checkpointer.items() if k != "adapter_checkpoint"}
     with naming("checkpointer"):
         base = torchtune_config.instantiate(OmegaConf.create(without)).load_checkpoint()
-    dtype = ModelSettings(config.dtype).torch_dtype
+    dtype = ModelSettings(dtype=config.dtype).torch_dtype
     fresh = fresh_adapters(adapters_in(config), base[training.MODEL_KEY], config.seed, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(fresh, path)

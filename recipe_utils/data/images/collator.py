@@ -45,8 +45,8 @@ from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
 
 
-@dataclass(frozen=True, config=STRICT)
-class ViewSettings:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ViewSettings(DataSettings):
     """Crops and masks of an image."""
 
     transform: Component
@@ -56,38 +56,36 @@ class ViewSettings:
     mask_ratio: list[float] | None = None
     """Range of the share of masked patches in such a crop, uniform; null is ``[0.1, 0.5]``."""
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
-    """Consecutive images, in one microbatch, that KoLeo searches for neighbours; null: the update step."""
+    """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the
+    update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields invalid values."""
+        """Yields invalid values, and those of the data keys that views do not support."""
         ratio = self.mask_ratio
         if ratio is not None and not (len(ratio) == 2 and 0 <= ratio[0] <= ratio[1] <= 1):
             text = "it must be the smallest and the largest share, from 0 to 1, such as [0.1, 0.5]"
             yield Problem("mask_ratio", text, ratio)
-
-    def problems_with(self, data: DataSettings) -> Iterator[Problem]:
-        """Yields values of the data keys that views do not support."""
         size = self.koleo_group_size
-        if size is not None and data.batch_size % size:
-            larger = (data.batch_size // size + 1) * size
+        if size is not None and self.batch_size % size:
+            larger = (self.batch_size // size + 1) * size
             text = (
-                f"a group is in one microbatch, and batch_size={data.batch_size} is not a multiple of it; "
+                f"a group is in one microbatch, and batch_size={self.batch_size} is not a multiple of it; "
                 f"set batch_size to {larger}, or koleo_group_size to a divisor of it or to null"
             )
-            yield Problem("koleo_group_size", text, size, depends_on=("batch_size",))
-        if data.plans_by_tokens:
+            yield Problem("koleo_group_size", text, size)
+        if self.plans_by_tokens:
             text = "all images have the same number of tokens; set microbatching=in_order"
-            yield Problem("microbatching", text, data.microbatching)
-        if data.collate_fn != DataSettings.collate_fn:
-            yield Problem("collate_fn", "views do not use it; remove the key", data.collate_fn)
-        if self.transform.get("image_transform") is not None and data.num_workers == 0:
+            yield Problem("microbatching", text, self.microbatching)
+        if self.collate_fn != DataSettings.collate_fn:
+            yield Problem("collate_fn", "views do not use it; remove the key", self.collate_fn)
+        if self.transform.get("image_transform") is not None and self.num_workers == 0:
             text = (
                 "transform.image_transform draws from torch's global generator, as training does at the "
                 "same time; set num_workers to 1 or more"
             )
-            yield Problem("num_workers", text, 0, depends_on=("transform",))
+            yield Problem("num_workers", text, 0)
 
 
 @plain_dataclass

@@ -4,45 +4,48 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.data.mixture import MixtureSettings, problems_with_list
-from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.packed import plan_packed
+from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.process_group import local_world_size_from_env
-from recipe_utils.parallel.ranks import RankSettings
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings
 from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True, config=STRICT)
-class DataSettings:
+class DataSettings(RankSettings):
     """Samples of an update step and their microbatches."""
+
+    must_divide: ClassVar[bool] = False
+    """``global_batch_size`` must divide into whole microbatches."""
 
     batch_size: Count = 1
     """Samples per microbatch."""
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
     global_batch_size: Count | None = None
-    """Samples per update step over all ranks, whose shares differ by at most one; replaces
-    ``gradient_accumulation_steps``."""
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
-    """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted
-    by length and cut for the least cost; ``packed``: concatenated to rows without padding. The
-    gradient is the same."""
+    """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
+    cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is
+    the same."""
     max_tokens_per_microbatch: Count | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
     times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
-    """With ``packed``: a sample of more than ``max_tokens_per_microbatch`` tokens is computed by 2,
-    4, ... neighbouring ranks together, up to so many."""
+    """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
+    than ``max_tokens_per_microbatch`` tokens together."""
     microbatch_overhead_slots: Annotated[
         Positive | None, OnlyWith("microbatching", ("least_padding",))
     ] = None
@@ -65,14 +68,14 @@ class DataSettings:
     prefetch_update_steps: CountOrZero = 2
     """Update steps prepared ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
-    """``skip``: samples that cannot be read or trained on are skipped with a warning; counts stay exact."""
+    """``skip``: bad samples are skipped with a warning; counts stay exact."""
     mixture: (
         Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
         | None
     ) = None
-    """Options of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
-    of target tokens), ``samples_per_epoch`` (default: the number of all samples). ``temperature`` T sets
-    the weights to length^(1/T)."""
+    """Options of a ``dataset`` list with weights: ``weigh`` (``samples``, or ``tokens``: shares
+    of target tokens), ``samples_per_epoch`` (default: all samples), ``temperature`` T (weights
+    are length^(1/T))."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
 
@@ -92,11 +95,11 @@ class DataSettings:
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
 
     def problems(self) -> Iterator[Problem]:
-        """Yields contradictions between the keys."""
+        """Yields contradictions between the keys, and with the lists of datasets in recipes."""
         plan = f"microbatching={self.microbatching}"
 
         def unused(key: str, text: str) -> Problem:
-            return Problem(key, f"{plan} {text}", getattr(self, key), ("microbatching",))
+            return Problem(key, f"{plan} {text}", getattr(self, key))
 
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
@@ -105,6 +108,11 @@ class DataSettings:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
             yield from self._problems_of_spanning()
+        if self.dims_or_none is not None:
+            yield from self._problems_with_ranks(self.dims_or_none)
+        for key in ("dataset", "dataset_val"):
+            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
+            yield from problems_with_list(key, getattr(self, key, None), settings)
         if self.is_packed and self.collate_fn != DataSettings.collate_fn:
             instead = "remove the key, or set microbatching=least_padding"
             yield unused("collate_fn", f"does not use it; {instead}")
@@ -120,42 +128,34 @@ class DataSettings:
         """Returns the values of ``mixture``."""
         return MixtureSettings(**(self.mixture or {}))
 
-    def problems_with_lists(self, **datasets: Any) -> Iterator[Problem]:
-        """Yields problems of names and weights in lists of datasets, by config key."""
-        for key, parts in datasets.items():
-            settings = self.of_mixture if self.mixture is not None and key == "dataset" else None
-            yield from problems_with_list(key, parts, settings)
-
     def _problems_of_spanning(self) -> Iterator[Problem]:
         """Yields problems of rows that span ranks."""
         most = self.max_ranks_per_row
 
-        def problem(text: str, *depends_on: str) -> Problem:
-            return Problem("max_ranks_per_row", text, most, depends_on)
+        def problem(text: str) -> Problem:
+            return Problem("max_ranks_per_row", text, most)
 
         keeps = "keeps every sample on its rank"
         if not self.is_packed:
             text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
-            yield problem(text, "microbatching")
+            yield problem(text)
         elif self.max_tokens_per_microbatch is None:
             text = (
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
                 "that fit on one"
             )
-            yield problem(text, "max_tokens_per_microbatch")
+            yield problem(text)
         if self.balance_over_ranks is False:
-            yield problem(f"balance_over_ranks=False {keeps}; leave it out", "balance_over_ranks")
+            yield problem(f"balance_over_ranks=False {keeps}; leave it out")
         if most & (most - 1):
             below = 1 << most.bit_length() - 1
             yield problem(f"it is not a power of two; set it to {below} or {2 * below}")
 
-    def problems_with(self, ranks: RankSettings, must_divide: bool = False) -> Iterator[Problem]:
+    def _problems_with_ranks(self, dims: ParallelDims) -> Iterator[Problem]:
         """Yields batch sizes, see :meth:`num_accumulated`, and ranks per row that do not fit these ranks."""
-        dims, most = ranks.dims_or_none, self.max_ranks_per_row
-        if dims is None:
-            return
+        most = self.max_ranks_per_row
         try:
-            self.num_accumulated(dims.dp_degree, must_divide)
+            self.num_accumulated(dims.dp_degree, self.must_divide)
         except ConfigError as error:
             yield from error.problems
         if most == 1 or any(self._problems_of_spanning()):
@@ -189,7 +189,6 @@ class DataSettings:
             return steps or 1
         per_pass = self.batch_size * dp_degree
         needed, rest = divmod(total, per_pass)
-        depends_on = ["batch_size"]
         if rest and must_divide:
             below = max(needed, 1) * per_pass
             text = (
@@ -199,22 +198,26 @@ class DataSettings:
         elif steps is None or steps * per_pass == total:
             return needed + (rest > 0)
         else:
-            depends_on.append("gradient_accumulation_steps")
             text = (
                 f"batch_size={self.batch_size} * gradient_accumulation_steps={steps} * {dp_degree} data-parallel ranks "
                 f"= {per_pass * (steps or 1)}; set only one of the two keys (~gradient_accumulation_steps on the "
                 "command line removes that one)"
             )
-        raise ConfigError(Problem("global_batch_size", text, total, tuple(depends_on)))
+        raise ConfigError(Problem("global_batch_size", text, total))
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""
-        arguments: dict[str, Any] = {"batch_size": self.batch_size}
-        if self.plans_by_tokens:
-            arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+        if not self.plans_by_tokens:
+            return partial(plan_in_order, batch_size=self.batch_size)
+        limits: dict[str, Any] = {"max_tokens_per_microbatch": max_tokens, "cost": cost}
         if self.is_packed:
-            arguments["max_ranks_per_row"] = self.max_ranks_per_row
-        return partial(PLANS[self.microbatching], **arguments)
+            return partial(
+                plan_packed,
+                batch_size=self.batch_size,
+                max_ranks_per_row=self.max_ranks_per_row,
+                **limits,
+            )
+        return partial(plan_least_padding, batch_size=self.batch_size, **limits)
 
     def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:
         """Returns the cost of a microbatch: that of the device, with the overhead of the config."""

@@ -42,16 +42,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, config=STRICT)
-class ModelSettings:
+class ModelSettings(RankSettings):
     """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients
-    would underflow."""
+    """Precision of forward and backward; null is fp32. fp16 is not supported."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``.
-    With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for 8 more bytes
-    per parameter (16 in all with AdamW)."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is
+    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for
+    8 more bytes per parameter."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Annotated[
@@ -60,8 +59,8 @@ class ModelSettings:
         OnlyWith("dataset", argument="packed"),
     ] = None
     """Attention within the samples of packed rows: ``by_document`` (one after the other),
-    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA
-    ``varlen``, and ``flex`` in fp32 or with ``cudnn_deterministic_mode``."""
+    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU,
+    ``varlen`` on CUDA, ``flex`` there in fp32."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
@@ -131,51 +130,46 @@ class ModelSettings:
         """Yields conflicts between keys."""
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             text = "it needs enable_activation_checkpointing=True"
-            depends_on = "enable_activation_checkpointing"
-            yield self._problem("enable_activation_offloading", text, depends_on)
+            yield self._problem("enable_activation_offloading", text)
         if self.enable_activation_checkpointing and self.ac_mode is not None:
             text = (
                 "enable_activation_checkpointing=True recomputes all layers already; set one of the two to "
                 "null or False"
             )
-            yield self._problem("ac_mode", text, "enable_activation_checkpointing")
+            yield self._problem("ac_mode", text)
         if self.ac_mode == "selective" and self.ac_option is None:
             text = "set ac_option, too: every how many-th layer is recomputed"
-            yield self._problem("ac_mode", text, "ac_option")
+            yield self._problem("ac_mode", text)
         if self.torch_weights_dtype.itemsize < self.torch_dtype.itemsize:
             text = (
                 f"dtype={self.dtype or 'fp32'} would compute in more digits than the weights keep; set "
                 "weights_dtype to null, or dtype to that of the weights"
             )
-            yield self._problem("weights_dtype", text, "dtype")
-
-    def problems_with(self, ranks: RankSettings) -> Iterator[Problem]:
-        """Yields problems with this device and with other parallel dimensions."""
+            yield self._problem("weights_dtype", text)
         try:
-            device = resolve_device(ranks.device)
+            device = resolve_device(self.device)
         except ValueError:
             return
         yield from self._problems_of_kernels(device)
         offloading = "enable_activation_offloading"
-        if self.enable_activation_offloading and ranks.pipeline_parallel_dim > 1:
-            text = f"it does not support pipeline_parallel_dim={ranks.pipeline_parallel_dim}; set it to False"
-            yield self._problem(offloading, text, "pipeline_parallel_dim")
+        if self.enable_activation_offloading and self.pipeline_parallel_dim > 1:
+            text = f"it does not support pipeline_parallel_dim={self.pipeline_parallel_dim}; set it to False"
+            yield self._problem(offloading, text)
         if self.enable_activation_offloading and device.type != "cuda":
-            yield self._problem(offloading, "it needs device=cuda; set it to False", "device")
+            yield self._problem(offloading, "it needs device=cuda; set it to False")
         if self.dtype is not None:
             try:
                 training.get_dtype(self.dtype, device=device)
             except Exception as error:
                 yield self._problem("dtype", f"{error}; set it to fp32")
-        if ranks.tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
+        if self.tensor_parallel_dim > 1 and self.tensor_parallel_plan is None:
             text = (
                 "set tensor_parallel_plan, too, such as torchtune.models.llama3.base_llama_tp_plan"
             )
-            depends_on = ("tensor_parallel_plan",)
-            yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim, depends_on)
-        if ranks.tensor_parallel_dim > 1 and self.quantizer is not None:
+            yield self._problem("tensor_parallel_dim", text)
+        if self.tensor_parallel_dim > 1 and self.quantizer is not None:
             text = "a quantizer needs whole weights; set tensor_parallel_dim=1"
-            yield Problem("tensor_parallel_dim", text, ranks.tensor_parallel_dim, ("quantizer",))
+            yield self._problem("tensor_parallel_dim", text)
 
     def _problems_of_kernels(self, device: torch.device) -> Iterator[Problem]:
         kernel = self.packed_attention
@@ -184,21 +178,21 @@ class ModelSettings:
                 f"it needs device=cuda; on device={device.type} leave it out, or set "
                 "packed_attention=by_document"
             )
-            yield self._problem("packed_attention", text, "device")
+            yield self._problem("packed_attention", text)
         if kernel == "varlen" and self.dtype != "bf16":
             text = (
                 f"FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set dtype=bf16, or "
                 "packed_attention=flex"
             )
-            yield self._problem("packed_attention", text, "dtype")
+            yield self._problem("packed_attention", text)
         missing = missing_for_triton()
         by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
         if self.compile and device.type == "cuda" and by_triton and missing is not None:
             text = f"Triton needs {missing}; install that, or set compile=False"
             yield self._problem("compile", text)
 
-    def _problem(self, key: str, text: str, *depends_on: str) -> Problem:
-        return Problem(key, text, getattr(self, key), depends_on)
+    def _problem(self, key: str, text: str) -> Problem:
+        return Problem(key, text, getattr(self, key))
 
 
 def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) -> nn.Module:

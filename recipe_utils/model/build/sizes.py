@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
-from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
+from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
@@ -43,11 +43,10 @@ def limits_of(
         if own_length < max_seq_len:
             max_seq_len, limits_length = own_length, "the teacher_model's"
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
-    equal_length = equal_attention_length(model) / costs.attention_slowness
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        MicrobatchCost(costs.overhead_slots, equal_length),
+        costs._replace(equal_attention_length=equal_attention_length(model)),
         tuple(attentions),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
         limits_length=limits_length,

@@ -18,7 +18,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model.adapters.adapters import (
     check_origin,
@@ -46,7 +46,7 @@ def load_model(
     with naming("checkpointer"):
         checkpoint = load_checkpoint(checkpointer, settings.checkpointer)
         described = fingerprint_of_config(model, getattr(checkpointer, "_checkpoint_dir", None))
-        frozen = load_weights(model, checkpoint, settings.modules, ranks.device, seed) | described
+        frozen = load_weights(model, checkpoint, settings, ranks.device, seed) | described
     for text in differences_from_config(model, getattr(checkpointer, "_checkpoint_dir", None)):
         log_rank_zero(_log, text, logging.WARNING)
     return frozen
@@ -62,7 +62,7 @@ def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[s
 
 
 def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:
-    """Yields what a model computes otherwise than the ``config.json`` beside its weights says, which exports keep."""
+    """Yields differences between the model and the ``config.json`` that exports copy."""
     if folder is None:
         return
     try:

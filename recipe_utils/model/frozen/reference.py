@@ -37,9 +37,8 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: computed by a model that stays on the device; ``offload``: by a model that is on
-    the device only during its forwards; ``cached``: computed once per pair before training and
-    stored on disk."""
+    """``live``: a model that stays on the device; ``offload``: on the device only during its
+    forwards; ``cached``: computed once per pair and stored on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""
@@ -65,12 +64,12 @@ class Reference(FrozenOutputs):
     needs_output_layer = False
 
     def __init__(self, settings: Any, loss_fn: Any, ranks: Ranks) -> None:
-        own: ReferenceSettings = settings.reference
-        folder = own.reference_cache_dir or Path(settings.run.output_dir, "reference")
+        own: ReferenceSettings = settings
+        folder = own.reference_cache_dir or Path(settings.output_dir, "reference")
         is_used = getattr(loss_fn, "needs_reference", True)
         super().__init__(ranks, is_used, Path(folder) if own.reference == "cached" else None)
         self._is_offloaded = own.reference == "offload"
-        self._modules: ModelSettings = settings.modules.without_gradients()
+        self._modules: ModelSettings = settings.without_gradients()
         if not is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
 

@@ -43,7 +43,7 @@ from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.exchange import RowGroups
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, Count, FilePath, OnlyWith
-from recipe_utils.settings.problems import Build, Problem, problems_with_folder
+from recipe_utils.settings.problems import Problem, build, problems_with_folder
 
 _log = get_logger("INFO")
 
@@ -57,8 +57,7 @@ class TeacherSettings:
     """Weight of the divergence, and the teacher's model and cache."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1
-    computes no cross-entropy."""
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher."""
     teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of the teacher's weights and hidden states; null is ``dtype``."""
     teacher_custom_sharded_layers: list[str] | None = None
@@ -68,11 +67,11 @@ class TeacherSettings:
     teacher_pipeline_parallel_split_points: Annotated[
         list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
     ] = None
-    """First layer of each of the teacher's stages but the first, one stage per rank; null balances
-    them by their parameters."""
+    """First layer of each of the teacher's stages but the first; null balances them by their
+    parameters."""
     teacher_cache: Annotated[Literal["hidden", "top_k"] | None, OnlyWith("kd_ratio")] = None
-    """``hidden``: hidden states at all targets, computed once before training and stored on disk
-    (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
+    """Teacher outputs computed once before training and stored on disk: ``hidden`` states at
+    all targets (exact), or ``top_k`` tokens and the sum of all others (lossy). null: computed
     at every update step."""
     teacher_cache_dir: Annotated[
         FilePath | None, OnlyWith("teacher_cache", ("hidden", "top_k"))
@@ -82,31 +81,24 @@ class TeacherSettings:
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
     """Tokens per target that ``teacher_cache: top_k`` stores."""
     teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
-    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the
-    distribution."""
+    """Allows ``top_k`` above a temperature of 1, where it covers little of the distribution."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems with the folder."""
+        """Yields problems with the folder, the teacher's components and other keys of the recipe."""
         if self.teacher_cache is not None and self.teacher_cache_dir is not None:
             yield from problems_with_folder("teacher_cache_dir", self.teacher_cache_dir)
-
-    def problems_with(self, settings: Any) -> Iterator[Problem]:
-        """Yields problems with the teacher's components and other keys of the recipe's settings."""
-        if settings.ranks.tensor_parallel_dim > 1:
-            dim = settings.ranks.tensor_parallel_dim
+        settings: Any = self  # the recipe's
+        if (dim := settings.tensor_parallel_dim) > 1:
             yield Problem("tensor_parallel_dim", "not with a teacher; set it to 1", dim)
-        if self.teacher_cache is not None and settings.data.max_ranks_per_row > 1:
+        if self.teacher_cache is not None and settings.max_ranks_per_row > 1:
             text = f"teacher_cache={self.teacher_cache} stores outputs of whole rows; leave teacher_cache out"
-            yield Problem("max_ranks_per_row", text, settings.data.max_ranks_per_row)
-        if settings.updates.optimizer_in_bwd:
+            yield Problem("max_ranks_per_row", text, settings.max_ranks_per_row)
+        if settings.optimizer_in_bwd:
             yield Problem("optimizer_in_bwd", "not with a teacher; set it to False", True)
         for key in ("teacher_model", "teacher_checkpointer"):
             if self.kd_ratio > 0 and getattr(settings, key) is None:
-                yield Problem(
-                    key,
-                    "it is missing; set it to a component (_component_: ...), or kd_ratio=0",
-                    depends_on=("kd_ratio",),
-                )
+                text = "it is missing; set it to a component (_component_: ...), or kd_ratio=0"
+                yield Problem(key, text)
 
 
 class _TopK(NamedTuple):
@@ -130,11 +122,11 @@ class Teacher(FrozenOutputs):
     needs_output_layer = True
 
     def __init__(self, settings: Any, ranks: Ranks) -> None:
-        own: TeacherSettings = settings.teacher
-        folder = own.teacher_cache_dir or Path(settings.run.output_dir, "teacher")
+        own: TeacherSettings = settings
+        folder = own.teacher_cache_dir or Path(settings.output_dir, "teacher")
         super().__init__(ranks, own.kd_ratio > 0, Path(folder) if own.teacher_cache else None)
         self._settings = own
-        self._student_modules: ModelSettings = settings.modules
+        self._student_modules: ModelSettings = settings
         self.whole: Any = None
         """The whole model on the meta device; None if it is not used."""
         self._checkpointer: Any = None
@@ -142,7 +134,7 @@ class Teacher(FrozenOutputs):
 
     # ---- Checks, before any weight is read ----------------------------------------------------------
 
-    def build_parts(self, build: Build, cfg: Mapping[str, Any], tokenizer: Any) -> None:
+    def build_parts(self, cfg: Mapping[str, Any], tokenizer: Any) -> None:
         """Builds meta model and checkpointer of the recipe's ``cfg``, and compares tokenizers."""
         if self.is_used:
             build("teacher_model", self._take_model, cfg.get("teacher_model"))

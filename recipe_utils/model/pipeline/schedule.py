@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from torchtune.utils import get_logger
 
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.parallel.ranks import Ranks, RankSettings
+from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, OnlyWith
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -32,7 +32,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, config=STRICT)
-class PipelineSettings:
+class PipelineSettings(DataSettings):
     """Pipeline schedule, and the layers of each stage."""
 
     pipeline_parallel_schedule: Annotated[
@@ -71,7 +71,6 @@ class PipelineSettings:
                     f"pipeline_parallel_schedule={schedule} needs {wanted} on each of {num_ranks} ranks; "
                     f"give {num_ranks * (2 if several else 1) - 1} points",
                     split_points,
-                    ("pipeline_parallel_schedule",),
                 )
             )
         return num_stages
@@ -106,9 +105,9 @@ class PipelineSettings:
                 self.pipeline_parallel_schedule,
             )
 
-    def problems_with(self, ranks: RankSettings, data: DataSettings) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Yields problems of the pipeline with ranks and data."""
-        num_ranks, dims = ranks.pipeline_parallel_dim, ranks.dims_or_none
+        num_ranks, dims = self.pipeline_parallel_dim, self.dims_or_none
         if num_ranks == 1:
             return
         name = f"pipeline_parallel_dim={num_ranks}"
@@ -124,31 +123,30 @@ class PipelineSettings:
         except ConfigError as error:
             yield from error.problems
             return
-        if ranks.tensor_parallel_dim > 1:
+        if self.tensor_parallel_dim > 1:
             yield Problem(
                 "tensor_parallel_dim",
                 f"it cannot be combined with {name}; set one of the two to 1",
-                ranks.tensor_parallel_dim,
+                self.tensor_parallel_dim,
             )
-        if not data.plans_by_tokens and dims is not None:
+        if not self.plans_by_tokens and dims is not None:
             try:
-                num_microbatches = data.num_accumulated(dims.dp_degree)
+                num_microbatches = self.num_accumulated(dims.dp_degree)
             except ValueError:
                 return
             schedule, least = self.pipeline_parallel_schedule, max(num_microbatches, num_ranks)
             to_run = num_microbatches_to_run(least, schedule, num_ranks, num_stages)
             if num_microbatches != to_run:
-                samples = num_microbatches * data.batch_size * dims.dp_degree
-                samples = data.global_batch_size or samples
+                samples = num_microbatches * self.batch_size * dims.dp_degree
+                samples = self.global_batch_size or samples
                 yield Problem(
                     "gradient_accumulation_steps",
                     f"{name} with {num_stages} stages and pipeline_parallel_schedule={schedule} needs {to_run} "
-                    f"microbatches or more per update step, which has {num_microbatches} of {data.batch_size} "
+                    f"microbatches or more per update step, which has {num_microbatches} of {self.batch_size} "
                     f"samples ({-(-samples // dims.dp_degree)} on each of {dims.dp_degree} data-parallel ranks, "
                     f"{samples} in all); set gradient_accumulation_steps={to_run} (and a "
                     "smaller batch_size)",
                     num_microbatches,
-                    depends_on=("pipeline_parallel_schedule", "batch_size", "global_batch_size"),
                 )
 
 

@@ -15,7 +15,9 @@ NAN, INF = float("nan"), float("inf")
 def make_guard(on_nonfinite="stop", max_steps=10, fused=False):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
-    settings = OptimizerSettings({}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_steps)
+    settings = OptimizerSettings(
+        optimizer={}, on_nonfinite=on_nonfinite, max_nonfinite_steps=max_steps
+    )
     return NonfiniteGuard(optimizer, CPU, settings), optimizer, parameter
 
 
@@ -45,7 +47,7 @@ def test_a_fused_optimizer_skips_the_step_itself(norm):
 
 def test_an_optimizer_that_has_stepped_in_the_backward_is_not_guarded():
     optimizer = OptimizerInBackward(tiny.tiny_model(), torch.optim.SGD)
-    guard = NonfiniteGuard(optimizer, CPU, OptimizerSettings({}))
+    guard = NonfiniteGuard(optimizer, CPU, OptimizerSettings(optimizer={}))
     assert guard.should_step(None) is True
     assert read(guard, 1) == ((0, 0, 0), "")
     assert guard.problem == ""

@@ -7,14 +7,12 @@ import torch
 from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_lr
 
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.optim.optimizer import (
     OptimizerSettings,
     build_lr_scheduler,
     build_optimizer,
     try_optimizer,
 )
-from recipe_utils.parallel.ranks import RankSettings
 
 NUM_STEPS = 6
 
@@ -103,7 +101,7 @@ def test_arguments_of_optimizer_and_schedule_are_tried():
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():
-    fused = OptimizerSettings(optimizer={"_component_": "torch.optim.AdamW", "fused": True})
-    (problem,) = fused.problems_with(DataSettings(), RankSettings(tensor_parallel_dim=2))
+    fused = {"_component_": "torch.optim.AdamW", "fused": True}
+    (problem,) = OptimizerSettings(optimizer=fused, tensor_parallel_dim=2).problems()
     assert str(problem).startswith("optimizer.fused=True: ")
-    assert list(fused.problems_with(DataSettings(), RankSettings())) == []
+    assert list(OptimizerSettings(optimizer=fused).problems()) == []

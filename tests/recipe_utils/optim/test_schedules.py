@@ -21,7 +21,7 @@ def whole():
 def groups_of(settings, parameters, **optimizer):
     depth_of = partial(layer_of, num_layers=NUM_LAYERS)
     optimizer = {"lr": 0.5, **optimizer}
-    return settings.groups(parameters, optimizer, depth_of, NUM_LAYERS + 2)
+    return settings.groups_by_depth(parameters, optimizer, depth_of, NUM_LAYERS + 2)
 
 
 def test_half_a_cosine_goes_from_start_to_end_and_stays_there():
@@ -43,7 +43,7 @@ def test_momentum_and_temperature_follow_the_update_steps_that_are_done():
     assert settings.momentum_at(0, 10) == 0.9
     assert settings.momentum_at(5, 10) == pytest.approx(0.95)
     # What is logged is what the last update step had.
-    assert settings.at(2, 10) == {
+    assert settings.schedules_at(2, 10) == {
         "ema_momentum": settings.momentum_at(2, 10),
         "teacher_temperature": settings.temperature_at(2),
     }

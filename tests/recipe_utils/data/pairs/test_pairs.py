@@ -27,7 +27,9 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
     data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing))
+    return PairCollator(
+        data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing=prefix_sharing)
+    )
 
 
 def prepared(collator, pairs):

@@ -5,23 +5,23 @@ import torch
 from distributed_runs import run_distributed
 from torch.torch_version import TorchVersion
 
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.model.pipeline.schedule import SCHEDULES, PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.problems import ConfigError
 
 
-def settings(schedule="1F1B", split_points=None):
+def settings(schedule="1F1B", split_points=None, num_ranks=2, **keys):
     return PipelineSettings(
-        pipeline_parallel_schedule=schedule, pipeline_parallel_split_points=split_points
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_split_points=split_points,
+        pipeline_parallel_dim=num_ranks,
+        **({"device": "cpu", "microbatching": "packed"} | keys),
     )
 
 
-def problems(pipeline, monkeypatch, data=None, world_size=2, **ranks):
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    ranks = RankSettings(device="cpu", **{"pipeline_parallel_dim": 2, **ranks})
-    problems = pipeline.problems_with(ranks, data or DataSettings(microbatching="packed"))
-    return [*map(str, problems)]
+def problems(pipeline, monkeypatch, world_size=None):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size or pipeline.pipeline_parallel_dim))
+    return [*map(str, pipeline.problems())]
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_the_number_of_stages_is_that_of_the_split_points_or_one_or_two_per_rank
 def test_split_points_of_another_number_of_stages_are_refused(
     schedule, split_points, parts, monkeypatch
 ):
-    pipeline = settings(schedule, split_points)
+    pipeline = settings(schedule, split_points, num_ranks=4)
     with pytest.raises(ConfigError, match="pipeline_parallel_split_points") as raised:
         pipeline.num_stages(4)
     for part in parts:
         assert part in str(raised.value)
-    found = problems(pipeline, monkeypatch, world_size=4, pipeline_parallel_dim=4)
+    found = problems(pipeline, monkeypatch)
     assert found == [str(problem) for problem in raised.value.problems]
 
 
@@ -71,8 +71,8 @@ def test_every_rank_fills_an_update_step_up_to_an_accepted_number():
 
 
 def test_without_a_pipeline_nothing_is_a_problem(monkeypatch):
-    pipeline = settings("Interleaved1F1B", [5])
-    assert problems(pipeline, monkeypatch, pipeline_parallel_dim=1) == []
+    pipeline = settings("Interleaved1F1B", [5], num_ranks=1)
+    assert problems(pipeline, monkeypatch) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -87,7 +87,7 @@ def test_stages_on_an_older_torch_are_refused_with_both_versions(monkeypatch):
 
 
 def test_stages_and_tensor_parallel_layers_are_refused(monkeypatch):
-    (problem,) = problems(settings(), monkeypatch, world_size=4, tensor_parallel_dim=2)
+    (problem,) = problems(settings(tensor_parallel_dim=2), monkeypatch, world_size=4)
     assert problem.startswith(
         "tensor_parallel_dim=2: it cannot be combined with pipeline_parallel_dim=2"
     )
@@ -101,8 +101,8 @@ def test_too_few_accumulated_microbatches_are_refused_with_the_number_needed(
     schedule, steps, needed, monkeypatch
 ):
     def problems_of(steps):
-        data = DataSettings(gradient_accumulation_steps=steps)
-        return problems(settings(schedule), monkeypatch, data)
+        data = {"gradient_accumulation_steps": steps, "microbatching": "in_order"}
+        return problems(settings(schedule, **data), monkeypatch)
 
     (problem,) = problems_of(steps)
     assert problem.startswith(f"gradient_accumulation_steps={steps}: pipeline_parallel_dim=2")

@@ -41,7 +41,7 @@ def test_momentum_is_the_weight_of_the_average(grad_norm, momentum):
 def test_a_step_that_a_fused_optimizer_skips_does_not_change_the_average():
     average, followed = model(0, torch.float32), model(1, torch.float32)
     optimizer = torch.optim.AdamW(followed.parameters(), lr=0.1, fused=True)
-    settings = OptimizerSettings({}, on_nonfinite="skip")
+    settings = OptimizerSettings(optimizer={}, on_nonfinite="skip")
     guard = NonfiniteGuard(optimizer, torch.device("cpu"), settings)
     before = weights_of(average), weights_of(followed)
     for value in (float("nan"), float("inf"), 1.0):
