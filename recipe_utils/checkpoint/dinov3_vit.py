@@ -183,8 +183,6 @@ class DINOv3Checkpointer:
             that of ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalisation
             for others.
         image_std: standard deviation of each channel; None as for ``image_mean``.
-        should_load_recipe_state: must be False; torchtune's own recipes have no state of such
-            models.
 
     Raises ValueError if the folder is invalid or of another model, or the model is not a
     ``dinov3_vit``.
@@ -199,13 +197,7 @@ class DINOv3Checkpointer:
         image_size: int | None = None,
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
-        should_load_recipe_state: bool = False,
     ) -> None:
-        if should_load_recipe_state:
-            raise ValueError(
-                "checkpointer.should_load_recipe_state=True: torchtune's recipes save no state of vision "
-                "transformers; set it to False"
-            )
         if (image_mean is None) != (image_std is None):
             raise ValueError(
                 f"checkpointer.image_mean={image_mean}: image_std={image_std}; set both, or neither"

@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torchtune import training
 from torchtune.models.convert_weights import (
     _FROM_HF,
     get_mapped_key,
@@ -31,6 +33,33 @@ _OF_PEFT = {
 }
 # torchtune rotates pairs of neighbours where Hugging Face rotates halves, except in these models.
 _ROWS_ALIKE = {ModelType.QWEN2}
+
+
+def load_checkpoint(checkpointer: Any, cfg_checkpointer: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads a checkpoint, with the adapters of ``adapter_checkpoint``.
+
+    torchtune's checkpointers read it only with a recipe state. Files beside it describe the
+    training: ``lora_alpha`` and ``frozen``. Raises ValueError if it is missing or unreadable.
+    """
+    loaded: dict[str, Any] = checkpointer.load_checkpoint()
+    name = cfg_checkpointer.get("adapter_checkpoint")
+    if name is None or training.ADAPTER_KEY in loaded:
+        return loaded
+    path = Path(cfg_checkpointer["output_dir"], name)
+    if not path.is_file():
+        raise ValueError(f"checkpointer.adapter_checkpoint={name}: {path} is no file")
+    try:
+        adapters = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many classes
+        raise ValueError(
+            f"checkpointer.adapter_checkpoint={name}: it holds no tensors that torch.load takes "
+            f"({type(error).__name__}); set it to an adapter_model.pt"
+        ) from error
+    described: dict[str, Any] = {}
+    for name in ("adapter_config.json", DESCRIPTION):
+        with suppress(OSError, ValueError):
+            described |= json.loads(path.with_name(name).read_text())
+    return {**loaded, training.ADAPTER_KEY: adapters, training.ADAPTER_CONFIG: described}
 
 
 def write_peft(

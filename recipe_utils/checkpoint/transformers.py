@@ -36,7 +36,6 @@ class FolderCheckpointer:
         adapter_checkpoint: adapters to start from: an ``adapter_model.safetensors`` of PEFT, absolute or
             below ``output_dir``.
         recipe_checkpoint: not supported; training resumes from this project's checkpoints.
-        should_load_recipe_state: no effect.
 
     Raises:
         ValueError: there are no weights and no ``seed``, weights and a ``seed``, or an export would
@@ -50,7 +49,6 @@ class FolderCheckpointer:
         seed: int | None = None,
         adapter_checkpoint: str | None = None,
         recipe_checkpoint: str | None = None,
-        should_load_recipe_state: bool = False,
     ) -> None:
         self._checkpoint_dir = Path(checkpoint_dir)
         self._output_dir = Path(output_dir)

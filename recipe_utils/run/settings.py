@@ -122,10 +122,10 @@ class RunSettings(RankSettings):
             stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
             text = f"{stages} cannot generate; leave the key out, and sample from exported models"
             yield Problem("sample_prompts", text)
-        checkpointer = recipe.checkpointer
-        if checkpointer.get("should_load_recipe_state"):
-            text = "training does not resume from torchtune's recipe_state.pt; take it out"
-            yield Problem("checkpointer.should_load_recipe_state", text, True)
+        for name in ("should_load_recipe_state", "resume_from_checkpoint"):
+            if recipe.checkpointer.get(name):
+                text = "training does not resume from torchtune's recipe_state.pt; take it out"
+                yield Problem(f"checkpointer.{name}", text, True)
 
     def problems_without_text(self) -> Iterator[Problem]:
         """Yields problems of keys that need a language model or a ``val_loss``."""

@@ -76,6 +76,7 @@ REFUSED = {
     (SFT, "lr_scheduler={_component_: torch.optim.lr_scheduler.ConstantLR}"): "lr_scheduler._component_: ConstantLR does not take",
     (SFT, f"{COSINE} lr_scheduler.num_warmup_steps=1 lr_scheduler.last_epoch=5"): "lr_scheduler.last_epoch=5: the recipe sets it",
     (SFT, "checkpointer.should_load_recipe_state=True"): "checkpointer.should_load_recipe_state=True: training does not resume from",
+    (SFT, "checkpointer.resume_from_checkpoint=True"): "checkpointer.resume_from_checkpoint=True: training does not resume from",
     (SFT, "checkpointer.model_type=llama3_2"): "checkpointer: KeyError",
     (SFT, "loss={_component_: torch.nn.MSELoss}"): "loss: MSELoss has no ignore_index",
     (SFT, "custom_sharded_layers=[nope]"): "custom_sharded_layers=nope: the model has no such module",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 
-from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import unwrapped
 from recipe_utils.model.adapters.adapters import (
     Adapters,

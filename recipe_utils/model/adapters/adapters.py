@@ -172,7 +172,7 @@ def check_origin(
     """Raises ValueError if given adapters were trained with another alpha or base.
 
     ``frozen`` are fingerprints of the base; ``described`` is what
-    :func:`recipe_utils.checkpoint.stock.load_checkpoint` found beside the adapters.
+    :func:`recipe_utils.checkpoint.peft.load_checkpoint` found beside the adapters.
     """
     key, alpha = "checkpointer.adapter_checkpoint", described.get("lora_alpha")
     own = {adapter.alpha for adapter in adapters.modules.values()}

@@ -18,7 +18,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.checkpoint.tensors import describe_mismatch
 from recipe_utils.model.adapters.adapters import (
     check_origin,

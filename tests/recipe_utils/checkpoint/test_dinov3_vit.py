@@ -194,7 +194,6 @@ def test_what_is_no_model_of_this_kind_is_not_exported(tmp_path):
     ("options", "message"),
     [
         ({"image_mean": [0.5, 0.5, 0.5]}, r"image_mean=\[0\.5, 0\.5, 0\.5\]: image_std=None; set"),
-        ({"should_load_recipe_state": True}, "should_load_recipe_state=True: "),
         ({"changed": {"_component_": "torch.nn.Identity"}}, "it makes a Identity; set it to"),
     ],
 )

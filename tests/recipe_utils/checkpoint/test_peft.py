@@ -19,7 +19,7 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
 
 from recipe_utils.checkpoint.export import export
-from recipe_utils.checkpoint.stock import load_checkpoint
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.merge import contents_of_export
