@@ -79,8 +79,8 @@ class Settings(
     model: Component
     """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
-    """Map-style dataset of images, identical on all ranks; labels are ignored. A list is
-    concatenated, or mixed by ``weight``."""
+    """Map-style dataset of images; labels are ignored. A list is concatenated, or mixed by
+    ``weight``."""
     checkpointer: Component
     """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""
@@ -90,9 +90,9 @@ class Settings(
     ibot_head: HeadArguments | None = None
     """Head of patches, with the same arguments."""
     dataset_knn: Component | list[Component] | None = None
-    """Labelled images that the k-NN classifier votes with; null is ``dataset``."""
+    """Labeled images that the k-NN classifier votes with; null is ``dataset``."""
     dataset_val: Component | list[Component] | None = None
-    """Labelled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
+    """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with keys that this recipe restricts."""

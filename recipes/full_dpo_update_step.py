@@ -20,9 +20,10 @@ from torchtune import config
 import recipe_utils
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.loader.microbatch import Microbatch, mark_last
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.data.pairs.collator import PairCollator, PairSettings, load_pairs
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings, check_is_pair
 from recipe_utils.evaluation.generation import generate
 from recipe_utils.evaluation.validation import sum_over
 from recipe_utils.loss import preference
@@ -121,7 +122,7 @@ class FullDPORecipe:
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
         collator = PairCollator(settings, self.tokenizer, limits, self.reference.cached)
-        load = partial(load_pairs, tokenizer=self.tokenizer)
+        load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
         # ---- Model: prepare() changes modules before they are wrapped and sharded

@@ -56,7 +56,8 @@ class ViewSettings(DataSettings):
     mask_ratio: list[float] | None = None
     """Range of the share of masked patches in such a crop, uniform; null is ``[0.1, 0.5]``."""
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
-    """Consecutive images, in one microbatch, that KoLeo searches for neighbours; null: the update step."""
+    """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the
+    update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torchtune.data import padded_collate_sft
@@ -22,7 +21,6 @@ from recipe_utils.data.loader.samples import (
     Sample,
     SkippedSampleError,
     check_keys,
-    load_dataset,
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
@@ -64,20 +62,14 @@ class PairSettings(DataSettings):
             yield Problem("collate_fn", text, self.collate_fn)
 
 
-def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any, **options: Any) -> Any:
-    """Calls :func:`.load_dataset`; raises ValueError if the first sample is not a pair."""
-    dataset = load_dataset(cfg, tokenizer, **options)
-    try:
-        keys = sorted(dataset[0])
-    except Exception:  # not a dataset, empty, or a bad sample: reported when it is loaded
-        return dataset
-    if "chosen_input_ids" not in keys:
+def check_is_pair(sample: Any) -> None:
+    """Raises ValueError if the first sample of a dataset is not a pair."""
+    if isinstance(sample, Mapping) and "chosen_input_ids" not in sample:
         raise ValueError(
-            f"its samples have {', '.join(map(str, keys))} instead of chosen_input_ids, chosen_labels, "
+            f"its samples have {', '.join(sorted(map(str, sample)))} instead of chosen_input_ids, chosen_labels, "
             "rejected_input_ids and rejected_labels; set it to a preference dataset, such as "
             "torchtune.datasets.preference_dataset"
         )
-    return dataset
 
 
 def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:

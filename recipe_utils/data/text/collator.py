@@ -92,13 +92,13 @@ class RowCollator(Collator):
         self.plan = settings.make_plan(bound, cost)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omits the cache, which DataLoader workers do not use."""
-        return {**self.__dict__, "cache": None}
+        """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
+        return {**self.__dict__, "cache": None, "settings": None}
 
     def for_validation(self) -> Self:
         """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
         other = copy(self)
-        other.cache = self.cache
+        other.cache = self.cache  # left out of copies
         other._set(self.settings.of_validation())
         return other
 

@@ -46,12 +46,11 @@ class ModelSettings(PipelineSettings):
     """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients
-    would underflow."""
+    """Precision of forward and backward; null is fp32. fp16 is not supported."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``.
-    With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for 8 more bytes
-    per parameter (16 in all with AdamW)."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is
+    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for
+    8 more bytes per parameter."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Annotated[
@@ -60,8 +59,8 @@ class ModelSettings(PipelineSettings):
         OnlyWith("dataset", argument="packed"),
     ] = None
     """Attention within the samples of packed rows: ``by_document`` (one after the other),
-    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA
-    ``varlen``, and ``flex`` in fp32 or with ``cudnn_deterministic_mode``."""
+    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU,
+    ``varlen`` on CUDA, ``flex`` there in fp32."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False

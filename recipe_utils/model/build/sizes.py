@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.utils import get_logger
 
-from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS, MicrobatchCost
+from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import other_attention, select_kernel
 from recipe_utils.parallel.ranks import Ranks
@@ -58,11 +58,10 @@ def limits_of(
             return _NUM_ROW_LENGTHS_ON_CPU
         return _NUM_ROW_LENGTHS if compiles or kernel == "flex" else None
 
-    equal_length = equal_attention_length(model) / costs.attention_slowness
     return ModelLimits(
         vocab_size,
         max_seq_len,
-        MicrobatchCost(costs.overhead_slots, equal_length),
+        costs._replace(equal_attention_length=equal_attention_length(model)),
         other_attention=other_attention(model),
         num_row_lengths=num_row_lengths(attention.kernel),
         num_row_lengths_with_shared_prefixes=num_row_lengths(of_pairs.kernel),

@@ -144,7 +144,7 @@ def policy_without_adapters(
 
 
 def context_of(model: Any) -> dict[str, str]:
-    """Returns what outputs depend on in the folder of a model of transformers, besides weights."""
+    """Returns the config values of a transformers folder that outputs depend on."""
     return {"config": model.model.config.to_json_string()} if hasattr(model, "proof") else {}
 
 

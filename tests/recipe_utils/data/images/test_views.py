@@ -22,12 +22,11 @@ from recipe_utils.data.images.crop_rows import (
     TokenLayout,
     of_global_crops,
 )
-from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, update_step_indices
-from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_dataset, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -371,6 +370,6 @@ def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data
 def test_a_list_of_datasets_is_concatenated():
     digits = "recipe_utils.embedded.digits.digits_dataset"
     parts = [{"_component_": digits, "split": split} for split in ("test", "train")]
-    both = load_images(OmegaConf.create(parts))
+    both = load_dataset(OmegaConf.create(parts))
     assert len(both) == 1797
-    assert both[397]["name"] == load_images(OmegaConf.create(parts[1]))[0]["name"]
+    assert both[397]["name"] == load_dataset(OmegaConf.create(parts[1]))[0]["name"]

@@ -12,7 +12,6 @@ from torchtune.datasets import PackedDataset
 
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collate import (
     collate_dummy,
@@ -235,7 +234,7 @@ def microbatches(name, **options):
     return [collator.collate([samples[i] for i in part]) for part in parts]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["in_order", "least_padding", "packed"])
 def test_all_targets_are_in_the_microbatches_of_every_plan(name):
     made = microbatches(name)
     assert sum(m.counts["target_tokens"] for m in made) == num_targets(tiny.make_samples(9))

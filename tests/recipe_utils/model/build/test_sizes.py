@@ -40,8 +40,8 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
     assert equal_attention_length(model) == pytest.approx(expected)
     for device, costs in (("cpu", MEASURED_COSTS["cpu"]), ("cuda", ESTIMATED_COSTS)):
         limits = limits_of(model, torch.device(device), compiles=False)
-        equal = expected / costs.attention_slowness
-        assert limits.cost == pytest.approx((costs.overhead_slots, equal))
+        expected_cost = costs._replace(equal_attention_length=expected)
+        assert limits.cost == pytest.approx(expected_cost)
         assert limits.costs_are_estimated == (device == "cuda")
 
 
