@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
@@ -26,10 +25,8 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
-    data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(
-        data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing=prefix_sharing)
-    )
+    data = PairSettings(microbatching=microbatching, prefix_sharing=prefix_sharing, **settings)
+    return PairCollator(data, tiny.tiny_tokenizer(), limits)
 
 
 def prepared(collator, pairs):
@@ -190,8 +187,8 @@ class Cache:
 
 
 def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
-    data = DataSettings(microbatching="packed")
-    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Cache())
+    data = PairSettings(microbatching="packed")
+    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, Cache())
     in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
     microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
     assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)
