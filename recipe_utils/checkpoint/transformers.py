@@ -60,6 +60,12 @@ class FolderCheckpointer:
         found = sorted(
             path.name for path in self._checkpoint_dir.glob("*") if path.name.endswith(WEIGHTS)
         )
+        if (self._checkpoint_dir / "adapter_config.json").exists():
+            raise ValueError(
+                f"{key}: transformers would apply its adapter_config.json to the weights. Remove the adapter's "
+                "files if they are merged; otherwise set it to the base model's folder and "
+                "checkpointer.adapter_checkpoint to the adapters"
+            )
         if seed is None and not any(name.endswith(".safetensors") for name in found):
             raise ValueError(
                 f"{key}: it has no *.safetensors; set another folder, or checkpointer.seed for fresh weights"

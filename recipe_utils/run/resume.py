@@ -17,6 +17,7 @@ from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_ke
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
+from recipe_utils.model.build.sizes import random_rates
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -241,17 +242,12 @@ class Resume:
 
 
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
-    """Yields a warning for each kind of dropout, which depends on the layout, and without adapters."""
-    adapters, modules = adapters_of(model).modules.values(), list(model.modules())
-    if settings.save_adapter_weights_only and not adapters:
+    """Yields a warning for each kind of random noise, which depends on the layout, and without adapters."""
+    if settings.save_adapter_weights_only and not adapters_of(model).modules:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    names = ("attn_dropout", "attention_dropout")
-    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in names}
-    rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
-    rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
-    for name, rates in rates_of.items():
-        if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
-            yield (
-                f"model.{name}={rate}: dropout depends on microbatches and ranks, so the losses of "
-                "two layouts are equal in the mean only; 0 is exact"
-            )
+    for name, rate in random_rates(model).items():
+        noise = "dropout" if "dropout" in name else "noise"
+        yield (
+            f"model.{name}={rate}: {noise} depends on microbatches and ranks, so the losses of "
+            "two layouts are equal in the mean only; 0 is exact"
+        )

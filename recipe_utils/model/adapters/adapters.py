@@ -60,15 +60,20 @@ def freeze_base(model: nn.Module) -> None:
     if not parameters:
         return
     set_trainable_params(model, parameters)
-    for name, adapter in find_adapters(model).modules.items():
-        for key, value, trains, instead in (
-            ("lora_rank", adapter.rank, adapter.rank >= 1, "at least 1"),
-            ("lora_alpha", adapter.alpha, adapter.alpha > 0, "above 0"),
-            ("lora_dropout", adapter.dropout, adapter.dropout < 1, "below 1"),
-        ):
-            if not trains:
-                text = f"{name} has nothing to train; set it to {instead}"
-                raise ValueError(f"model.{key}={value}: {text}")
+    for adapter in find_adapters(model).modules.values():
+        check_adapter("lora_rank", adapter.rank, adapter.alpha, adapter.dropout)
+
+
+def check_adapter(rank_key: str, rank: int, alpha: float, dropout: float) -> None:
+    """Raises ValueError if an adapter cannot learn; ``rank_key`` is the rank's config key."""
+    for key, value, trains, instead in (
+        (rank_key, rank, rank >= 1, "at least 1"),
+        ("lora_alpha", alpha, alpha > 0, "above 0"),
+        ("lora_dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
+    ):
+        if not trains:
+            text = f"no adapter can be trained so; set it to {instead}"
+            raise ValueError(f"model.{key}={value}: {text}")
 
 
 def find_adapters(model: nn.Module) -> Adapters:

@@ -11,6 +11,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import PreTrainedModel
 
 from recipe_utils.checkpoint.transformers import names_of_weights
+from recipe_utils.model.adapters.adapters import check_adapter
 from recipe_utils.model.transformers.build import best_plan, decoder_of, log_once
 from recipe_utils.model.transformers.decoder import Decoder
 
@@ -47,15 +48,7 @@ def lora_causal_lm(
         ValueError: adapters that cannot be trained, or a layer that cannot have them; and what
             :func:`causal_lm` raises.
     """
-    for key, value, trains, instead in (
-        ("r", r, r >= 1, "at least 1"),
-        ("lora_alpha", lora_alpha, lora_alpha > 0, "above 0"),
-        ("lora_dropout", lora_dropout, 0 <= lora_dropout < 1, "at least 0 and below 1"),
-    ):
-        if not trains:
-            raise ValueError(
-                f"model.{key}={value}: no adapter can be trained so; set it to {instead}"
-            )
+    check_adapter("r", r, lora_alpha, lora_dropout)
     alpha = lora_alpha * r**0.5 if use_rslora else lora_alpha
 
     def adapt(model: PreTrainedModel) -> None:

@@ -155,6 +155,9 @@ class Decoder(nn.Module):
     def attend_within_documents(self, attention: PackedAttention, groups: RowGroups) -> None:
         """Sets the kernels of packed rows, and the groups of ranks that compute a row together."""
         self.attention = attention
+        text: Any = self.model.config.get_text_config()
+        if hasattr(text, "max_seq_len"):  # MPT makes its bias of positions for as many
+            text.max_seq_len = max(text.max_seq_len, self.max_seq_len)
         for size, group in groups.items():
             self.exchanges[size] = Exchange(
                 partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
@@ -326,7 +329,8 @@ def max_seq_len_of(config: Any) -> int:
     ``longrope`` and ``dynamic`` frequencies depend on the longest position of a forward beyond their
     original length (``transformers.modeling_rope_utils.dynamic_rope_update``).
     """
-    length: int = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+    names = ("max_position_embeddings", "max_seq_len")
+    length: int = next((v for n in names if (v := getattr(config, n, None))), 2**31 - 1)
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if each.get("rope_type") in ("longrope", "dynamic"):

@@ -101,6 +101,12 @@ def test_files_beside_the_weights_are_not_read(tiny_config, tmp_path):
     assert all((tensor < 0.9).any() for tensor in read(config)[0].values() if tensor.ndim > 1)
 
 
+def test_adapters_beside_the_weights_are_refused(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    (tmp_path / "in" / "adapter_config.json").write_text("{}")
+    assert "transformers would apply its adapter_config.json" in refusal(config)
+
+
 def change_weights(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)

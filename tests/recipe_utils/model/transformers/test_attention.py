@@ -27,7 +27,7 @@ from recipe_utils.model.attention.packed_attention import (
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import documents, probe
 from recipe_utils.model.transformers.build import causal_lm
-from recipe_utils.model.transformers.decoder import Decoder, build
+from recipe_utils.model.transformers.decoder import Decoder, build, max_seq_len_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [17, 1, 30, 9]
@@ -217,6 +217,20 @@ def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refuse
     assert "varlen computes other gradients of Qwen3ForCausalLM" in caplog.text
     decoder.error_on = lambda *_: "0.3"
     assert attention_of(decoder, CUDA).refused["packed"].endswith("set microbatching=least_padding")
+
+
+def test_rows_may_be_longer_than_the_positions_of_mpt():
+    decoder, plain = models_of("mpt")
+    documents_, tokens, row = row_of(LENGTHS)
+    config = decoder.model.config
+    config.max_seq_len = decoder.max_seq_len = max(LENGTHS)
+    assert max_seq_len_of(config) < tokens.numel()
+    attend_within_documents(decoder, CPU, tokens.numel())
+    with probe.DoublePrecision():
+        found = gradients_of(decoder.model, [decoder(tokens, **row)])
+        alone = [plain(input_ids=d[None], use_cache=False).logits for d in documents_]
+        expected = gradients_of(plain, alone)
+    assert probe.difference(found, expected) < 1e-8
 
 
 def test_modules_that_run_by_document_take_one_row(tmp_path):
