@@ -179,12 +179,6 @@ class ModelSettings(PipelineSettings):
                 "packed_attention=by_document"
             )
             yield self._problem("packed_attention", text)
-        if kernel == "varlen" and self.dtype != "bf16":
-            text = (
-                f"FlashAttention does not compute in dtype={self.dtype or 'fp32'}; set dtype=bf16, or "
-                "packed_attention=flex"
-            )
-            yield self._problem("packed_attention", text)
         missing = missing_for_triton()
         by_triton = os.environ.get("TORCH_COMPILE_BACKEND", "inductor") == "inductor"
         if self.compile and device.type == "cuda" and by_triton and missing is not None:

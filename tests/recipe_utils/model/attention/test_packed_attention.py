@@ -135,12 +135,14 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
 
 
-def test_heads_that_flash_attention_does_not_take_are_refused_by_key():
-    model = on_meta(with_heads(2, 264), dtype="bf16", packed_attention="varlen")
-    problem = attention_of(model, CUDA).refused["packed"]
-    assert problem == (
-        "packed_attention=varlen: FlashAttention does not support heads of width 264; set "
-        "packed_attention=flex, or remove the key"
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [("bf16", "support heads of width 264"), ("fp32", "compute in float32")],
+)
+def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, reason):
+    model = on_meta(with_heads(2, 264), dtype=dtype, packed_attention="varlen")
+    assert attention_of(model, CUDA).refused["packed"] == (
+        f"packed_attention=varlen: FlashAttention does not {reason}; set packed_attention=flex, or remove the key"
     )
 
 

@@ -126,7 +126,6 @@ OFFLOADING, RECOMPUTING = (
         ({"ac_mode": "selective"}, {}, "ac_mode=selective: set ac_option, too"),
         ({}, {"tensor_parallel_dim": 2}, "tensor_parallel_dim=2: set tensor_parallel_plan, too"),
         ({"packed_attention": "flex"}, {}, "packed_attention=flex: it needs device=cuda"),
-        ({"packed_attention": "varlen"}, {}, "packed_attention=varlen: FlashAttention does not compute in dtype=fp32"),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_problems_by_name(settings, ranks, problem):
