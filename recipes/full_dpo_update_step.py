@@ -129,7 +129,7 @@ class FullDPORecipe:
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        of_pairs = (self.tokenizer, limits, settings, self.reference.cached)
+        of_pairs = (self.tokenizer, limits, self.reference.cached)
         collator = PairCollator(settings, *of_pairs)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
