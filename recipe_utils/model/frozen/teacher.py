@@ -58,8 +58,7 @@ class TeacherSettings:
     """Weight of the divergence, and the teacher's model and cache."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1
-    computes no cross-entropy."""
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher."""
     teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of the teacher's weights and hidden states; null is ``dtype``."""
     teacher_custom_sharded_layers: list[str] | None = None
@@ -69,11 +68,11 @@ class TeacherSettings:
     teacher_pipeline_parallel_split_points: Annotated[
         list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
     ] = None
-    """First layer of each of the teacher's stages but the first, one stage per rank; null balances
-    them by their parameters."""
+    """First layer of each of the teacher's stages but the first; null balances them by their
+    parameters."""
     teacher_cache: Annotated[Literal["hidden", "top_k"] | None, OnlyWith("kd_ratio")] = None
-    """``hidden``: hidden states at all targets, computed once before training and stored on disk
-    (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
+    """Teacher outputs computed once before training and stored on disk: ``hidden`` states at
+    all targets (exact), or ``top_k`` tokens and the sum of all others (lossy). null: computed
     at every update step."""
     teacher_cache_dir: Annotated[
         FilePath | None, OnlyWith("teacher_cache", ("hidden", "top_k"))
@@ -83,8 +82,7 @@ class TeacherSettings:
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
     """Tokens per target that ``teacher_cache: top_k`` stores."""
     teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
-    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the
-    distribution."""
+    """Allows ``top_k`` above a temperature of 1, where it covers little of the distribution."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder, the teacher's components and other keys of the recipe."""

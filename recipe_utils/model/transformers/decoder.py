@@ -68,7 +68,7 @@ class Decoder(nn.Module):
     """A causal language model of transformers, called as torchtune's decoders.
 
     Parameters have the names of transformers with the prefix ``model.``; of tied weights the state
-    dict has the first only. ``proof`` says how it computes packed rows.
+    dict has the first only. ``proof`` describes how packed rows are computed.
     """
 
     def __init__(self, model: PreTrainedModel, proof: Any) -> None:
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
                     cut(child)
                 elif any(True for _ in child.parameters()) and not stays.get(id(child), is_last):
                     other = NotOnThisStage(weight if child is embeddings else None)
-                    # What the loop over layers reads of a layer.
+                    # Attributes that the loop over layers reads.
                     plain = (bool, int, str)
                     vars(other).update({k: v for k, v in vars(child).items() if type(v) in plain})
                     module._modules[name] = other
@@ -254,7 +254,7 @@ class Decoder(nn.Module):
 
 
 class Tail(nn.Module):
-    """What a model does with its last hidden states: its own forward with the decoder left out."""
+    """Computes logits from hidden states by the model's own forward, without its decoder."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Tail(nn.Module):
 
 
 class _Given(nn.Module):
-    """Stands in for the decoder: its output is the hidden states that are given."""
+    """Returns given hidden states instead of computing them."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
