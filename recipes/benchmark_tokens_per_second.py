@@ -18,9 +18,11 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -33,9 +35,11 @@ from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS
 from recipe_utils.benchmark.baselines.start import write_fresh_adapters
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes, RankReport
-from recipe_utils.benchmark.lineup import Baseline, LineupSettings
+from recipe_utils.benchmark.lineup import Baseline, line_up, load_base_config, merge
+from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.keys import AS_WRITTEN, STRICT, Count, FilePath, Positive
+from recipe_utils.settings.problems import ConfigError, Problem, problems_with_folder
 from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, config_path
 
@@ -49,26 +53,66 @@ SETTLE_SECONDS = 0.02
 class Settings:
     """Config keys of the benchmark."""
 
-    compared: LineupSettings
-
+    output_dir: FilePath
+    """Folder for the report and the output of the baselines."""
+    update_step_config: str
+    """Config of `update_step_recipe` for all baselines, by name or path."""
+    peers: Annotated[dict[str, Any], AS_WRITTEN]
+    """Baselines: name -> `kind` (stock, update_step, hf_trainer, trl, or limit, a bare loop) and
+    overrides of the config."""
+    update_step_recipe: Literal[
+        "full_finetune_update_step", "full_dpo_update_step", "knowledge_distillation_update_step"
+    ] = "full_finetune_update_step"
+    """Recipe of the config. Only fine-tuning has an hf_trainer and a limit."""
+    overrides: Annotated[dict[str, Any], AS_WRITTEN] | None = None
+    """Overrides of the config for all baselines."""
+    baseline: str | None = None
+    """Name of the denominator of ratios; null is the first baseline."""
+    num_warmup_steps: Count = 1
+    """Untimed update steps of each round. The first one includes loading."""
+    num_update_steps: Count = 8
+    """Timed update steps of each round."""
+    nproc_per_node: Count = 1
+    """Data-parallel processes of each baseline."""
     num_rounds: Count = 3
     """Number of rounds; each restarts all baselines."""
     step_timeout_seconds: Positive = 1800
     """Maximum time of a baseline's turn [s]."""
+
+    @property
+    def num_steps(self) -> int:
+        """Update steps of each round."""
+        return self.num_warmup_steps + self.num_update_steps
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields problems of the launch and of the names of baselines."""
+        if (world_size := world_size_from_env()) > 1:
+            yield Problem(
+                f"--nproc_per_node {world_size}",
+                f"the benchmark starts processes itself; set the key nproc_per_node={world_size} instead",
+            )
+        yield from problems_with_folder("output_dir", self.output_dir)
+        if not self.peers:
+            yield Problem("peers", "there are none; set it to names with a kind each")
+        elif self.baseline is not None and self.baseline not in self.peers:
+            text = f"no entry of peers has this name; set it to one of {', '.join(self.peers)}"
+            yield Problem("baseline", text, self.baseline)
 
 
 class BenchmarkTokensPerSecond:
     """Runs the baselines of a config in turns and writes a report."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.settings = read_settings(cfg, Settings)
-        self.compared = self.settings.compared
-        self.output_dir = self.compared.output_dir
-        self.reference = self.compared.reference
-        lineup = self.compared.lineup
-        self.baselines = {each.name: each for each in lineup.baselines}
-        self.contents = lineup.contents  # by the order of the data
-        self.missing = dict(lineup.skipped)  # baseline without figures -> why
+        self.settings = settings = read_settings(cfg, Settings)
+        base = merge(load_base_config(settings.update_step_config), settings.overrides or {})
+        counts = settings.nproc_per_node, settings.num_steps
+        self.baselines, self.missing = line_up(
+            settings.update_step_recipe, base, settings.peers, settings.output_dir, *counts
+        )
+        self.reference = settings.baseline or next(iter(self.baselines), "")
+        if self.reference not in self.baselines:
+            reason = self.missing.get(self.reference, "no baseline can run")
+            raise ConfigError(Problem("baseline", f"{reason}; set another", self.reference))
         model = self.baselines[self.reference].config["model"]
         self.other_models = [
             name for name, each in self.baselines.items() if each.config["model"] != model
@@ -87,7 +131,7 @@ class BenchmarkTokensPerSecond:
         """Starts all baselines, runs them in turns and ends them."""
         running: dict[str, Processes] = {}
         losses: dict[str, list[float]] = {}
-        num_steps = self.compared.num_steps
+        num_steps = self.settings.num_steps
         bar = tqdm(total=num_steps, desc=f"round {number}/{self.settings.num_rounds}")
         try:
             for name, baseline in self.baselines.items():
@@ -106,7 +150,7 @@ class BenchmarkTokensPerSecond:
                         running.pop(name).kill()
                         continue
                     losses[name] += reports[0].losses
-                    if step > self.compared.num_warmup_steps:
+                    if step > self.settings.num_warmup_steps:
                         self.steps.append(self._timed_step(number, step, name, seconds, reports))
                 bar.update(1)
             for name, processes in running.items():
@@ -134,9 +178,9 @@ class BenchmarkTokensPerSecond:
         shown_versions = ", ".join(f"{name} {number}" for name, number in versions.items())
         parts = [
             "# Target tokens per second",
-            f"{machine}, processes: {self.compared.nproc_per_node}, {first.config['dtype']}, batch "
+            f"{machine}, processes: {self.settings.nproc_per_node}, {first.config['dtype']}, batch "
             f"{first.config['batch_size']} x {first.config['gradient_accumulation_steps']}; rounds: "
-            f"{self.settings.num_rounds}, timed update steps in each: {self.compared.num_update_steps}. "
+            f"{self.settings.num_rounds}, timed update steps in each: {self.settings.num_update_steps}. "
             f"{date}, {shown_versions}.",
             f"```bash\n{command}\n```",
             report.throughput_table(summaries, self.reference, self.missing),
@@ -154,12 +198,12 @@ class BenchmarkTokensPerSecond:
                 "number of tokens of the update step, so its weights differ afterwards. Losses include the teacher's "
                 "entropy, as stock's do, but for kind=trl."
             )
-        if self.compared.nproc_per_node > 1:
+        if self.settings.nproc_per_node > 1:
             parts.append(
                 "stock and update_step shard the model (FSDP2), hf_trainer and trl copy it (DDP)."
             )
         text = "\n\n".join(parts) + "\n"
-        (self.output_dir / "benchmark.md").write_text(text)
+        (self.settings.output_dir / "benchmark.md").write_text(text)
         raw = {
             "date": date,
             "command": command,
@@ -167,7 +211,7 @@ class BenchmarkTokensPerSecond:
             "versions": versions,
             "reference": self.reference,
             "baselines": {
-                name: {**asdict(each), "update_steps": [c._asdict() for c in self.contents[name]]}
+                name: {**asdict(each), "contents": [c._asdict() for c in each.contents]}
                 for name, each in self.baselines.items()
             },
             "missing": self.missing,
@@ -176,18 +220,18 @@ class BenchmarkTokensPerSecond:
             "steps": self.steps,
         }
         raw_text = json.dumps(raw, indent=1, default=asdict)
-        (self.output_dir / "benchmark.json").write_text(raw_text + "\n")
+        (self.settings.output_dir / "benchmark.json").write_text(raw_text + "\n")
         print(text)  # noqa: T201
-        log.info(f"Written to {self.output_dir}: benchmark.md, benchmark.json")
+        log.info(f"Written to {self.settings.output_dir}: benchmark.md, benchmark.json")
 
     def _start(self, baseline: Baseline, round: int) -> Processes:
         """Starts the processes of a baseline; they wait for their first turn."""
         tokenizer = config.instantiate(OmegaConf.create(baseline.config["tokenizer"]))
-        folder = self.output_dir / "peers" / baseline.name
+        folder = self.settings.output_dir / "peers" / baseline.name
         return Processes(
             baseline.name,
             write_spec(folder / "spec.json", baseline, tokenizer.pad_id),
-            self.compared.nproc_per_node,
+            self.settings.nproc_per_node,
             folder / f"round_{round}_rank_{{rank}}.log",
             self.settings.step_timeout_seconds,
         )
@@ -203,7 +247,7 @@ class BenchmarkTokensPerSecond:
     def _timed_step(
         self, number: int, step: int, name: str, seconds: float, reports: list[RankReport]
     ) -> report.TimedStep:
-        contents = self.contents[name][step - 1]
+        contents = self.baselines[name].contents[step - 1]
         return report.TimedStep(
             round=number,
             step=step,

@@ -36,7 +36,8 @@ class FolderTokenizer:
         template_variables: further variables of the chat template, such as ``enable_thinking``.
 
     Raises:
-        ValueError: the folder has no fast tokenizer, or its chat template needs a date.
+        ValueError: the folder has no fast tokenizer, or its chat template needs a date or does not use
+            a variable.
     """
 
     def __init__(
@@ -67,6 +68,12 @@ class FolderTokenizer:
             inner.chat_template = re.sub(
                 call, lambda found: repr(day.strftime(found[2])), inner.chat_template
             )
+        for name in self._variables:
+            if not re.search(rf"\b{re.escape(name)}\b", str(inner.chat_template)):
+                raise ValueError(
+                    f"tokenizer.template_variables.{name}: the chat template of {path} does not use it; correct "
+                    "its name, or take it out"
+                )
         self.bos_id, self.eos_id = inner.bos_token_id, inner.eos_token_id
         stops = {*_stops_of_generation(self._path), self.eos_id}
         self.stop_tokens: list[int] = sorted(stops & {*inner.get_vocab().values()})

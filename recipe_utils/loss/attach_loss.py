@@ -140,6 +140,9 @@ class SummedLoss:
             raise ValueError(
                 "loss.weight: with class weights the loss is not an average over target tokens; leave it out"
             )
+        smoothing = getattr(loss_fn, "label_smoothing", 0)
+        if not 0 <= smoothing <= 1:
+            raise ValueError(f"loss.label_smoothing={smoothing}: it must be from 0 to 1")
         self._is_sum = reduction == "sum"
         self._loss_fn = loss_fn
         self.ignore_index: int = loss_fn.ignore_index  # type: ignore[attr-defined]

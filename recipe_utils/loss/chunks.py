@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
+from recipe_utils.data.loader.microbatch import Targets
+
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 """Takes the logits of a chunk [c, v], at least fp32, which it may overwrite, the slice of its rows in all rows,
 and True if a gradient is needed. Returns sums [k], and the first one's gradient for the logits [c, v]."""
@@ -21,17 +23,8 @@ _CHUNKS_IN_BF16 = 4
 all are summed in bf16."""
 
 
-def sum_over_chunks(
-    output: nn.Module | TiedLinear,
-    hidden: Tensor,
-    chunk_loss: ChunkLoss,
-    *,
-    num_sums: int,
-    tokens_per_chunk: int,
-    num_output_chunks: int,
-    backward_in_parts: bool = False,
-) -> Tensor:
-    """Returns the sums of a loss over all chunks, [k], at least fp32; the first has a gradient.
+class ChunkedLoss(nn.Module):
+    """Base of loss modules that project hidden states at target tokens in chunks.
 
     No more than one chunk of logits exists at a time: each chunk's gradient is computed along with
     its sums (three matrix products, none twice). Chunking over tokens follows torchtune (pull
@@ -42,27 +35,62 @@ def sum_over_chunks(
     ``num_output_chunks`` chunks is projected by the output layer itself and recomputed in the
     backward. Their number is fixed, because all FSDP ranks must call the layer equally often.
 
-    If ``hidden`` [n, d] has no rows, the sums are 0, with a graph. With ``backward_in_parts`` the
-    backward runs twice, for ``hidden`` and for the weight (zero-bubble schedules), which needs a
-    second copy of both gradients.
+    Args:
+        tokens_per_chunk: target tokens projected at once.
+        num_output_chunks: number of chunks if the output layer is called as a module.
+        ignore_index: label of positions that are no targets.
+        key: config key of the loss, for the ValueError of a number of chunks below 1.
     """
-    weight = plain_weight(output)
-    if weight is not None:
-        if not torch.is_grad_enabled():
-            weight = weight.detach()  # otherwise validation would compute its gradient
-        sums: Tensor = _SumsOfPlainWeight.apply(
-            hidden, weight, chunk_loss, num_sums, tokens_per_chunk, backward_in_parts
-        )
+
+    takes_hidden_states = True
+
+    def __init__(
+        self, tokens_per_chunk: int, num_output_chunks: int, ignore_index: int, key: str
+    ) -> None:
+        super().__init__()
+        sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{key}.{name}={size}: it must be at least 1")
+        self.tokens_per_chunk = tokens_per_chunk
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
+
+    def at_targets(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Returns hidden states [n, d] of [b, s, d], and labels [n], of the target tokens."""
+        labels = targets.labels.flatten().index_select(0, targets.positions)
+        return hidden.flatten(0, 1).index_select(0, targets.positions), labels
+
+    def sum_over_chunks(
+        self,
+        output: nn.Module | TiedLinear,
+        hidden: Tensor,
+        chunk_loss: ChunkLoss,
+        num_sums: int,
+        backward_in_parts: bool = False,
+    ) -> Tensor:
+        """Returns the sums of a loss over all chunks, [k], at least fp32; the first has a gradient.
+
+        If ``hidden`` [n, d] has no rows, the sums are 0, with a graph. With ``backward_in_parts``
+        the backward runs twice, for ``hidden`` and for the weight (zero-bubble schedules), which
+        needs a second copy of both gradients.
+        """
+        weight = plain_weight(output)
+        if weight is not None:
+            if not torch.is_grad_enabled():
+                weight = weight.detach()  # otherwise validation would compute its gradient
+            sums: Tensor = _SumsOfPlainWeight.apply(
+                hidden, weight, chunk_loss, num_sums, self.tokens_per_chunk, backward_in_parts
+            )
+            return sums
+        sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
+        start = 0
+        for part in hidden.tensor_split(self.num_output_chunks):
+            rows = slice(start, start + len(part))
+            arguments = output, part, rows, chunk_loss
+            sums = sums + checkpoint(_sums_of_output, *arguments, use_reentrant=False)
+            start = rows.stop
         return sums
-    sums = hidden.new_zeros(num_sums, dtype=sum_dtype(hidden))
-    start = 0
-    for part in hidden.tensor_split(num_output_chunks):
-        rows = slice(start, start + len(part))
-        sums = sums + checkpoint(
-            _sums_of_output, output, part, rows, chunk_loss, use_reentrant=False
-        )
-        start = rows.stop
-    return sums
 
 
 def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
@@ -70,11 +98,12 @@ def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Call
     compiled = torch.compile(function, dynamic=True, backend=backend)
 
     def call(logits: Tensor, *others: Any) -> Any:
-        # The compiler would specialise on 0 and 1 rows, and on the sizes of tensors that the others are slices of.
+        # The compiler would specialize on 0 and 1 rows, and on the sizes of tensors that vectors are slices of.
         if len(logits) < 2:
             return function(logits, *others)
         return compiled(
-            logits, *(each.clone() if isinstance(each, Tensor) else each for each in others)
+            logits,
+            *(e.clone() if isinstance(e, Tensor) and e.dim() == 1 else e for e in others),
         )
 
     return call
@@ -181,13 +210,6 @@ class _SumsOfLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         (grad_logits,) = ctx.saved_tensors
         return grad_logits * grad_sums[0], None, None
-
-
-def check_chunks(key: str, **sizes: int) -> None:
-    """Raises ValueError for the first of ``sizes``, arguments of a loss at ``key``, that is below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{key}.{name}={size}: it must be at least 1")
 
 
 def chunks_of(num_tokens: int, tokens_per_chunk: int) -> list[slice]:

@@ -17,7 +17,12 @@ from torchtune.modules import loss as stock
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import check_chunks, chunks_of, sum_dtype, sum_over_chunks
+from recipe_utils.loss.chunks import (
+    ChunkedLoss,
+    chunks_of,
+    compiled_for_all_lengths,
+    sum_dtype,
+)
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 
 Kind = Literal["forward", "reverse", "symmetric", "js"]
@@ -141,12 +146,12 @@ def jensen_shannon(
     return b * of_teacher + (1 - b) * h.sum(1), h.mul_(1 - b)
 
 
-class LinearDistillationLoss(nn.Module):
+class LinearDistillationLoss(ChunkedLoss):
     """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
     Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1) and are
-    normalised over the m common tokens. No more than one chunk of logits of each side exists; see
-    :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    normalised over the m common tokens. For further arguments see
+    :class:`recipe_utils.loss.chunks.ChunkedLoss`.
 
     Args:
         divergence: ``forward``, ``reverse``, ``symmetric`` or ``js``; see :data:`Divergence`.
@@ -156,13 +161,9 @@ class LinearDistillationLoss(nn.Module):
             multiplied by T^2.
         tokens_per_chunk: target tokens projected at once; takes two to three times
             ``tokens_per_chunk * v`` fp32 numbers, compiled four to five times.
-        num_output_chunks: number of chunks if the student's output layer is called as a module.
-        ignore_index: label of positions that are no targets.
 
     Raises ValueError if an argument is out of bounds.
     """
-
-    takes_hidden_states = True
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class LinearDistillationLoss(nn.Module):
         num_output_chunks: int = 8,
         ignore_index: int = -100,
     ) -> None:
-        super().__init__()
+        super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "kd_loss")
         divergences: dict[str, Divergence] = {
             "forward": forward_kl,
             "reverse": reverse_kl,
@@ -199,18 +200,13 @@ class LinearDistillationLoss(nn.Module):
             raise ValueError(
                 f"kd_loss.mixture={mixture}: it has no effect with divergence={divergence}; remove it"
             )
-        sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
-        check_chunks("kd_loss", **sizes)
         self.divergence = divergences[divergence]
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature or temperature
         self.kd_ratio = 1.0
         """r; 1 needs no labels and computes no cross-entropy."""
         self._square = temperature**2 if teacher_temperature is None else 1.0
-        self.tokens_per_chunk = tokens_per_chunk
-        self.num_output_chunks = num_output_chunks
-        self.ignore_index = ignore_index
-        self._compiled: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        self._compute: Callable[..., tuple[Tensor, Tensor | None]] = self._in_slices
 
     def compile_chunks(self, backend: Any) -> None:
         """Compiles the arithmetic on logits, once for chunks of any length.
@@ -224,7 +220,7 @@ class LinearDistillationLoss(nn.Module):
             log_p = F.log_softmax(of_teacher, dim=-1) if token_ids is None else of_teacher
             return self._sums_and_gradient(logits, log_p, token_ids, *others)
 
-        self._compiled = torch.compile(normalize_and_sum, dynamic=True, backend=backend)
+        self._compute = compiled_for_all_lengths(normalize_and_sum, backend)
 
     def forward(
         self,
@@ -238,8 +234,7 @@ class LinearDistillationLoss(nn.Module):
         ``targets`` have the teacher's outputs attached; without targets the sums are 0, with a
         graph. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
-        hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
-        labels = targets.labels.flatten().index_select(0, targets.positions)
+        hidden, labels = self.at_targets(hidden, targets)
         return self.sum_rows(output, hidden, labels, targets.teacher, None, backward_in_parts)
 
     def sum_rows(
@@ -265,11 +260,8 @@ class LinearDistillationLoss(nn.Module):
             else:
                 of_teacher = teacher.logits_like(logits, rows, self.teacher_temperature)
                 token_ids, num_tokens = None, of_teacher.size(1)
-            # A copy: the compiler would specialise on the size of the tensor that it is a slice of.
-            label = labels[rows].unsqueeze(1).clone() if labels is not None else None
-            # The compiler would specialise on 0 and 1 rows.
-            compute = self._compiled if self._compiled and len(logits) > 1 else self._in_slices
-            sums, gradient = compute(
+            label = labels[rows] if labels is not None else None
+            sums, gradient = self._compute(
                 logits, of_teacher, token_ids, label, num_tokens, needs_gradient
             )
             if row_weights is not None:
@@ -278,15 +270,7 @@ class LinearDistillationLoss(nn.Module):
                     gradient *= row_weights[rows].unsqueeze(1)
             return sums.sum(1), gradient
 
-        return sum_over_chunks(
-            output,
-            hidden,
-            chunk_loss,
-            num_sums=len(SUMS),
-            tokens_per_chunk=self.tokens_per_chunk,
-            num_output_chunks=self.num_output_chunks,
-            backward_in_parts=backward_in_parts,
-        )
+        return self.sum_over_chunks(output, hidden, chunk_loss, len(SUMS), backward_in_parts)
 
     def _in_slices(
         self,
@@ -325,13 +309,14 @@ class LinearDistillationLoss(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns SUMS of each row, [5, c], and the loss's gradient for the logits, [c, v] or None.
 
-        ``log_p`` [c, m], or [c, k + 1] with ``token_ids`` [c, k], is overwritten. ``label`` [c, 1]
+        ``log_p`` [c, m], or [c, k + 1] with ``token_ids`` [c, k], is overwritten. ``label`` [c]
         may be None if ``kd_ratio`` is 1.
         """
         ce_weight, kd_weight = 1 - self.kd_ratio, self.kd_ratio * self._square
         ce_loss = logits.new_zeros(len(logits))
         if ce_weight:
             assert label is not None
+            label = label.unsqueeze(1)
             log_probs = F.log_softmax(logits, dim=-1)
             ce_loss = -log_probs.gather(1, label).squeeze(1)
 

@@ -8,31 +8,22 @@ from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import check_chunks, compiled_for_all_lengths, sum_over_chunks
+from recipe_utils.loss.chunks import ChunkedLoss, compiled_for_all_lengths
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(ChunkedLoss):
     """Output projection and cross-entropy, summed over target tokens and computed in chunks.
 
-    Args:
-        tokens_per_chunk: target tokens projected at once; takes ``tokens_per_chunk * v`` fp32
-            numbers. See :func:`recipe_utils.loss.chunks.sum_over_chunks`.
-        num_output_chunks: number of chunks if the output layer is called as a module.
-        ignore_index: label of positions that are no targets.
+    For the arguments see :class:`recipe_utils.loss.chunks.ChunkedLoss`; a chunk takes
+    ``tokens_per_chunk * v`` fp32 numbers.
     """
 
-    takes_hidden_states = True
     sums_datasets = True
 
     def __init__(
         self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8, ignore_index: int = -100
     ) -> None:
-        super().__init__()
-        sizes = {"tokens_per_chunk": tokens_per_chunk, "num_output_chunks": num_output_chunks}
-        check_chunks("loss", **sizes)
-        self.tokens_per_chunk = tokens_per_chunk
-        self.num_output_chunks = num_output_chunks
-        self.ignore_index = ignore_index
+        super().__init__(tokens_per_chunk, num_output_chunks, ignore_index, "loss")
         self._cross_entropy = _cross_entropy
 
     def compile_chunks(self, backend: Any) -> None:
@@ -52,7 +43,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target has the weight of its dataset, then the unweighted sum of each dataset. For the
         arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
-        labels = targets.labels.flatten().index_select(0, targets.positions)
+        hidden, labels = self.at_targets(hidden, targets)
         datasets, weights = targets.dataset_indices, targets.dataset_weights
 
         def chunk_loss(
@@ -63,15 +54,8 @@ class LinearCrossEntropyLoss(nn.Module):
             of_rows = None if datasets is None else datasets[rows]
             return self._cross_entropy(given.pop(), labels[rows], needs_gradient, of_rows, weights)
 
-        sums = sum_over_chunks(
-            output,
-            hidden.flatten(0, 1).index_select(0, targets.positions),
-            chunk_loss,
-            num_sums=1 if weights is None else 1 + len(weights),
-            tokens_per_chunk=self.tokens_per_chunk,
-            num_output_chunks=self.num_output_chunks,
-            backward_in_parts=backward_in_parts,
-        )
+        num_sums = 1 if weights is None else 1 + len(weights)
+        sums = self.sum_over_chunks(output, hidden, chunk_loss, num_sums, backward_in_parts)
         return sums.squeeze(0) if weights is None else sums
 
 

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Pairs, Targets
 from recipe_utils.loss.chunks import (
+    ChunkedLoss,
     WeightGradient,
     chunks_of,
     compiled_for_all_lengths,
@@ -23,20 +25,16 @@ from recipe_utils.loss.chunks import (
 )
 
 
-class LinearLogProbs(nn.Module):
+class LinearLogProbs(ChunkedLoss):
     """Loss module for ``attach_loss`` that returns the log-probability of each target token.
 
     Logits of all chunks but the last are recomputed in the backward, because the factor of each
     token's gradient is only known then: four matrix products, where a summed loss takes three. For
-    the arguments see :func:`recipe_utils.loss.chunks.sum_over_chunks`.
+    the arguments see :class:`recipe_utils.loss.chunks.ChunkedLoss`.
     """
 
-    takes_hidden_states = True
-
     def __init__(self, tokens_per_chunk: int = 2048, num_output_chunks: int = 8) -> None:
-        super().__init__()
-        self.tokens_per_chunk = tokens_per_chunk
-        self.num_output_chunks = num_output_chunks
+        super().__init__(tokens_per_chunk, num_output_chunks, IGNORE_INDEX, "loss")
         self._arithmetic: _Arithmetic = (_read, _gradient)
 
     def compile_chunks(self, backend: Any) -> None:
@@ -57,8 +55,7 @@ class LinearLogProbs(nn.Module):
         """
         if backward_in_parts:
             raise ValueError("pipeline_parallel_schedule: this loss has no backward in parts")
-        hidden = hidden.flatten(0, 1).index_select(0, targets.positions)
-        labels = targets.labels.flatten().index_select(0, targets.positions)
+        hidden, labels = self.at_targets(hidden, targets)
         weight = plain_weight(output)
         if weight is not None:
             log_probs: Tensor = _ChunkedLinearLogProbs.apply(

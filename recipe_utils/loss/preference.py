@@ -47,7 +47,8 @@ class IPOLoss(nn.Module):
 
     def __init__(self, tau: float = 0.1, normalizes_length: bool = True) -> None:
         super().__init__()
-        _check_positive("tau", tau)
+        if tau <= 0:
+            raise ValueError(f"loss.tau={tau}: it must be above 0")
         self.tau = tau
         self.normalizes_length = normalizes_length
 
@@ -72,7 +73,6 @@ class RobustDPOLoss(DPOLoss):
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
-        _check_positive("beta", beta)
         if not 0 <= label_smoothing < 0.5:
             raise ValueError(
                 f"loss.label_smoothing={label_smoothing}: it must be at least 0 and below 0.5, where labels "
@@ -92,7 +92,6 @@ class NormalizedDPOLoss(DPOLoss):
 
     def __init__(self, beta: float = 5.0, label_smoothing: float = 0.0) -> None:
         super().__init__(beta, label_smoothing)
-        _check_positive("beta", beta)
 
 
 class SimPOLoss(nn.Module):
@@ -108,7 +107,6 @@ class SimPOLoss(nn.Module):
 
     def __init__(self, beta: float = 2.0, gamma: float = 1.0) -> None:
         super().__init__()
-        _check_positive("beta", beta)
         self.beta = beta
         self.gamma = gamma
 
@@ -182,11 +180,6 @@ class PreferenceLoss(nn.Module):
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
         return metrics.sum(1) / num_ranks  # each rank of a row has computed them
-
-
-def _check_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"loss.{name}={value}: it must be above 0")
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:

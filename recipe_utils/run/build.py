@@ -20,9 +20,10 @@ from recipe_utils.data.images.collator import (
     WholeImages,
 )
 from recipe_utils.data.images.crop_rows import TokenLayout
-from recipe_utils.data.images.folders import load_images
+from recipe_utils.data.images.folders import check_is_image
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
@@ -92,15 +93,17 @@ def build_image_loaders(
     """
     validates = _validates(settings)
     temperature = settings.of_mixture.temperature
-    dataset = build("dataset", load_images, cfg.dataset, temperature=temperature)
+    load = partial(load_dataset, check=check_is_image)
+    load_labelled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
+    dataset = build("dataset", load, cfg.dataset, temperature=temperature)
     if validates:
         cfg_knn = cfg.get("dataset_knn") or cfg.dataset
-        bank = build("dataset_knn", load_images, cfg_knn, with_labels=True)
-        images = build("dataset_val", load_images, cfg.dataset_val, with_labels=True)
+        bank = build("dataset_knn", load_labelled, cfg_knn)
+        images = build("dataset_val", load_labelled, cfg.dataset_val)
     fill = settings.fill(ranks)
     with naming():
         views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)
-        collator: Any = ViewCollator(settings, settings, layout)
+        collator: Any = ViewCollator(settings, layout)
         drawn = (settings.epochs, run.saved_fingerprint)
         loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, *drawn)
         if settings.ibot_loss_weight > 0:

@@ -211,7 +211,6 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
         "shared": PACKED,
         "shared_cached": {**PACKED, "reference": "cached", "precompute_reference": True},
         "trl_precomputed": {**TRL, "precompute_ref_log_probs": True},
-        "limit": LIMIT,
     }
     *_, results = run_here(
         tmp_path,
@@ -226,7 +225,7 @@ def test_all_baselines_train_the_same_pairs_and_compute_shared_tokens_once(tmp_p
     last_loss = results["losses"]["stock"][0][-1]
     assert abs(last_loss - math.log(2)) > 0.005, "the policy is still the reference"
     slots = {name: each["positions_per_target"] for name, each in by_name(results).items()}
-    assert slots["shared"] == slots["shared_cached"] < slots["packed"] == slots["limit"]
+    assert slots["shared"] == slots["shared_cached"] < slots["packed"]
     assert slots["packed"] < slots["stock"]
 
 
@@ -298,22 +297,37 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
     assert not (folder / "benchmark.md").exists()
 
 
-def test_all_problems_of_a_config_are_reported_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"baseline": "stoc", "num_rounds": 0},
+            ["num_rounds=0: it must be at least 1"],
+        ),
+        (
+            {"baseline": "stoc"},
+            ["baseline=stoc: no entry of peers has this name; set it to one of"],
+        ),
+        ({"peers": {}}, ["peers: there are none"]),
+        ({"overrides": {"optimizer_in_bwd": True}}, ["overrides.optimizer_in_bwd=True"]),
+        (
+            {"num_update_steps": 500},
+            [
+                "peers.stock: kind=stok: set it to one of stock, update_step, hf_trainer, trl, limit",
+                "peers.ours: microbatchng: this recipe has no such key; did you mean microbatching?",
+                "peers.limit: num_update_steps: the dataset has 160 samples",
+            ],
+        ),
+    ],
+)
+def test_problems_of_a_config_are_reported(changes, expected, tmp_path):
     peers = {
         "stock": {"kind": "stok"},
         "ours": {"kind": "update_step", "microbatchng": "in_order"},
         "limit": LIMIT,
     }
-    changes = {"baseline": "stoc", "num_rounds": 0, "overrides": {"optimizer_in_bwd": True}}
-    config_path, _ = write_configs(tmp_path, peers, **changes)
-    code, screen = tune_run_here(RECIPE, config_path, "num_update_steps=500")
+    config_path, _ = write_configs(tmp_path, **{"peers": peers, **changes})
+    code, screen = tune_run_here(RECIPE, config_path)
     assert code == 2
-    for problem in (
-        "peers.stock.kind=stok: set it to one of stock, update_step, hf_trainer, trl, limit",
-        "peers.ours: microbatchng: this recipe has no such key; did you mean microbatching?",
-        "baseline=stoc: no entry of peers has this name; set it to one of stock, ours, limit",
-        "num_rounds=0: it must be at least 1",
-        "overrides.optimizer_in_bwd=True",
-        "num_update_steps=500: the dataset has 160 samples",
-    ):
+    for problem in expected:
         assert problem in screen

@@ -88,6 +88,7 @@ REFUSED = {
     (SFT, "dataset={_component_: tiny.endless_dataset}"): "dataset: a generator has no length; set it to a map-style dataset",
     (SFT, "optimizer.learning_rate=1"): "optimizer.learning_rate: AdamW has no such argument",
     (SFT, "loss._component_=torch.nn.CrossEntropyLoss loss.reduction=none"): "loss.reduction=none: set it to 'mean'",
+    (SFT, "loss={_component_: torch.nn.CrossEntropyLoss, label_smoothing: -1.0}"): "loss.label_smoothing=-1.0: it must",
     (SFT, "loss.tokens_per_chunk=0"): "loss.tokens_per_chunk=0: it must be at least 1",
     (SFT, f"dataset={WEIGHTED} loss={{_component_: torch.nn.CrossEntropyLoss}}"): r"dataset\[0\].loss_weight=2: torch.nn.CrossEntropyLoss cannot weight targets; set",
     (SFT, f"dataset={WEIGHTED.replace('2', '0')}"): r"dataset\[0\].loss_weight=0: it must be a number above 0",

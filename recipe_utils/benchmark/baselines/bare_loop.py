@@ -1,17 +1,16 @@
-"""Bare training loops as the upper bound of throughput.
+"""A bare training loop as the upper bound of throughput.
 
 Samples are tokenized before the first step and concatenated into rows without padding. Samples
 attend only to themselves; only target positions are projected onto the vocabulary. There are no
-ranks, compilation or activation checkpointing. The loops do not use losses and plans of the
-update-step recipes.
+ranks, compilation or activation checkpointing. Losses and plans are not those of the recipes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import config as torchtune_config
 from torchtune import training
@@ -27,57 +26,22 @@ from recipe_utils.data.loader.samples import Sample
 def train_text(config: DictConfig) -> None:
     """Fine-tunes with one row per update step, or rows of at most ``max_tokens_per_row`` tokens."""
     bare = BareModel(config)
-
-    def losses(step: Sequence[Sample]) -> Iterator[Tensor]:
-        rows = [row_of(row) for row in _rows(step, config.get("max_tokens_per_row"))]
-        num_targets = sum(len(row.labels) for row in rows)
-        for row in rows:
-            yield -bare.log_probs(row).sum() / num_targets
-
-    _train(config, bare.model, losses)
-
-
-def train_dpo(config: DictConfig) -> None:
-    """Tunes with a live reference; a row has both sides of ``pairs_per_row`` (batch_size) pairs."""
-    of_reference = {**config, "checkpointer": config.get("ref_checkpointer") or config.checkpointer}
-    policy, reference = BareModel(config), BareModel(OmegaConf.create(of_reference))
-    reference.model.requires_grad_(False)
-    loss_fn = torchtune_config.instantiate(config.loss)
-
-    def losses(step: Sequence[Sample]) -> Iterator[Tensor]:
-        for pairs in _parts(step, config.get("pairs_per_row") or config.batch_size):
-            sides = [
-                {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
-                for side in ("chosen", "rejected")
-                for pair in pairs
-            ]
-            row = row_of(sides)
-            num_targets = [sum(x != IGNORE_INDEX for x in each["labels"][1:]) for each in sides]
-            with torch.no_grad():
-                reference_sums = _sums(reference.log_probs(row), num_targets)
-            policy_sums = _sums(policy.log_probs(row), num_targets)
-            per_pair, *_ = loss_fn(*policy_sums, *reference_sums)
-            yield per_pair.sum() / len(step)
-
-    _train(config, policy.model, losses)
-
-
-def _train(
-    config: DictConfig, model: nn.Module, losses: Callable[[Sequence[Sample]], Iterator[Tensor]]
-) -> None:
-    """Trains a model; ``losses`` yields the terms of an update step's loss."""
-    optimizer = torchtune_config.instantiate(config.optimizer, model.parameters())
+    optimizer = torchtune_config.instantiate(config.optimizer, bare.model.parameters())
     lr_scheduler = make_lr_scheduler(config, optimizer)
     samples = samples_in_order(config, torchtune_config.instantiate(config.tokenizer), num_ranks=1)
     logger = LossLogger()
     per_step = config.batch_size * config.gradient_accumulation_steps
-    for number, step in enumerate(_parts(samples, per_step), start=1):
+    for number, start in enumerate(range(0, len(samples), per_step), start=1):
+        step = samples[start : start + per_step]
+        rows = [row_of(row) for row in _rows(step, config.get("max_tokens_per_row"))]
+        num_targets = sum(len(row.labels) for row in rows)
         loss_of_step = torch.zeros((), device=get_device(config.device))
-        for loss in losses(step):
+        for row in rows:
+            loss = bare.loss(row) / num_targets
             loss.backward()
             loss_of_step += loss.detach()
         if config.get("clip_grad_norm") is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), float(config.clip_grad_norm))
+            nn.utils.clip_grad_norm_(bare.model.parameters(), float(config.clip_grad_norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if lr_scheduler is not None:
@@ -127,14 +91,14 @@ class BareModel:
         self.model.max_seq_len = 2**31  # a row may be longer than a sample; positions restart
         self.model.unembed = lambda hidden: hidden
 
-    def log_probs(self, row: Row) -> Tensor:
-        """Returns the log-probabilities of a row's targets, [n] in fp32 [nats]."""
+    def loss(self, row: Row) -> Tensor:
+        """Returns the summed cross-entropy of a row's targets [nats], [] in fp32."""
         self._lengths = row.lengths
         tokens, positions, target_positions, labels = (each.to(self._device) for each in row[1:])
         hidden = self.model(tokens, input_pos=positions)[0]
         hidden = self.model.norm(hidden.index_select(0, target_positions))
         logits = self.model.output(hidden).float()
-        return -F.cross_entropy(logits, labels, reduction="none")
+        return F.cross_entropy(logits, labels, reduction="sum")
 
     def _attend_per_sample(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         # The backward of each slice, unlike that of split, would allocate a row of zeros.
@@ -144,11 +108,6 @@ class BareModel:
             for part in zip(*split, strict=True)
         ]
         return torch.cat(attended, dim=2)
-
-
-def _sums(log_probs: Tensor, num_targets: Sequence[int]) -> Sequence[Tensor]:
-    """Sums log-probabilities [n] of targets per chosen and rejected answer, [p] each."""
-    return torch.stack([each.sum() for each in log_probs.split(list(num_targets))]).chunk(2)
 
 
 def _rows(samples: Sequence[Sample], max_tokens: int | None) -> Iterator[list[Sample]]:
@@ -163,8 +122,3 @@ def _rows(samples: Sequence[Sample], max_tokens: int | None) -> Iterator[list[Sa
         row.append(sample)
         num_tokens += length
     yield row
-
-
-def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]

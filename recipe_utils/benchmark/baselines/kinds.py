@@ -20,7 +20,6 @@ KINDS: dict[str, dict[str, str]] = {
         "stock": "stock.train_dpo",
         "update_step": "update_step.train_dpo",
         "trl": "hugging_face.train_trl_dpo",
-        "limit": "bare_loop.train_dpo",
     },
     DISTILLATION: {
         "stock": "stock.train_distillation",
@@ -35,10 +34,7 @@ OWN_KEYS: dict[str, dict[str, set[str]]] = {
         "trl": {"padding_free", "attn_implementation"},
         "limit": {"max_tokens_per_row"},
     },
-    PAIRS: {
-        "trl": {"precompute_ref_log_probs", "attn_implementation"},
-        "limit": {"pairs_per_row"},
-    },
+    PAIRS: {"trl": {"precompute_ref_log_probs", "attn_implementation"}},
     DISTILLATION: {"trl": {"attn_implementation"}},
 }
 """Recipe -> kind -> config keys of this kind only."""

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, load_dataset
+from recipe_utils.data.loader.samples import Sample, SampleError, check_keys
 
 _log = get_logger("INFO")
 _LUMA = (0.299, 0.587, 0.114)
@@ -111,18 +110,9 @@ def hf_image_dataset(
     return ImageDataset(rows, image_column, label_column if label_column in columns else None)
 
 
-def load_images(
-    cfg: DictConfig | ListConfig, with_labels: bool = False, temperature: float | None = None
-) -> Any:
-    """Loads a dataset of images by :func:`recipe_utils.data.loader.samples.load_dataset`.
-
-    Raises ValueError if the first sample has no image, or no label and ``with_labels`` is True.
-    """
-    made = load_dataset(cfg, temperature=temperature)
-    try:
-        sample = _as_mapping(made[0])
-    except Exception:  # an empty dataset or a broken image is reported when it is loaded
-        return made
+def check_is_image(sample: Any, with_labels: bool = False) -> None:
+    """Raises ValueError if a sample has no image, or no label and ``with_labels`` is True."""
+    sample = _as_mapping(sample)
     if not isinstance(sample, Mapping) or "image" not in sample:
         found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
@@ -134,7 +124,6 @@ def load_images(
             "its images have no labels for neighbors to vote for; set dataset_knn and dataset_val to images with "
             "labels, or run_val_every_n_steps=null"
         )
-    return made
 
 
 def _as_mapping(sample: Any) -> Any:

@@ -186,13 +186,30 @@ class CheckedDataset(Dataset[Sample]):
 
 
 def load_dataset(
-    cfg: DictConfig | ListConfig, tokenizer: Any = None, temperature: float | None = None
+    cfg: DictConfig | ListConfig,
+    tokenizer: Any = None,
+    temperature: float | None = None,
+    check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Instantiates a dataset from a component, or from a list of components.
 
     A list with names or weights is a :class:`.Mixture`; others are concatenated. ``tokenizer`` is
-    the positional argument of each; None if they take none.
+    the positional argument of each; None if they take none. ``check`` raises ValueError if the
+    first sample is of a wrong kind.
     """
+    dataset = _instantiate_all(cfg, tokenizer, temperature)
+    if check is not None:
+        try:
+            sample = dataset[0]
+        except Exception:  # an empty dataset or a bad sample is reported when it is loaded
+            return dataset
+        check(sample)
+    return dataset
+
+
+def _instantiate_all(
+    cfg: DictConfig | ListConfig, tokenizer: Any, temperature: float | None
+) -> Any:
     given = () if tokenizer is None else (tokenizer,)
     if isinstance(cfg, ListConfig):
         parts: Any = OmegaConf.to_container(cfg, resolve=True)

@@ -10,8 +10,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from recipe_utils.data.mixture import MixtureSettings, problems_with_list
-from recipe_utils.data.plan import PLANS
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.packed import plan_packed
+from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Plan
 from recipe_utils.parallel.process_group import local_world_size_from_env
 from recipe_utils.parallel.ranks import ParallelDims, RankSettings
@@ -32,20 +33,19 @@ class DataSettings(RankSettings):
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
     global_batch_size: Count | None = None
-    """Samples per update step over all ranks, whose shares differ by at most one; replaces
-    ``gradient_accumulation_steps``."""
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
-    """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted
-    by length and cut for the least cost; ``packed``: concatenated to rows without padding. The
-    gradient is the same."""
+    """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
+    cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is
+    the same."""
     max_tokens_per_microbatch: Count | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
     times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
-    """With ``packed``: a sample of more than ``max_tokens_per_microbatch`` tokens is computed by 2,
-    4, ... neighbouring ranks together, up to so many."""
+    """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
+    than ``max_tokens_per_microbatch`` tokens together."""
     microbatch_overhead_slots: Annotated[
         Positive | None, OnlyWith("microbatching", ("least_padding",))
     ] = None
@@ -68,14 +68,14 @@ class DataSettings(RankSettings):
     prefetch_update_steps: CountOrZero = 2
     """Update steps prepared ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
-    """``skip``: samples that cannot be read or trained on are skipped with a warning; counts stay exact."""
+    """``skip``: bad samples are skipped with a warning; counts stay exact."""
     mixture: (
         Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
         | None
     ) = None
-    """Options of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
-    of target tokens), ``samples_per_epoch`` (default: the number of all samples). ``temperature`` T sets
-    the weights to length^(1/T)."""
+    """Options of a ``dataset`` list with weights: ``weigh`` (``samples``, or ``tokens``: shares
+    of target tokens), ``samples_per_epoch`` (default: all samples), ``temperature`` T (weights
+    are length^(1/T))."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
 
@@ -207,12 +207,17 @@ class DataSettings(RankSettings):
 
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""
-        arguments: dict[str, Any] = {"batch_size": self.batch_size}
-        if self.plans_by_tokens:
-            arguments |= {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+        if not self.plans_by_tokens:
+            return partial(plan_in_order, batch_size=self.batch_size)
+        limits: dict[str, Any] = {"max_tokens_per_microbatch": max_tokens, "cost": cost}
         if self.is_packed:
-            arguments["max_ranks_per_row"] = self.max_ranks_per_row
-        return partial(PLANS[self.microbatching], **arguments)
+            return partial(
+                plan_packed,
+                batch_size=self.batch_size,
+                max_ranks_per_row=self.max_ranks_per_row,
+                **limits,
+            )
+        return partial(plan_least_padding, batch_size=self.batch_size, **limits)
 
     def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:
         """Returns the cost of a microbatch: that of the device, with the overhead of the config."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig, ListConfig
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torchtune.data import padded_collate_sft
@@ -22,7 +21,6 @@ from recipe_utils.data.loader.samples import (
     Sample,
     SkippedSampleError,
     check_keys,
-    load_dataset,
     whole_numbers,
 )
 from recipe_utils.data.loader.settings import DataSettings
@@ -46,9 +44,10 @@ class PairSettings(DataSettings):
     prefix_sharing: bool | None = None
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
-    def shares_prefixes(self, data: DataSettings) -> bool:
+    @property
+    def shares_prefixes(self) -> bool:
         """Returns True if the common prefix is computed once."""
-        return data.is_packed and self.prefix_sharing is not False
+        return self.is_packed and self.prefix_sharing is not False
 
     def problems(self) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
@@ -63,20 +62,14 @@ class PairSettings(DataSettings):
             yield Problem("collate_fn", text, self.collate_fn)
 
 
-def load_pairs(cfg: DictConfig | ListConfig, tokenizer: Any, **options: Any) -> Any:
-    """Calls :func:`.load_dataset`; raises ValueError if the first sample is not a pair."""
-    dataset = load_dataset(cfg, tokenizer, **options)
-    try:
-        keys = sorted(dataset[0])
-    except Exception:  # not a dataset, empty, or a bad sample: reported when it is loaded
-        return dataset
-    if "chosen_input_ids" not in keys:
+def check_is_pair(sample: Any) -> None:
+    """Raises ValueError if the first sample of a dataset is not a pair."""
+    if isinstance(sample, Mapping) and "chosen_input_ids" not in sample:
         raise ValueError(
-            f"its samples have {', '.join(map(str, keys))} instead of chosen_input_ids, chosen_labels, "
+            f"its samples have {', '.join(sorted(map(str, sample)))} instead of chosen_input_ids, chosen_labels, "
             "rejected_input_ids and rejected_labels; set it to a preference dataset, such as "
             "torchtune.datasets.preference_dataset"
         )
-    return dataset
 
 
 def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
@@ -110,13 +103,12 @@ class PairCollator(RowCollator):
 
     def __init__(
         self,
-        settings: DataSettings,
+        settings: PairSettings,
         tokenizer: Any,
         limits: ModelLimits,
-        pair_settings: PairSettings,
         cache: FrozenCache | None = None,
     ) -> None:
-        self._shares_prefixes = pair_settings.shares_prefixes(settings)
+        self._shares_prefixes = settings.shares_prefixes
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
         if self._shares_prefixes:

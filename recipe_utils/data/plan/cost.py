@@ -19,7 +19,10 @@ class MicrobatchCost(NamedTuple):
     """Cost of one more microbatch. The fit is 100; the cheapest cut is flat around it (75 costs
     0.2 % more), and less padding takes less memory."""
     equal_attention_length: float = float("inf")
-    """Length at which attention takes as long as everything else [tokens]."""
+    """Length at which attention would take as long as everything else, were its operations as fast
+    as those of matrix products [tokens]."""
+    attention_slowness: float = 1.0
+    """Time of an operation in attention over the time of one in a matrix product."""
 
     def __call__(self, num_rows: int, longest: int) -> float:
         """Returns the cost of ``num_rows`` samples padded to ``longest`` tokens."""
@@ -27,20 +30,12 @@ class MicrobatchCost(NamedTuple):
 
     def of_sample(self, length: int) -> float:
         """Returns the part of a sample of ``length`` tokens, padding included, in its microbatch's cost."""
-        return length * (1 + length / self.equal_attention_length)
+        return length * (1 + length / (self.equal_attention_length / self.attention_slowness))
 
 
-class DeviceCosts(NamedTuple):
-    """Costs of a device type."""
-
-    overhead_slots: float
-    attention_slowness: float
-    """Time of an operation in attention over the time of one in a matrix product."""
-
-
-MEASURED_COSTS = {"cpu": DeviceCosts(MicrobatchCost().overhead_slots, 3.6)}
+MEASURED_COSTS = {"cpu": MicrobatchCost(attention_slowness=3.6)}
 """Costs by device type that :mod:`recipe_utils.benchmark.microbatch_cost` measured."""
-ESTIMATED_COSTS = DeviceCosts(400.0, 2.0)
+ESTIMATED_COSTS = MicrobatchCost(400.0, attention_slowness=2.0)
 """Estimate for other devices: launching a microbatch's kernels takes some 5 ms, in which a GPU
 would compute 300 to 500 positions of a model of a billion parameters; its attention runs at about
 half the speed of its matrix products."""

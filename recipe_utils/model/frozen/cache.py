@@ -76,16 +76,14 @@ class OutputCache:
         self._first_added_seconds = 0.0
         self._unwritten: dict[bytes, Values] = {}
         self._num_unwritten_bytes = 0
-        self._written: dict[str, _Index] = {}  # by name of the part, since the last reload
         self._parts: dict[str, _Part] = {}
         self._skipped: set[str] = set()
-        self._index = _Index([])
         if self._is_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.reload()
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(np.unique(self._sorted))
 
     def key_of(self, numbers_by_name: Mapping[str, Any]) -> bytes:
         """Returns a sample's key, 16 bytes: a hash of the context and of the sample's integers."""
@@ -96,9 +94,11 @@ class OutputCache:
             digest.update(numbers.tobytes())
         return digest.digest()
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns True for each sample that is in the cache."""
-        found: list[bool] = self._index.contains(keys).tolist()
+    def contains(self, keys: Sequence[bytes]) -> np.ndarray:
+        """Returns True for each sample that is in the cache, [n]."""
+        wanted = np.array(keys, dtype=_KEY)
+        after = np.searchsorted(self._sorted, wanted, "right")
+        found: np.ndarray = after > np.searchsorted(self._sorted, wanted)
         return found
 
     def find(self, keys: Sequence[bytes]) -> Values:
@@ -107,12 +107,18 @@ class OutputCache:
         Raises KeyError with the position of the first sample that is not in the cache, and
         CheckpointError if outputs are corrupt.
         """
-        is_known = self._index.contains(keys)
+        is_known = self.contains(keys)
         if not is_known.all():
             raise KeyError(int(is_known.argmin()))
-        places = self._index.places(keys)
+        # Of equal keys the first one counts, on all ranks.
+        numbers = self._order[np.searchsorted(self._sorted, np.array(keys, dtype=_KEY))]
+        parts = np.searchsorted(self._starts, numbers, "right") - 1
+        opened = [*self._parts.values()]
+        places = [
+            (opened[p], int(n - self._starts[p])) for p, n in zip(parts, numbers, strict=True)
+        ]
         total = sum(part.num_rows(number) for part, number in places)
-        layout = next((part.layout for part in self._parts.values()), {})
+        layout = opened[0].layout if opened else {}
         values = {
             name: torch.empty(total, *shape, dtype=dtype) for name, (dtype, shape) in layout.items()
         }
@@ -130,9 +136,7 @@ class OutputCache:
         if not self._unwritten:
             self._first_added_seconds = time.monotonic()
         parts = {name: rows.split(list(num_rows)) for name, rows in values.items()}
-        is_known = np.zeros(len(keys), dtype=bool)
-        for index in (self._index, *self._written.values()):
-            is_known |= index.contains(keys)
+        is_known = self.contains(keys)
         for number, key in enumerate(keys):
             if key in self._unwritten or is_known[number]:
                 continue
@@ -147,24 +151,32 @@ class OutputCache:
             self.write()
 
     def write(self) -> None:
-        """Writes unwritten outputs as one part, atomically; :meth:`reload` makes them readable.
+        """Writes unwritten outputs as one part, atomically; :meth:`reload` opens it on other ranks.
 
         Raises OSError with the file's name if the part cannot be written; it is removed, and the
         outputs remain unwritten.
         """
         if not self._unwritten:
             return
-        name = f"{self._prefix}-{uuid.uuid4().hex[:16]}.safetensors"
-        _write(self._folder / name, self._unwritten)
-        self._written[name] = _Index([np.array(list(self._unwritten), dtype=_KEY)])
-        self._unwritten = {}
-        self._num_unwritten_bytes = 0
+        path = self._folder / f"{self._prefix}-{uuid.uuid4().hex[:16]}.safetensors"
+        _write(path, self._unwritten)
+        self._unwritten, self._num_unwritten_bytes = {}, 0
+        self._index({**self._parts, path.name: _Part(path)})
+
+    def _index(self, parts: dict[str, "_Part"]) -> None:
+        """Sorts the keys of all parts, 24 bytes a key."""
+        self._parts = parts
+        keys = [part.keys for part in parts.values()]
+        self._starts = np.cumsum([0, *map(len, keys)])
+        together = np.concatenate([np.empty(0, _KEY), *keys])
+        self._order = np.argsort(together, kind="stable")
+        self._sorted = together[self._order]
 
     def reload(self) -> None:
         """Indexes the parts of all ranks and other trainings. All ranks together."""
         # One rank lists the folder and each reports its own parts: listings of network file systems may differ
         # between ranks, and the index must be equal on all of them.
-        names = list(self._written)
+        names = list(self._parts)
         if self._is_zero:
             names += [path.name for path in self._folder.glob(f"{self._prefix}-*.safetensors")]
         ranks = gather_objects(names, self._group)
@@ -185,40 +197,7 @@ class OutputCache:
         for problem in damaged.values() if self._is_zero else ():
             _log.warning(f"{self._key}: {problem}; skipped, its outputs are computed again")
         self._skipped |= damaged.keys()
-        self._parts = {name: part for name, part in parts.items() if name not in damaged}
-        self._index = _Index([part.keys for part in self._parts.values()], [*self._parts.values()])
-        self._written = {}
-
-
-class _Index:
-    """Places of keys in parts, by binary search: 24 bytes a key. Of equal keys the first one counts."""
-
-    def __init__(self, keys_of_parts: Sequence[np.ndarray], parts: Sequence["_Part"] = ()) -> None:
-        self._parts = parts
-        self._starts = np.cumsum([0, *map(len, keys_of_parts)])
-        keys = np.concatenate([np.empty(0, _KEY), *keys_of_parts])
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-
-    def __len__(self) -> int:
-        return len(self._sorted) - int((self._sorted[1:] == self._sorted[:-1]).sum())
-
-    def contains(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Returns True for each key that has a place, [n]."""
-        wanted = np.array(keys, dtype=_KEY)
-        found: np.ndarray = np.searchsorted(self._sorted, wanted, "right") > np.searchsorted(
-            self._sorted, wanted
-        )
-        return found
-
-    def places(self, keys: Sequence[bytes]) -> list[tuple["_Part", int]]:
-        """Returns part and position in it of each key; all of them must have one."""
-        positions = self._order[np.searchsorted(self._sorted, np.array(keys, dtype=_KEY))]
-        which = np.searchsorted(self._starts, positions, "right") - 1
-        numbers = positions - self._starts[which]
-        return [
-            (self._parts[part], int(number)) for part, number in zip(which, numbers, strict=True)
-        ]
+        self._index({name: part for name, part in parts.items() if name not in damaged})
 
 
 class _Part:

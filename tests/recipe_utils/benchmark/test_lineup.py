@@ -9,9 +9,8 @@ from recipe_runs import tiny_config, tiny_dpo_config, tiny_kd_config
 from torchtune import config as torchtune_config
 
 from recipe_utils.benchmark.interleave import LossLogger
-from recipe_utils.benchmark.lineup import LineupSettings, load_base_config, merge
+from recipe_utils.benchmark.lineup import line_up, load_base_config, merge
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES as RECIPES_OF_PROJECT
 from recipe_utils.tune.registry import config_path
 
@@ -29,21 +28,14 @@ RECIPES = {
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a lineup of one baseline over a tiny config, with changes."""
+    """Resolves the baselines of a benchmark over a tiny config, with changes."""
 
-    def read(base=None, recipe="text", **changes):
+    def read(base=None, recipe="text", peers=None, overrides=None, num_ranks=1):
         name, make = RECIPES[recipe]
         path = tmp_path / "base.yaml"
         path.write_text(yaml.safe_dump(make(tmp_path, **(base or {}))))
-        config = {
-            "output_dir": f"{tmp_path}/out",
-            "update_step_recipe": name,
-            "update_step_config": str(path),
-            "peers": {"ours": OURS},
-            "num_update_steps": 2,
-            **changes,
-        }
-        return read_settings(OmegaConf.create(config), LineupSettings).lineup
+        merged = merge(load_base_config(str(path)), overrides or {})
+        return line_up(name, merged, peers or {"ours": OURS}, tmp_path / "out", num_ranks, 3)
 
     return read
 
@@ -55,15 +47,15 @@ def problems(read, *args, **changes):
 
 
 def config_of(read, base=None, **entry):
-    """The resolved config of one baseline; the first is the reference."""
-    peers = {"first": OURS, "mine": {**OURS, **entry}}
-    return read(base, peers=peers).baselines[1].config
+    """The resolved config of one baseline."""
+    return read(base, peers={"mine": {**OURS, **entry}})[0]["mine"].config
 
 
 def test_overrides_may_refer_to_keys_of_the_config(read):
     peers = {"ours": {**OURS, "gradient_accumulation_steps": "${batch_size}"}}
-    lineup = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)
-    config = lineup.baselines[0].config
+    config = read(overrides={"batch_size": 3, "seed": "${batch_size}"}, peers=peers)[0][
+        "ours"
+    ].config
     assert config["seed"] == config["gradient_accumulation_steps"] == 3
 
 
@@ -87,9 +79,8 @@ def test_stock_gets_a_loss_of_torchtune_unless_it_is_overridden(read):
 
 def test_a_global_batch_is_divided_over_the_ranks(read):
     base = {"global_batch_size": 8, "gradient_accumulation_steps": None}
-    (ours,) = read(base, nproc_per_node=2).baselines
-    assert ours.config["gradient_accumulation_steps"] == 2
-    found = problems(read, base, nproc_per_node=3)
+    assert read(base, num_ranks=2)[0]["ours"].config["gradient_accumulation_steps"] == 2
+    found = problems(read, base, num_ranks=3)
     assert any("global_batch_size=8: it is not a multiple" in text for text in found)
 
 
@@ -100,9 +91,9 @@ def test_baselines_of_one_model_start_from_the_same_adapters(read, tmp_path):
         "rank_2": {**OURS, "model": tiny.adapted(tiny.MODEL, lora_rank=2)},
         "full": {**OURS, "model": tiny.MODEL},
     }
-    lineup = read(ADAPTED, peers=peers)
-    assert [each.draws_adapters for each in lineup.baselines] == [True, True, True, False]
-    stock, packed, rank_2, full = (each.config["checkpointer"] for each in lineup.baselines)
+    baselines = read(ADAPTED, peers=peers)[0].values()
+    assert [each.draws_adapters for each in baselines] == [True, True, True, False]
+    stock, packed, rank_2, full = (each.config["checkpointer"] for each in baselines)
     assert stock["adapter_checkpoint"].startswith(f"{tmp_path}/out/start_adapters/")
     assert packed["adapter_checkpoint"] == stock["adapter_checkpoint"]
     assert rank_2["adapter_checkpoint"] != stock["adapter_checkpoint"]
@@ -117,13 +108,11 @@ def test_an_override_that_names_a_component_replaces_it_whole(tmp_path):
     assert "seed" not in base.dataset
 
 
-def test_a_baseline_that_cannot_run_is_skipped_unless_it_is_the_reference(read):
-    changes = {"peers": {"ours": OURS, "limit": {"kind": "limit"}}, "nproc_per_node": 2}
-    lineup = read(**changes)
-    assert [each.name for each in lineup.baselines] == ["ours"]
-    assert lineup.skipped == {"limit": "skipped: runs as one process only"}
-    (problem,) = problems(read, **changes, baseline="limit")
-    assert problem.startswith("baseline=limit: it runs as one process only; set it to another")
+def test_a_baseline_that_cannot_run_is_skipped(read):
+    peers = {"ours": OURS, "limit": {"kind": "limit"}}
+    baselines, skipped = read(peers=peers, num_ranks=2)
+    assert list(baselines) == ["ours"]
+    assert skipped == {"limit": "skipped: runs as one process only"}
 
 
 @pytest.mark.parametrize(
@@ -139,13 +128,13 @@ def test_a_baseline_that_cannot_run_is_skipped_unless_it_is_the_reference(read):
 def test_baselines_are_skipped_where_they_compute_something_else(
     recipe, kind, changes, reason, read
 ):
-    found = read(changes, recipe, peers={"ours": OURS, "other": {"kind": kind}}).skipped
+    found = read(changes, recipe, peers={"ours": OURS, "other": {"kind": kind}})[1]
     assert found["other"].startswith(f"skipped: {reason}")
 
 
 def test_missing_packages_are_named(read, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    skipped = read(peers={"ours": OURS, "hf": {"kind": "hf_trainer"}}).skipped
+    skipped = read(peers={"ours": OURS, "hf": {"kind": "hf_trainer"}})[1]
     assert skipped["hf"] == (
         "skipped: transformers and accelerate not installed (pip install transformers accelerate)"
     )
@@ -174,16 +163,17 @@ def test_a_problem_of_a_baseline_names_it_and_its_key(read, key, value):
 def test_pairs_have_kinds_and_keys_of_their_own(read):
     peers = {"hf": {"kind": "hf_trainer"}, "trl": {"kind": "trl", "padding_free": True}}
     base = {"ref_checkpointer": None, "sft_loss_weight": 1.0}
-    first, second, third = problems(read, base, "pairs", peers=peers)
-    assert first.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
-    assert second == "peers.hf.kind=hf_trainer: set it to one of stock, update_step, trl, limit"
-    assert third.startswith("peers.trl: padding_free: this recipe has no such key")
+    (found,) = problems(read, base, "pairs", peers=peers)
+    assert found.startswith("overrides.sft_loss_weight=1.0: only kind=update_step adds it")
+    first, second = problems(read, {"ref_checkpointer": None}, "pairs", peers=peers)
+    assert first == "peers.hf: kind=hf_trainer: set it to one of stock, update_step, trl"
+    assert second.startswith("peers.trl: padding_free: this recipe has no such key")
 
 
 @pytest.mark.parametrize(
     ("kd_loss", "problem"),
     [
-        ({**KD_LOSS, "divergence": "js"}, "overrides.kd_loss: LinearDistillationLoss: "),
+        ({**KD_LOSS, "divergence": "js"}, "overrides.kd_loss.divergence=js: "),
         ({"_component_": "torchtune.modules.loss.ReverseKLLoss"}, "overrides.kd_loss: ReverseKLL"),
         ({**KD_LOSS, "temperature": 2.0}, "overrides.kd_loss.temperature=2.0: "),
     ],
@@ -193,30 +183,28 @@ def test_a_divergence_whose_losses_do_not_compare_is_refused(read, kd_loss, prob
     assert found.startswith(problem)
 
 
-def test_a_lineup_without_entries_or_with_an_unreadable_config_is_refused(read, tmp_path):
-    assert problems(read, peers={}) == (
-        "peers: there are none; set it to names with a kind each, see the config",
-    )
+def test_an_unreadable_config_is_refused(tmp_path):
     for text in ("a: [", "- a"):
         (tmp_path / "bad.yaml").write_text(text)
-        (problem,) = problems(read, update_step_config=f"{tmp_path}/bad.yaml")
-        assert problem.startswith(f"update_step_config={tmp_path}/bad.yaml: ")
+        with pytest.raises(ConfigError, match=f"update_step_config={tmp_path}/bad.yaml: "):
+            load_base_config(f"{tmp_path}/bad.yaml")
     assert load_base_config("llama3_2/5M_full_update_step").batch_size == 4
-    with pytest.raises(ValueError, match=r"update_step_config=llama9/1B: .* set it to"):
+    with pytest.raises(ConfigError, match=r"update_step_config=llama9/1B: .* set it to"):
         load_base_config("llama9/1B")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in RECIPE_CONFIGS if n not in OF_TRAINED_BASE])
 def test_configs_of_the_benchmark_are_read(name, tmp_path):
-    cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), {"output_dir": str(tmp_path)})
-    settings = read_settings(cfg, LineupSettings)
-    assert settings.reference in [each.name for each in settings.lineup.baselines]
+    cfg = OmegaConf.load(config_path(name))
+    base = merge(load_base_config(cfg.update_step_config), OmegaConf.to_container(cfg.overrides))
+    recipe = cfg.get("update_step_recipe", "full_finetune_update_step")
+    assert line_up(recipe, base, OmegaConf.to_container(cfg.peers), tmp_path, 1, 3)[0]
 
 
 def test_losses_include_the_teachers_entropy_with_the_weight_of_the_divergence(read, monkeypatch):
     base, peers = {"kd_ratio": 0.25, "kd_loss": KD_LOSS}, {"stock": {"kind": "stock"}, "ours": OURS}
-    stock, ours = read(base, "distillation", peers=peers).baselines
+    stock, ours = read(base, "distillation", peers=peers)[0].values()
     assert stock.config["kd_loss"]["_component_"].endswith(".ForwardKLWithChunkedOutputLoss")
     assert ours.config["kd_loss"] == KD_LOSS
     taken = []

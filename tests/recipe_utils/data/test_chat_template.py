@@ -490,3 +490,11 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
 def test_messages_that_templates_would_misread_are_refused(message, text):
     with pytest.raises(SampleError, match=re.escape(text)):
         _in_openai_format(message)
+
+
+def test_a_template_variable_that_the_template_does_not_use_is_refused(tmp_path):
+    template = "{% if enable_thinking %}<think>{% endif %}"
+    tokenizer_of(tmp_path, template, template_variables={"enable_thinking": True})
+    text = r"^tokenizer.template_variables.enable_thinkin: the chat template of .* does not use it"
+    with pytest.raises(ValueError, match=text):
+        tokenizer_of(tmp_path, template, template_variables={"enable_thinkin": True})

@@ -11,8 +11,10 @@ import torch
 from distributed_runs import run_distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from recipe_utils.data.loader.loader import UpdateStepLoader
+from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture, MixtureOrder, Shares
@@ -20,7 +22,7 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
-from recipe_utils.settings.components import may_mean_subset, split_entry
+from recipe_utils.settings.components import split_entry
 
 WEIGHTS = st.lists(st.decimals("0.001", "999", places=3), min_size=1, max_size=30)
 
@@ -212,14 +214,18 @@ def takes_names(tokenizer, name, weight=1):
     """A component with parameters of these names."""
 
 
-def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name():
+def passes_on(tokenizer, **arguments):
+    return tiny.Samples(PARTS[0])
+
+
+def test_a_component_keeps_its_own_parameters_and_a_subset_of_the_hub_its_name(caplog):
     entry = {"_component_": f"{__name__}.takes_names", "name": "a", "weight": 2, "max_epochs": 3}
     assert split_entry(entry)[1] == {"max_epochs": 3}
-    entry = {"_component_": "torchtune.datasets.chat_dataset", "name": "a", "subset": "main"}
-    expected = {"_component_": "torchtune.datasets.chat_dataset", "name": "main"}
-    assert split_entry(entry) == (expected, {"name": "a"})
-    assert not may_mean_subset(entry)
-    del entry["subset"]
-    assert may_mean_subset(entry)
-    assert not may_mean_subset({**entry, "data_files": "chats.json"})
-    assert not may_mean_subset({"_component_": f"{__name__}.takes_names", "name": "a"})
+    one = {"_component_": f"{__name__}.passes_on"}
+    subset = {**one, "name": "a", "subset": "main"}
+    assert split_entry(subset) == ({**one, "name": "main"}, {"name": "a"})
+    local = {**one, "name": "b", "data_files": "chats.json"}
+    dataset = load_dataset(OmegaConf.create([subset, local, {**one, "name": "c"}]), "tokenizer")
+    assert dataset.names == ("a", "b", "c")
+    # torchtune would pass it to ``datasets.load_dataset``, as the name of a subset.
+    assert [text.partition(" ")[0] for text in caplog.messages] == ["name=c"]

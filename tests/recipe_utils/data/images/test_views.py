@@ -22,12 +22,11 @@ from recipe_utils.data.images.crop_rows import (
     TokenLayout,
     of_global_crops,
 )
-from recipe_utils.data.images.folders import load_images
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, update_step_indices
-from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_dataset, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -68,12 +67,12 @@ def views_of(dataset=None, layout=LAYOUT, **keys):
 
 
 def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
-    data = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
     keys = dict(keys)
+    settings = settings_of(**{"batch_size": 4, "global_batch_size": 16, **data, **keys})
     return UpdateStepLoader(
         views_of(dataset, layout, **keys),
-        ViewCollator(data, settings_of(**keys), layout),
-        data,
+        ViewCollator(settings, layout),
+        settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
     )
 
@@ -226,7 +225,7 @@ def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)
     ]
-    collator = ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout)
+    collator = ViewCollator(settings_of(batch_size=8, **keys), layout)
     prepared = [collator.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
     return collator.collate(prepared), samples
 
@@ -254,7 +253,7 @@ def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
 
 
 def test_a_dummy_has_crops_but_no_targets_and_counts():
-    collator = ViewCollator(DataSettings(), settings_of(), LAYOUT)
+    collator = ViewCollator(settings_of(), LAYOUT)
     dummy = collator.dummy(collator.prepare(views_of()[0], "sample 0 of dataset"))
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
@@ -273,7 +272,7 @@ def test_without_masks_drop_path_and_groups():
     # All images of an update step are one group.
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
-    collator = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
+    collator = ViewCollator(settings_of(koleo_group_size=None), LAYOUT)
     alone = collator.collate([collator.prepare(views_of()[0], "sample 0 of dataset")])
     assert alone.counts["koleo_images"] == 0
 
@@ -296,7 +295,7 @@ def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_proc
 
 
 def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
-    collator = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
+    collator = ViewCollator(settings_of(batch_size=8), LAYOUT)
     positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
     assert collator.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
     assert collator.plan([], 1) == [[]]
@@ -371,6 +370,6 @@ def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data
 def test_a_list_of_datasets_is_concatenated():
     digits = "recipe_utils.embedded.digits.digits_dataset"
     parts = [{"_component_": digits, "split": split} for split in ("test", "train")]
-    both = load_images(OmegaConf.create(parts))
+    both = load_dataset(OmegaConf.create(parts))
     assert len(both) == 1797
-    assert both[397]["name"] == load_images(OmegaConf.create(parts[1]))[0]["name"]
+    assert both[397]["name"] == load_dataset(OmegaConf.create(parts[1]))[0]["name"]

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_utils.data.plan import PLANS, packed, plan_in_order, plan_least_padding, plan_packed
+from recipe_utils.data.plan import packed
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.plan.packed import plan_packed
+from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Part, part_of
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=40)
 NUM_RANKS = st.integers(1, 9)
 OVER_RANKS = st.sampled_from(["least_padding", "packed"])
 COST = MicrobatchCost(64, 300)
+PLANS = {"in_order": plan_in_order, "least_padding": plan_least_padding, "packed": plan_packed}
 
 
 def num_positions(name, lengths, microbatch):

@@ -21,8 +21,8 @@ def test_limits_of_samples_are_those_of_the_model():
     assert vocab_size_and_max_seq_len(on_meta()) == (tiny.VOCAB_SIZE, 64)
     limits = limits_of(on_meta(), CPU, compiles=False)
     assert (limits.vocab_size, limits.max_seq_len) == (tiny.VOCAB_SIZE, 64)
-    assert limits.other_attention is None
-    assert limits_of(on_meta(tiny.GEMMA2_MODEL), CPU, False).other_attention == "Gemma2Attention"
+    assert limits.merges_rows
+    assert not limits_of(on_meta(tiny.GEMMA2_MODEL), CPU, False).merges_rows
 
 
 def test_special_tokens_with_embeddings_of_their_own_belong_to_the_vocabulary():
@@ -40,11 +40,12 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
     assert equal_attention_length(model) == pytest.approx(expected)
     for device, costs in (("cpu", MEASURED_COSTS["cpu"]), ("cuda", ESTIMATED_COSTS)):
         limits = limits_of(model, torch.device(device), compiles=False)
-        equal = expected / costs.attention_slowness
-        assert limits.cost == pytest.approx((costs.overhead_slots, equal))
+        expected_cost = costs._replace(equal_attention_length=expected)
+        assert limits.cost == pytest.approx(expected_cost)
         assert limits.costs_are_estimated == (device == "cuda")
 
 
 @pytest.mark.parametrize(("compiles", "num_row_lengths"), [(False, None), (True, 1)])
 def test_packed_rows_on_a_cpu_have_one_length_where_layers_are_compiled(compiles, num_row_lengths):
-    assert limits_of(on_meta(), CPU, compiles).num_row_lengths == num_row_lengths
+    (attention,) = limits_of(on_meta(), CPU, compiles).attentions
+    assert attention.num_row_lengths() == num_row_lengths
