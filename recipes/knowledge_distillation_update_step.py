@@ -127,7 +127,8 @@ class KDRecipe:
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
         # ---- Data
-        limits = self.teacher.intersect(limits_of(whole, ranks.device, settings.compile))
+        device, teacher = ranks.device, self.teacher.whole
+        limits = limits_of(whole, device, settings.compile, teacher=teacher)
         of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
         collator = TextCollator(settings, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)

@@ -17,7 +17,7 @@ from recipe_utils.data.pairs.collator import (
     num_shared_tokens,
 )
 from recipe_utils.data.plan.cost import MicrobatchCost
-from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SIDES = ("chosen", "rejected")
@@ -169,7 +169,9 @@ def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, n
 
 
 def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
-    collator = collator_of(limits=LIMITS._replace(num_row_lengths=1), batch_size=1)
+    collator = collator_of(
+        limits=LIMITS._replace(attentions=(PackedAttention(num_compiled_lengths=1),)), batch_size=1
+    )
     samples = prepared(collator, tiny.make_pairs(3))
     microbatch = collator.collate(samples)
     assert microbatch.inputs["tokens"].shape == (1, 128)
