@@ -172,11 +172,11 @@ class ViewCollator(Collator):
     fingerprint_keys = ("digest",)
     prepare = staticmethod(with_image_name)
 
-    def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
+    def __init__(self, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
         """Number of consecutive images that stay in one microbatch."""
         self._group_size = settings.koleo_group_size
-        self._batch_size = data.batch_size
+        self._batch_size = settings.batch_size
         self._layout = layout
 
     def length(self, sample: Sample) -> int:

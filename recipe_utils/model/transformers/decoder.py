@@ -23,10 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import Kernel, Layout, PackedAttention
 from recipe_utils.model.attention.packed_attention import (
     AttentionNeeds,
-    Kernel,
-    PackedAttention,
     choose_kernel,
 )
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
@@ -161,19 +160,27 @@ class Decoder(nn.Module):
                 partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
             )
 
-    def packing_problems(self) -> tuple[str | None, str | None]:
-        """Returns the reasons that rows, and rows with prefix-shared pairs, cannot be packed, if any."""
+    def refused_layouts(self) -> dict[Layout, str]:
+        """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
         proof, name = self.proof, type(self.model).__name__
-        problem = of_pairs = None
+        refused: dict[Layout, str] = {
+            "shared over ranks": "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
+        }
         if proof.problem:
             text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
-            problem = f"microbatching=packed: {text}"
+            refused["packed"] = f"microbatching=packed: {text}"
         if not proof.shares_prefixes:
             why = "it does not compute pairs with a shared prefix as it computes them without"
             if proof.modules:
                 why = f"{', '.join(proof.modules)} computes one document after the other"
-            of_pairs = f"prefix_sharing=True: not with {name}: {why}; set prefix_sharing=False"
-        return problem, of_pairs
+            text = f"not with {name}: {why}; set prefix_sharing=False"
+            refused["shared"] = f"prefix_sharing=True: {text}"
+        if not proof.spans_ranks:
+            refused["over ranks"] = (
+                f"{name} mixes tokens elsewhere than in causal attention within documents, or "
+                "was not proved to compute parts of rows; leave it out"
+            )
+        return refused
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v] of hidden states [b, s, d]."""

@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torchtune.training import set_default_dtype
 
 from recipe_utils.data.text.documents import Document, Documents, segment_lengths
+from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import write_atomically
-from recipe_utils.model.attention.packed_attention import Kernel, PackedAttention
 from recipe_utils.model.transformers.decoder import (
     Decoder,
     build,
