@@ -53,8 +53,8 @@ def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
     return shuffled[num_validation_samples:]
 
 
-def dataset_of(collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, Any]]]:
-    """Returns a function that builds a dataset of the pairs that ``collect`` makes in a fixed order."""
+def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, Any]]]:
+    """Returns a function ``name`` that builds a dataset of pairs, as ``collect`` makes them in a fixed order."""
 
     def dataset(
         tokenizer: Any,
@@ -82,6 +82,7 @@ def dataset_of(collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, 
         pairs = TokenizedPairs(of_split, partial(_tokens_and_labels, transform, train_on_input))
         return PackedDataset(pairs, max_seq_len=tokenizer.max_seq_len) if packed else pairs
 
+    dataset.__name__ = name  # in messages about its arguments
     return dataset
 
 

@@ -39,6 +39,6 @@ def _functions(source: Path) -> Iterator[tuple[str, str]]:
         yield name, textwrap.dedent("\n".join(code))
 
 
-code_dataset = dataset_of(code_pairs)
+code_dataset = dataset_of("code_dataset", code_pairs)
 """Names of functions of Python's standard library as questions, with their code as answers: over
 7,000 with Python 3.11 to 3.13."""

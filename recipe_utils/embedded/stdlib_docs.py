@@ -64,7 +64,7 @@ def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
             yield name, inspect.cleandoc(docstring)
 
 
-docstring_dataset = dataset_of(_collect)
+docstring_dataset = dataset_of("docstring_dataset", _collect)
 """Questions about Python's standard library with their answers."""
 
 
