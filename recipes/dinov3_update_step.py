@@ -51,9 +51,7 @@ from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_image_loaders, build_optimizer_by_depth
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.resume import TrainingParts
-from recipe_utils.run.run import Run
-from recipe_utils.run.settings import RunSettings
+from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
@@ -81,8 +79,8 @@ class Settings(
     model: Component
     """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
-    """Map-style dataset of images, identical on all ranks; labels are ignored. A list is
-    concatenated, or mixed by ``weight``."""
+    """Map-style dataset of images; labels are ignored. A list is concatenated, or mixed by
+    ``weight``."""
     checkpointer: Component
     """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""
@@ -92,9 +90,9 @@ class Settings(
     ibot_head: HeadArguments | None = None
     """Head of patches, with the same arguments."""
     dataset_knn: Component | list[Component] | None = None
-    """Labelled images that the k-NN classifier votes with; null is ``dataset``."""
+    """Labeled images that the k-NN classifier votes with; null is ``dataset``."""
     dataset_val: Component | list[Component] | None = None
-    """Labelled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
+    """Labeled images for the k-NN accuracy; requires ``run_val_every_n_steps``."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with keys that this recipe restricts."""
@@ -132,7 +130,6 @@ class DINOv3Recipe:
         self.loader, self.neighbors = build_image_loaders(
             cfg, transform, layout_of(whole), settings, ranks, run
         )
-
         settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules
@@ -141,21 +138,21 @@ class DINOv3Recipe:
                 if has_output:
                     attach_loss(backbone, head, settings.splits_backward)
 
-            return build_model(make_model, prepare, settings, ranks, settings)
+            return build_model(make_model, prepare, settings, ranks)
 
         self.loss_fn = SelfDistillationLoss(settings)
         if settings.compile:
             compile_loss(self.loss_fn, verbose=ranks.is_zero)
         with naming():
             self.model = build_with(self.loss_fn)
-            self.teacher = AverageTeacher(build_with, settings, settings, settings, ranks)
+            self.teacher = AverageTeacher(build_with, settings, settings, ranks)
         run.open_log(cfg)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
             load_weights(self.model, {training.MODEL_KEY: weights}, settings, ranks.device)
-        of_stages = (settings, settings.torch_dtype, ranks, len(SUMS))
-        self.pipeline = build_pipeline(self.model, *of_stages)  # None without stages
+        dtype, num_sums = settings.torch_dtype, len(SUMS)
+        self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.teacher.set_up(self.model, self.pipeline, weights)
         self.models = self.teacher.beside(self.model)  # modules of a checkpoint
         self.offloading = settings.offloading(self.model)
@@ -164,8 +161,7 @@ class DINOv3Recipe:
         self.optimizer = build_optimizer_by_depth(cfg.optimizer, self.model, whole, settings)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.models, self.optimizer, self.nonfinite, self.loader, self.checkpointer
-        run.resume(TrainingParts(*trained, exported=self.teacher.model))
-        position = run.num_steps, run.global_step
+        position = run.resume(TrainingParts(*trained, exported=self.teacher.model))
         self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
@@ -208,9 +204,8 @@ class DINOv3Recipe:
                     metrics += scaled.detach()
 
         settings.freeze_prototypes(self.model, run.global_step)
-        grad_norm = clip_grad_norm_by_part_(
-            self.model, PARTS, self.settings.clip_grad_norm, self.pipeline
-        )
+        max_norm = settings.clip_grad_norm
+        grad_norm = clip_grad_norm_by_part_(self.model, PARTS, max_norm, self.pipeline)
         # Fused optimizers skip non-finite gradients without a device synchronization.
         if self.nonfinite.should_step(grad_norm):
             self.optimizer.step()

@@ -39,22 +39,15 @@ from recipe_utils.model.frozen.model import build_frozen_model
 from recipe_utils.model.frozen.reference import Reference, ReferenceSettings
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.resume import TrainingParts
-from recipe_utils.run.run import Run
-from recipe_utils.run.settings import RunSettings
+from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
@@ -72,7 +65,7 @@ class Settings(
     PairSettings,  # prefix_sharing
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
-    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
     RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
     DataSettings,  # batch_size (pairs), global_batch_size, microbatching, num_workers, ...
     RankSettings,  # device, data_parallel_shard_dim, tensor_parallel_dim, ...
@@ -112,16 +105,15 @@ class FullDPORecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        make_model, make_loss = (
-            partial(config.instantiate, each) for each in (cfg.model, cfg.loss)
-        )
+        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
+        make_loss = partial(config.instantiate, cfg.loss)
 
         # ---- Components
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", preference.make_preference_loss, make_loss)
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("optimizer", optimizer.try_optimizer, cfg.optimizer, schedule)
         build("loraplus_lr_ratio", settings.check_model, whole)
         self.reference = build("reference", Reference, settings, loss_fn, ranks)
         of_policy = cfg.get("ref_checkpointer"), whole, self.tokenizer
@@ -129,8 +121,7 @@ class FullDPORecipe:
 
         # ---- Data
         limits = limits_of(whole, ranks.device, settings.compile, ranks.dims.tp)
-        of_pairs = (self.tokenizer, limits, settings, self.reference.cached)
-        collator = PairCollator(settings, *of_pairs)
+        collator = PairCollator(settings, self.tokenizer, limits, self.reference.cached)
         load = partial(load_dataset, tokenizer=self.tokenizer, check=check_is_pair)
         self.loader, self.val_loader = build_loaders(cfg, load, collator, settings, ranks, run)
 
@@ -146,7 +137,7 @@ class FullDPORecipe:
                 attach_loss(decoder, pair_loss)
 
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks, settings)
+            self.model = build_model(make_model, prepare, settings, ranks)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = settings.torch_dtype, len(METRICS)
@@ -157,14 +148,13 @@ class FullDPORecipe:
         frozen |= self.reference.set_up(self.model, self.pipeline, own, self.checkpointer, context)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
+        self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
         trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        run.resume(TrainingParts(*trained, frozen))
-        position = run.num_steps, run.global_step
-        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        position = run.resume(TrainingParts(*trained, frozen))
+        self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
         self.reference.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------

@@ -39,22 +39,15 @@ from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.build.weights import load_model
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.resume import TrainingParts
-from recipe_utils.run.run import Run
-from recipe_utils.run.settings import RunSettings
+from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import build, naming
@@ -70,7 +63,7 @@ class Settings(
     LossWeightSettings,  # loss_weights
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
-    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
     RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
     DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
     RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
@@ -104,14 +97,14 @@ class FullFinetuneRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
-        make_model = partial(config.instantiate, cfg.model)
+        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
 
         # ---- Components
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
         loss_fn = build("loss", build_loss, cfg.loss)
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("optimizer", optimizer.try_optimizer, cfg.optimizer, schedule)
         build("loraplus_lr_ratio", settings.check_model, whole)
 
         # ---- Data
@@ -130,7 +123,7 @@ class FullFinetuneRecipe:
                 attach_loss(decoder, loss_fn, settings.splits_backward)
 
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks, settings)
+            self.model = build_model(make_model, prepare, settings, ranks)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
@@ -140,14 +133,13 @@ class FullFinetuneRecipe:
         self.offloading = settings.offloading(self.model)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
+        self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
-        trained = self.model, self.optimizer, self.nonfinite
+        trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
-        position = run.num_steps, run.global_step
-        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        position = run.resume(TrainingParts(*trained, frozen))
+        self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
 
     # ---- Objective and update -------------------------------------------------------------------
 

@@ -38,22 +38,15 @@ from recipe_utils.model.build.weights import load_model
 from recipe_utils.model.frozen.teacher import Teacher, TeacherSettings
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
+from recipe_utils.optim import optimizer
 from recipe_utils.optim.grad_norm import clip_grad_norm_
 from recipe_utils.optim.nonfinite import NonfiniteGuard
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-    try_optimizer,
-)
 from recipe_utils.parallel.fsdp import gradient_sync
 from recipe_utils.parallel.process_group import ratios
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.run.build import build_loaders
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.run.resume import TrainingParts
-from recipe_utils.run.run import Run
-from recipe_utils.run.settings import RunSettings
+from recipe_utils.run.run import Run, RunSettings, TrainingParts
 from recipe_utils.settings.components import Component, MadeWith
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem, build, naming
@@ -69,7 +62,7 @@ class Settings(
     TeacherSettings,  # kd_ratio, teacher_dtype, teacher_cache, ...
     ModelSettings,  # dtype, compile, enable_activation_checkpointing, ...
     PipelineSettings,  # pipeline_parallel_schedule, ...
-    OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
+    optimizer.OptimizerSettings,  # optimizer, lr_scheduler, clip_grad_norm, on_nonfinite, ...
     RunSettings,  # output_dir, epochs, save_every_n_steps, resume_from_checkpoint, ...
     DataSettings,  # batch_size, global_batch_size, microbatching, num_workers, ...
     RankSettings,  # device, data_parallel_shard_dim, pipeline_parallel_dim, ...
@@ -94,8 +87,7 @@ class Settings(
     teacher_checkpointer: Component | None = None
     """A torchtune checkpointer that loads the teacher's weights."""
     teacher_tokenizer: Component | None = None
-    """Teacher's tokenizer, compared with ``tokenizer``; null reads tokenizer.json beside its
-    weights."""
+    """Compared with ``tokenizer``; null reads tokenizer.json beside the teacher's weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None
     """Validation dataset; requires ``run_val_every_n_steps``."""
 
@@ -116,7 +108,7 @@ class KDRecipe:
         """Builds all parts. Weights are loaded after all other checks."""
         settings, ranks, run = self.settings, self.ranks, self.run
         self.teacher = Teacher(settings, ranks)
-        make_model = partial(config.instantiate, cfg.model)
+        make_model, schedule = partial(config.instantiate, cfg.model), cfg.get("lr_scheduler")
 
         # ---- Components
         self.tokenizer = build("tokenizer", config.instantiate, cfg.tokenizer)
@@ -124,7 +116,7 @@ class KDRecipe:
         kd_loss_fn = build("kd_loss", config.instantiate, cfg.get("kd_loss"))
         whole = build("model", build_on_meta, make_model, settings)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
+        build("optimizer", optimizer.try_optimizer, cfg.optimizer, schedule)
         build("loraplus_lr_ratio", settings.check_model, whole)
         self.teacher.build_parts(cfg, self.tokenizer)
         if self.teacher.is_used:
@@ -135,7 +127,8 @@ class KDRecipe:
         self.metrics = SUMS if self.teacher.is_used else SUMS[:1]
 
         # ---- Data
-        limits = self.teacher.intersect(limits_of(whole, ranks.device, settings.compile))
+        device, teacher = ranks.device, self.teacher.whole
+        limits = limits_of(whole, device, settings.compile, teacher=teacher)
         of_text = (self.tokenizer, loss_fn.ignore_index, limits, self.teacher.cached)
         collator = TextCollator(settings, *of_text)
         load = partial(load_dataset, tokenizer=self.tokenizer)
@@ -150,7 +143,7 @@ class KDRecipe:
                 attach_loss(decoder, loss_fn, settings.splits_backward)
 
         with naming():
-            self.model = build_model(make_model, prepare, settings, ranks, settings)
+            self.model = build_model(make_model, prepare, settings, ranks)
         run.open_log(cfg)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
@@ -158,19 +151,17 @@ class KDRecipe:
         dtype, num_sums = settings.torch_dtype, len(self.metrics)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
         self.offloading = settings.offloading(self.model)
-        frozen |= self.teacher.set_up(
-            whole, collator.longest_row, row_groups, settings.teacher_model
-        )
+        parts = whole, collator.longest_row, row_groups, settings.teacher_model
+        frozen |= self.teacher.set_up(*parts)
 
         # ---- Optimizer, and resume
-        self.optimizer = build_optimizer(cfg.optimizer, self.model, settings)
+        self.optimizer = optimizer.build_optimizer(cfg.optimizer, self.model, settings)
         speed_up_adapters(self.model, self.optimizer)
         self.nonfinite = NonfiniteGuard(self.optimizer, ranks.device, settings)
-        trained = self.model, self.optimizer, self.nonfinite
+        trained = self.model, self.optimizer, self.nonfinite, self.loader, self.checkpointer
         self.answer = partial(generate, self.model, self.tokenizer, device=ranks.device)
-        run.resume(TrainingParts(*trained, self.loader, self.checkpointer, frozen))
-        position = run.num_steps, run.global_step
-        self.lr_scheduler = build_lr_scheduler(cfg.get("lr_scheduler"), self.optimizer, *position)
+        position = run.resume(TrainingParts(*trained, frozen))
+        self.lr_scheduler = optimizer.build_lr_scheduler(schedule, self.optimizer, *position)
         self.teacher.precompute(settings.epochs, self.loader, self.val_loader)
 
     # ---- Objective and update -------------------------------------------------------------------

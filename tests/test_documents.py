@@ -103,7 +103,7 @@ def test_the_readme_shows_the_error_as_it_is(tmp_path):
     (shown,) = re.findall(
         r"^```\n(3 problems.*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S
     )
-    wrong = ["batchsize=3", "optimizer.learning_rate=1", "pipeline_parallel_schedule=GPipe"]
+    wrong = ["batchsize=3", "optimizer.learning_rate=1", "microbatching=pack"]
     cfg = OmegaConf.merge(
         OmegaConf.load(config_path("llama3_2/5M_full_update_step")),
         OmegaConf.from_dotlist([*wrong, f"output_dir={tmp_path}"]),

@@ -18,10 +18,10 @@ from transformers.utils.logging import disable_progress_bar
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
 
 _PREFIX = "model."
-"""Of the names of :class:`recipe_utils.model.transformers.decoder.Decoder`."""
+"""Prefix of parameter names in :class:`recipe_utils.model.transformers.decoder.Decoder`."""
 disable_progress_bar()
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""How the names of files with weights end."""
+"""Suffixes of weight files."""
 
 
 class FolderCheckpointer:

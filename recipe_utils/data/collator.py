@@ -1,4 +1,4 @@
-"""What the loader needs of the samples of one objective."""
+"""Interface between the loader and the samples of one objective."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -144,7 +144,7 @@ class MixtureOrder:
         self.shares = Shares(schedules, size)
         self.drawn = self.shares.of(num_epochs * self.steps_per_epoch)[0]
         """Samples that the training takes of each dataset."""
-        # Of each dataset the pass that ends and the one that starts.
+        # For each dataset, the pass that ends and the one that starts.
         self._pass = lru_cache(maxsize=2 * len(schedules))(self._make_pass)
 
     def _make_pass(self, which: int, number: int) -> Any:

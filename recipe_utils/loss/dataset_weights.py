@@ -20,9 +20,9 @@ class LossWeightSettings:
     """Weights of named datasets in the loss."""
 
     loss_weights: Literal["tokens", "datasets"] = "tokens"
-    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an update
-    step. ``tokens``: sum of w CE / sum of w n, weights of target tokens; ``datasets``: sum of (w / n)
-    CE / sum of w, weights of the means of datasets that have target tokens."""
+    """Meaning of ``loss_weight`` w (default 1) of named datasets with n target tokens in an
+    update step. ``tokens``: sum of w CE / sum of w n; ``datasets``: sum of (w / n) CE / sum of
+    w, over datasets with targets."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields weights that are wrong, or have no effect with the recipe's datasets or loss."""

@@ -100,8 +100,8 @@ class ObjectiveSettings(DataSettings):
 
     must_divide: ClassVar[bool] = True  # losses couple images
     dino_loss_weight: _Weight = 1.0
-    """Weight of the cross-entropy of crops with the teacher's global crops. Each term is a mean over images;
-    a term of weight 0 is not computed."""
+    """Weight of the cross-entropy of crops with the teacher's global crops. A term of weight 0
+    is not computed."""
     ibot_loss_weight: _Weight = 1.0
     """Weight of the cross-entropy of masked patches with the teacher's unmasked ones."""
     koleo_loss_weight: _Weight = 0.1
@@ -109,14 +109,14 @@ class ObjectiveSettings(DataSettings):
     gram_loss_weight: _Weight = 0.0
     """Weight of Gram anchoring: similarities of patches should stay those of an earlier teacher."""
     gram_over: Literal["image", "batch"] = "image"
-    """Patches that Gram anchoring compares. ``batch`` is an error: it couples the images of a microbatch."""
+    """Patches that Gram anchoring compares. ``batch`` is an error: it couples images."""
     gram_teacher_every_n_steps: Annotated[Count | None, OnlyWith("gram_loss_weight")] = None
     """Copies the moving average to the Gram teacher every so many update steps, first at the start."""
     sinkhorn_iterations: Count = 3
     """Number of Sinkhorn-Knopp iterations; each scales prototypes, then crops."""
     sinkhorn_over: Literal["update_step", "microbatch"] = "update_step"
-    """Crops and patches over which Sinkhorn-Knopp balances the prototypes. With ``microbatch`` the gradient
-    depends on how an update step is split."""
+    """Crops and patches over which Sinkhorn-Knopp balances the prototypes; with ``microbatch``
+    the gradient depends on the split."""
     student_temperature: Annotated[float, Field(gt=0, le=10)] = 0.1
     """Temperature of the student's logits, cosines from -1 to 1."""
     knn_neighbors: Count = 20

@@ -44,13 +44,13 @@ class OptimizerSettings(DataSettings):
     ) = None
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
-    """Ratio of the learning rates of LoRA's B and DoRA's magnitudes to that of A (LoRA+, as in PEFT); null is 1."""
+    """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
     """Steps each parameter within the backward. Needs one microbatch per update step and no clipping."""
     on_nonfinite: OnNonfinite = "stop"
-    """What to do if the gradient is NaN or infinite. Such a step never changes the weights."""
+    """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
 

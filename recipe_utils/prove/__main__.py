@@ -37,7 +37,7 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.model.attention.packed_attention import select_kernel
+from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.model.build.build import build_on_meta
 from recipe_utils.model.build.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
@@ -144,7 +144,7 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
             layout = [data.microbatching]
         if layout and data.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
-            layout += [select_kernel(whole, ranks.device).kernel]
+            layout += [attention_of(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
     compared = Step(cfg, items, weighs, weights, frozenset(gradients))
     return Recorded(compared, gradients, step.totals, layout)

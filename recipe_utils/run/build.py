@@ -103,7 +103,7 @@ def build_image_loaders(
     fill = settings.fill(ranks)
     with naming():
         views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)
-        collator: Any = ViewCollator(settings, settings, layout)
+        collator: Any = ViewCollator(settings, layout)
         drawn = (settings.epochs, run.saved_fingerprint)
         loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, *drawn)
         if settings.ibot_loss_weight > 0:

@@ -35,7 +35,7 @@ _WITHOUT_INFLUENCE = (
 
 @dataclass
 class TrainingParts:
-    """What a recipe has built: what is saved, resumed and exported."""
+    """Objects that a recipe has built, which are saved, resumed and exported."""
 
     model: nn.Module
     optimizer: AnyOptimizer
@@ -80,7 +80,7 @@ class Resume:
         Raises ConfigError if ranks have different data or old checkpoints cannot be moved,
         CheckpointError if no checkpoint can be used.
         """
-        # Of images the transform is a part of the data.
+        # The transform of images is a part of the data.
         transform = self.config.get("transform") or {}
         fingerprint = parts.loader.fingerprint()
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}

@@ -105,8 +105,11 @@ class Run:
                 self._log.add("metric_logger", config.instantiate(cfg.metric_logger))
             self._log.log_config(cfg)
 
-    def resume(self, parts: TrainingParts) -> None:
-        """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`."""
+    def resume(self, parts: TrainingParts) -> tuple[int, int]:
+        """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
+
+        Returns the update steps of the whole training, and the completed ones.
+        """
         self._parts = self._saves.parts = parts
         self.num_steps = self.settings.epochs * parts.loader.steps_per_epoch
         self._changed_weights = ChangedWeights(parts.optimizer)
@@ -114,6 +117,7 @@ class Run:
         for text in warnings:
             self._log.warn(text)
         self.state = self._resume.restore(parts, self.seed)
+        return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class Saves:
     """
 
     parts: TrainingParts
-    """What is saved and exported; set before the first of them."""
+    """Training state that is saved and exported; set before the first save."""
 
     def __init__(
         self,

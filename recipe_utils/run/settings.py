@@ -16,7 +16,7 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 
 
 class Due(NamedTuple):
-    """What is due after an update step."""
+    """Actions that are due after an update step."""
 
     log: bool
     validation: bool
@@ -34,12 +34,11 @@ class RunSettings(RankSettings):
     epochs: Count = 1
     """Number of passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Seed of dropout, new adapters and new vision transformers; null draws one. Samples use
-    ``data_seed``."""
+    """Seed of dropout and new weights; null draws one. Samples use ``data_seed``."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count | None = 1
-    """Update steps between log lines; null is 1. On GPUs, metrics are read after the next step is enqueued."""
+    """Update steps between log lines; null is 1."""
     metric_logger: Component | None = None
     """A torchtune metric logger, such as ``torchtune.training.metric_logging.DiskLogger``."""
     log_peak_memory_stats: bool = False

@@ -7,79 +7,12 @@ line. It is imported with torch (:mod:`recipe_utils.tune.registration`), so it m
 """
 
 import difflib
+import re
 import sys
 from pathlib import Path
 
 # A wheel contains recipes/ and configs/ in the package; a checkout has links to them.
 ROOT = Path(__file__).resolve().parents[1]
-
-RECIPES = {
-    "full_finetune_update_step": (
-        "llama3_2/5M_full_update_step",
-        "llama3_2/5M_mixture_update_step",
-        "llama3_2/5M_generation",
-        "llama3_2/1B_full_update_step",
-        "llama3_2/3B_full_update_step",
-        "llama3_1/8B_full_update_step",
-        "qwen2_5/0.5B_full_update_step",
-        "qwen2_5/1.5B_full_update_step",
-        "qwen2_5/7B_full_update_step",
-        "gemma2/2B_full_update_step",
-        "mistral/7B_full_update_step",
-        "phi4/14B_full_update_step",
-        "qwen3/5M_full_update_step",
-        "qwen3/0.6B_full_update_step",
-        "qwen3/8B_full_update_step",
-        "gemma3/1B_full_update_step",
-        "smollm3/3B_full_update_step",
-        "lfm2/1.2B_full_update_step",
-    ),
-    "lora_finetune_update_step": (
-        "llama3_2/5M_lora_update_step",
-        "llama3_2/1B_lora_update_step",
-        "llama3_2/1B_qlora_update_step",
-        "llama3_2/3B_lora_update_step",
-        "llama3_2/3B_qlora_update_step",
-        "llama3_1/8B_lora_update_step",
-        "llama3_1/8B_qlora_update_step",
-        "qwen2_5/0.5B_lora_update_step",
-        "qwen2_5/7B_lora_update_step",
-        "qwen3/5M_lora_update_step",
-        "gpt_oss/20B_lora_update_step",
-    ),
-    "full_dpo_update_step": (
-        "llama3_2/5M_full_dpo_update_step",
-        "llama3_2/1B_full_dpo_update_step",
-        "llama3_2/3B_full_dpo_update_step",
-        "llama3_1/8B_full_dpo_update_step",
-        "qwen2_5/0.5B_full_dpo_update_step",
-        "qwen2_5/7B_full_dpo_update_step",
-    ),
-    "lora_dpo_update_step": ("llama3_1/8B_lora_dpo_update_step",),
-    "dinov3_update_step": (
-        "vit/digits_dinov3_update_step",
-        "vit/S16_dinov3_update_step",
-        "vit/B16_dinov3_update_step",
-        "vit/L16_dinov3_update_step",
-    ),
-    "knowledge_distillation_update_step": (
-        "llama3_2/5M_to_1M_KD_update_step",
-        "llama3_2/8B_to_1B_KD_update_step",
-        "qwen2_5/7B_to_0.5B_KD_update_step",
-        "qwen2_5/7B_to_1.5B_KD_update_step",
-    ),
-    "benchmark_tokens_per_second": (
-        "llama3_2/5M_benchmark",
-        "llama3_2/5M_lora_benchmark",
-        "llama3_2/5M_dpo_benchmark",
-        "llama3_2/5M_to_1M_KD_benchmark",
-        "llama3_2/5M_to_1M_KD_lora_benchmark",
-        "llama3_2/5M_benchmark_packed_dataset",
-        "llama3_2/5M_benchmark_saving",
-        "llama3_2/5M_transformers_benchmark",
-    ),
-}
-"""Recipe name -> its configs (``configs/NAME.yaml``), the default first."""
 
 SAME_FILE = {
     "lora_finetune_update_step": "full_finetune_update_step",
@@ -88,12 +21,31 @@ SAME_FILE = {
 """Recipe name -> name of its file; that of all others is ``recipes/NAME.py``."""
 
 
+def _recipes() -> dict[str, list[str]]:
+    """Returns the configs of each recipe: a config's header contains its ``tune run`` command."""
+    names = {*(path.stem for path in ROOT.glob("recipes/*.py")), *SAME_FILE}
+    configs: dict[str, list[str]] = {name: [] for name in sorted(names)}
+    for path in sorted(ROOT.glob("configs/*/*.yaml")):
+        config = f"{path.parent.name}/{path.stem}"
+        command = re.search(
+            rf"^# .*tune run .*?(\w+) --config {config}$", path.read_text("utf-8"), re.M
+        )
+        recipe = command[1] if command else ""
+        # Configs of torchtune's own recipes, such as `generate`, are listed with fine-tuning.
+        configs[recipe if recipe in names else "full_finetune_update_step"].append(config)
+    return configs
+
+
+RECIPES = _recipes()
+"""Recipe name -> names of its configs (``configs/NAME.yaml``)."""
+
+
 def register() -> bool:
     """Adds :data:`RECIPES` to torchtune's registry. Returns True for ``tune run`` of one of them.
 
     For such a run, or that of a copy, it also patches the launcher. Suggests names similar to an
-    unknown one of ``tune run``. ``tune validate`` only accepts
-    paths, so the name of a config in ``sys.argv`` is replaced by its path.
+    unknown one of ``tune run``. ``tune validate`` only accepts paths, so the name of a config in
+    ``sys.argv`` is replaced by its path.
     """
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from recipe_utils.model.attention import document_mask, packed_attention
-from recipe_utils.model.attention.packed_attention import select_kernel
+from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.model.build import build, sizes
 from recipe_utils.parallel import ranks
 
@@ -143,7 +143,9 @@ def arrivals(monkeypatch):
         monkeypatch.setattr(module, "resolve_device", torch.device)
     monkeypatch.setattr(build, "shard_model", Gathered)
     for module in (document_mask, sizes):
-        monkeypatch.setattr(module, "select_kernel", lambda model, _: select_kernel(model, CUDA))
+        monkeypatch.setattr(
+            module, "attention_of", lambda model, _, *o: attention_of(model, CUDA, *o)
+        )
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     # torch 2.15 asks the driver which library computes it.

@@ -56,7 +56,8 @@ class ViewSettings(DataSettings):
     mask_ratio: list[float] | None = None
     """Range of the share of masked patches in such a crop, uniform; null is ``[0.1, 0.5]``."""
     koleo_group_size: Annotated[int, Field(ge=2)] | None = 16
-    """Consecutive images, in one microbatch, that KoLeo searches for neighbours; null: the update step."""
+    """Consecutive images, in one microbatch, that KoLeo searches for neighbors; null: the
+    update step."""
     rope_rescale: Annotated[float, Field(ge=1)] | None = None
     """Bound x of the factor of an update step's positions, log-uniform in [1/x, x]; null for none."""
 
@@ -171,11 +172,11 @@ class ViewCollator(Collator):
     fingerprint_keys = ("digest",)
     prepare = staticmethod(with_image_name)
 
-    def __init__(self, data: DataSettings, settings: ViewSettings, layout: TokenLayout) -> None:
+    def __init__(self, settings: ViewSettings, layout: TokenLayout) -> None:
         self.block = settings.koleo_group_size or 1
         """Number of consecutive images that stay in one microbatch."""
         self._group_size = settings.koleo_group_size
-        self._batch_size = data.batch_size
+        self._batch_size = settings.batch_size
         self._layout = layout
 
     def length(self, sample: Sample) -> int:

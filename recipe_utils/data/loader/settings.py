@@ -33,20 +33,19 @@ class DataSettings(RankSettings):
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
     global_batch_size: Count | None = None
-    """Samples per update step over all ranks, whose shares differ by at most one; replaces
-    ``gradient_accumulation_steps``."""
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
-    """``in_order``: ``batch_size`` samples at a time, in dataset order; ``least_padding``: sorted
-    by length and cut for the least cost; ``packed``: concatenated to rows without padding. The
-    gradient is the same."""
+    """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
+    cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is
+    the same."""
     max_tokens_per_microbatch: Count | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
     times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
-    """With ``packed``: a sample of more than ``max_tokens_per_microbatch`` tokens is computed by 2,
-    4, ... neighbouring ranks together, up to so many."""
+    """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
+    than ``max_tokens_per_microbatch`` tokens together."""
     microbatch_overhead_slots: Annotated[
         Positive | None, OnlyWith("microbatching", ("least_padding",))
     ] = None
@@ -69,14 +68,14 @@ class DataSettings(RankSettings):
     prefetch_update_steps: CountOrZero = 2
     """Update steps prepared ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
-    """``skip``: samples that cannot be read or trained on are skipped with a warning; counts stay exact."""
+    """``skip``: bad samples are skipped with a warning; counts stay exact."""
     mixture: (
         Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
         | None
     ) = None
-    """Options of a ``dataset`` list with a ``weight`` each: ``weigh`` (``samples``; ``tokens`` makes weights shares
-    of target tokens), ``samples_per_epoch`` (default: the number of all samples). ``temperature`` T sets
-    the weights to length^(1/T)."""
+    """Options of a ``dataset`` list with weights: ``weigh`` (``samples``, or ``tokens``: shares
+    of target tokens), ``samples_per_epoch`` (default: all samples), ``temperature`` T (weights
+    are length^(1/T))."""
     collate_fn: str = "torchtune.data.padded_collate_sft"
     """Dotted path of the function that pads the samples of a microbatch; not with ``packed``."""
 

@@ -1,4 +1,4 @@
-"""What is read, checked and logged of a dataset before training."""
+"""Checks and logs a dataset before training."""
 
 import hashlib
 from collections import Counter
@@ -29,7 +29,7 @@ _NUM_MEASURED = 1000
 
 
 class Probe(NamedTuple):
-    """What some samples of a dataset tell about it."""
+    """Facts about a dataset, read from some of its samples."""
 
     example: int
     """Index of a good sample; 0 if none was found."""

@@ -44,9 +44,10 @@ class PairSettings(DataSettings):
     prefix_sharing: bool | None = None
     """Computes the common prefix of a pair's sides once; null is True with ``microbatching: packed``."""
 
-    def shares_prefixes(self, data: DataSettings) -> bool:
+    @property
+    def shares_prefixes(self) -> bool:
         """Returns True if the common prefix is computed once."""
-        return data.is_packed and self.prefix_sharing is not False
+        return self.is_packed and self.prefix_sharing is not False
 
     def problems(self) -> Iterator[Problem]:
         """Yields values of the data keys that pairs do not support."""
@@ -102,13 +103,12 @@ class PairCollator(RowCollator):
 
     def __init__(
         self,
-        settings: DataSettings,
+        settings: PairSettings,
         tokenizer: Any,
         limits: ModelLimits,
-        pair_settings: PairSettings,
         cache: FrozenCache | None = None,
     ) -> None:
-        self._shares_prefixes = pair_settings.shares_prefixes(settings)
+        self._shares_prefixes = settings.shares_prefixes
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
         if self._shares_prefixes:

@@ -22,7 +22,7 @@ from recipe_utils.data.text.collate import (
     collate_packed_microbatch,
     num_targets_of,
 )
-from recipe_utils.data.text.limits import ModelLimits, row_multiple_of_packed
+from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.components import component_at
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index"}
@@ -66,9 +66,7 @@ class RowCollator(Collator):
     ) -> None:
         self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._sequences, self._of_rows = sequences, limits
-        if shares_prefixes:
-            self._of_rows = limits.with_shared_prefixes()
+        self._sequences, self._shares_prefixes = sequences, shares_prefixes
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
         self._set(settings)
@@ -83,8 +81,8 @@ class RowCollator(Collator):
             bound = num_rows * settings.batch_size * self.max_seq_len
         cost, self.row_multiple = settings.cost(limits.cost), None
         if settings.is_packed:
-            most_ranks = settings.max_ranks_per_row
-            self.row_multiple = row_multiple_of_packed(self._of_rows, bound, most_ranks)
+            rows = self._shares_prefixes, settings.max_ranks_per_row
+            self.row_multiple = limits.multiple_of_packed_rows(bound, *rows)
         elif num_rows > 1:
             # Of a padded sample all rows have the longest one's length; the plan counts one.
             bound = max(bound // num_rows, 1) if bound else None
@@ -198,7 +196,7 @@ class TextCollator(RowCollator):
 
     def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
         """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""
-        ignore, pad, limits = self._ignore_index, self.pad_id, self.limits
+        ignore, pad = self._ignore_index, self.pad_id
         if self.settings.is_packed:
             ignored = samples[0].keys() - _TEXT_KEYS
             if ignored and not self._has_warned:
@@ -209,8 +207,7 @@ class TextCollator(RowCollator):
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )
-        merges = limits.other_attention is None and limits.num_row_lengths is None
-        return collate_microbatch(samples, collate_fn, ignore, merges)
+        return collate_microbatch(samples, collate_fn, ignore, self.limits.merges_rows)
 
     def dummy(self, sample: Sample) -> Microbatch:
         """Makes a dummy microbatch, see :func:`recipe_utils.data.text.collate.collate_dummy`."""

@@ -1,53 +1,123 @@
-"""Limits that a model sets for rows of text."""
+"""Samples and packed rows that a model computes."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
+
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.plan.cost import MicrobatchCost
+from recipe_utils.data.text.documents import Documents
 from recipe_utils.settings.problems import ConfigError, Problem
+
+_log = get_logger("INFO")
+
+Kernel = Literal["varlen", "flex", "by_document", "dense"]
+Layout = Literal["packed", "shared", "over ranks", "shared over ranks"]
+"""Packed rows, with prefix-shared pairs (``shared``), computed by several ranks."""
+
+_NUM_FLEX_LENGTHS = 4
+"""Lengths of packed rows for flex attention, which compiles for each. More lengths cost
+compilations, fewer cost padding."""
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Capability of a model: the layouts of packed rows that it computes, and its kernels."""
+
+    kernel: Kernel = "by_document"
+    why: str = ""
+    """Reason for the kernel, for the log."""
+    kernel_of_pairs: Kernel | None = None
+    """Kernel of rows with prefix-shared pairs; None for the same."""
+    refused: Mapping[Layout, str] = field(default_factory=dict)
+    """Reasons against layouts that are not computed, and keys to set instead."""
+    other_attention: str | None = None
+    """Attention class that cannot keep the documents of a row apart; None if all can."""
+    num_compiled_lengths: int | None = None
+    """Number of lengths that compiled layers may have; None if they are not compiled."""
+    runs_by_document: bool = False
+    """True if modules run by document, in microbatches of one row of any length."""
+    num_heads: tuple[tuple[str, int], ...] = ()
+    """Attention heads of a tensor-parallel rank, by the config key that sets them."""
+
+    def reason_against(self, *layouts: Layout) -> str | None:
+        """Returns the reason against the first of ``layouts`` that is refused; None if none is."""
+        return next((self.refused[each] for each in layouts if each in self.refused), None)
+
+    def num_row_lengths(self, shares_prefixes: bool = False) -> int | None:
+        """Returns the number of lengths that packed rows may have; None for any."""
+        if self.runs_by_document or self.num_compiled_lengths is not None:
+            return None if self.runs_by_document else self.num_compiled_lengths
+        kernel = self.kernel_of_pairs if shares_prefixes else None
+        return _NUM_FLEX_LENGTHS if (kernel or self.kernel) == "flex" else None
+
+    def refusals(self, shares_prefixes: bool, num_ranks: int) -> Iterator[Problem | str]:
+        """Yields reasons against packed rows with ``shares_prefixes``, over ``num_ranks`` each."""
+        of_pairs: tuple[Layout, ...] = ("shared",) if shares_prefixes else ()
+        if self.other_attention is not None:
+            text = f"the model's {self.other_attention} cannot keep the documents of a row apart"
+            text += "; set microbatching=least_padding"
+            yield Problem("microbatching", text, "packed")
+        elif reason := self.reason_against(*of_pairs, "packed"):
+            yield reason
+        if num_ranks == 1:
+            return
+        of_pairs = ("shared over ranks",) if shares_prefixes else ()
+        if reason := self.reason_against("over ranks", *of_pairs):
+            yield f"max_ranks_per_row={num_ranks}: {reason}"
+        for key, num_heads in self.num_heads:
+            if num_heads % num_ranks:
+                text = f"{key}={num_heads} cannot be divided over {num_ranks} ranks"
+                text += f"; set it to {math.gcd(num_heads, num_ranks)}"
+                yield Problem("max_ranks_per_row", text, num_ranks)
+
+    def kernel_of(self, documents: Documents) -> Kernel:
+        """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is refused."""
+        kernel, why = self.kernel, self.why
+        layouts: tuple[Layout, ...] = ("packed",)
+        if documents.segments is not None:
+            layouts = ("packed", "shared")
+            if self.kernel_of_pairs is not None:
+                why = f"pairs share prefixes, and {kernel} has no mask that hides one answer from the other"
+                kernel = self.kernel_of_pairs
+        if reason := self.reason_against(*layouts):
+            raise ConfigError(reason)
+        if documents.boundaries.device.type != "cpu":
+            _log_once(kernel, why)
+        return kernel
+
+
+@cache
+def _log_once(kernel: Kernel, why: str) -> None:
+    log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
 
 
 class ModelLimits(NamedTuple):
-    """Properties of a model that samples, rows and their costs depend on."""
+    """Properties of the models of a recipe that samples, rows and their costs depend on."""
 
     vocab_size: int
     """Number of token embeddings."""
     max_seq_len: int
-    """Longest sequence that the model takes [tokens]."""
+    """Longest sequence that the models take [tokens]."""
     cost: MicrobatchCost
-    other_attention: str | None = None
-    """Attention class that cannot keep the documents of a row apart; None if all can."""
-    num_row_lengths: int | None = None
-    """Number of lengths that packed rows may have, if code is compiled for each; None for any."""
-    num_row_lengths_with_shared_prefixes: int | None = None
-    """The same for rows with prefix-shared pairs; None for as many."""
+    attentions: tuple[PackedAttention, ...] = (PackedAttention(),)
+    """Attention of each model: the trained one and, if any, a teacher."""
     row_multiple: int | None = None
     """Number of positions that packed rows are padded to a multiple of; None for no padding."""
-    packing_problem: Problem | str | None = None
-    """Reason why packed rows cannot be computed, and what to set instead; None if they can."""
-    packing_problem_with_shared_prefixes: Problem | str | None = None
-    """The same for rows with prefix-shared pairs; None for no problem of their own."""
-    num_heads: tuple[tuple[str, int], ...] = ()
-    """Attention heads of a tensor-parallel rank, by the config key that sets them."""
-    spanning_problem: str | None = None
-    """Reason why no other rank can compute a part of a row, and what to set instead; None if it can."""
-    shares_prefixes_over_ranks: bool = True
-    """False if prefix-shared pairs are computed on one rank only."""
     limits_length: str = "the model's"
     """Owner of ``max_seq_len``, for errors."""
     costs_are_estimated: bool = False
     """True if ``cost`` was never measured on such a device."""
 
-    def with_shared_prefixes(self) -> "ModelLimits":
-        """Returns the limits of rows with prefix-shared pairs."""
-        spanning_problem = self.spanning_problem
-        if not self.shares_prefixes_over_ranks:
-            text = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
-            spanning_problem = spanning_problem or text
-        return self._replace(
-            spanning_problem=spanning_problem,
-            num_row_lengths=self.num_row_lengths_with_shared_prefixes or self.num_row_lengths,
-            packing_problem=self.packing_problem_with_shared_prefixes or self.packing_problem,
+    @property
+    def merges_rows(self) -> bool:
+        """Returns True if the rows of a packed dataset can become one row of any length."""
+        return all(
+            each.other_attention is None and each.num_row_lengths() is None
+            for each in self.attentions
         )
 
     def longest_row(self, max_tokens: int | None, most_samples: int) -> int:
@@ -57,47 +127,35 @@ class ModelLimits(NamedTuple):
         """
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
+    def multiple_of_packed_rows(
+        self, row_length: int | None, shares_prefixes: bool = False, max_ranks_per_row: int = 1
+    ) -> int | None:
+        """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
-def row_multiple_of_packed(
-    limits: ModelLimits, row_length: int | None, max_ranks_per_row: int = 1
-) -> int | None:
-    """Returns the divisor of all lengths of packed rows [positions]; None for any length.
+        Args:
+            row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
+                bound.
+            shares_prefixes: True for rows of prefix-shared pairs.
+            max_ranks_per_row: most ranks that compute a row together.
 
-    Args:
-        limits: limits of the model.
-        row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
-            bound.
-        max_ranks_per_row: most ranks that compute a row together.
-
-    Raises:
-        ConfigError: the model cannot compute packed rows, or no rows that span ranks.
-    """
-    problems: list[Problem | str] = []
-    if limits.other_attention is not None:
-        text = (
-            f"the model's {limits.other_attention} cannot keep the documents of a row apart; set "
-            "microbatching=least_padding"
-        )
-        problems.append(Problem("microbatching", text, "packed"))
-    elif limits.packing_problem is not None:
-        problems.append(limits.packing_problem)
-    if limits.num_row_lengths is not None and row_length is None:
-        text = (
-            "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "
-            "compile=True and flex attention need; set one of the two"
-        )
-        problems.append(Problem("microbatching", text, "packed"))
-    most = max_ranks_per_row
-    if most > 1 and limits.spanning_problem is not None:
-        problems.append(f"max_ranks_per_row={most}: {limits.spanning_problem}")
-    for key, num_heads in limits.num_heads if most > 1 else ():
-        if num_heads % most:
-            text = f"{key}={num_heads} cannot be divided over {most} ranks"
-            instead = f"set it to {math.gcd(num_heads, most)}"
-            problems.append(Problem("max_ranks_per_row", f"{text}; {instead}", most))
-    if problems:
-        raise ConfigError(*problems)
-    if limits.num_row_lengths is None or row_length is None:
-        return limits.row_multiple
-    multiple = limits.row_multiple or 1
-    return math.ceil(row_length / limits.num_row_lengths / multiple) * multiple
+        Raises:
+            ConfigError: a model cannot compute packed rows, or no rows that span ranks.
+        """
+        problems: list[Problem | str] = []
+        for attention in self.attentions:
+            refusals = attention.refusals(shares_prefixes, max_ranks_per_row)
+            problems += [each for each in refusals if each not in problems]
+        lengths = [each.num_row_lengths(shares_prefixes) for each in self.attentions]
+        num_lengths = min((each for each in lengths if each is not None), default=None)
+        if num_lengths is not None and row_length is None:
+            text = (
+                "without max_tokens_per_microbatch or tokenizer.max_seq_len rows have no fixed length, which "
+                "compile=True and flex attention need; set one of the two"
+            )
+            problems.append(Problem("microbatching", text, "packed"))
+        if problems:
+            raise ConfigError(*problems)
+        if num_lengths is None or row_length is None:
+            return self.row_multiple
+        multiple = self.row_multiple or 1
+        return math.ceil(row_length / num_lengths / multiple) * multiple

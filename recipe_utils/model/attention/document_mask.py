@@ -21,8 +21,8 @@ from torchtune.modules import MultiHeadAttention
 from recipe_utils.data.text.documents import Documents, segment_lengths
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.packed_attention import (
+    attention_of,
     raise_recompile_limit,
-    select_kernel,
     self_attentions,
 )
 from recipe_utils.model.attention.rows_over_ranks import (
@@ -41,20 +41,20 @@ def attend_within_documents(
 ) -> None:
     """Makes ``model(..., document_lengths=documents)`` attend within documents only, without device synchronizations.
 
-    The kernel is that of :func:`select_kernel`, logged at the first packed row. The forward raises
+    The kernel is that of :func:`.attention_of`, logged at the first packed row. The forward raises
     ConfigError if rows are packed and this machine or model does not support it.
 
     ``model`` is not wrapped yet. A decoder rejects rows above its ``max_seq_len``, which is raised to
     ``max_row_length`` [tokens]; positions restart with each document, so only documents must stay
     below the original. ``row_groups`` are those of rows that span ranks.
     """
-    attention = select_kernel(model, device)
+    attention = attention_of(model, device)
     if attention.kernel != "dense" and not hasattr(model, "proof"):
         for module in self_attentions(model):
             module._attention_call = _within_documents(module._attention_call)
             if attention.kernel == "varlen" or row_groups:
                 module.forward = MethodType(_forward(attention.kernel == "varlen"), module)
-    if "flex" in (attention.kernel, attention.with_shared_prefixes().kernel):
+    if "flex" in (attention.kernel, attention.kernel_of_pairs):
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import sysconfig
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,18 +23,18 @@ from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 from torchtune.utils import get_logger, log_rank_zero
 
-from recipe_utils.data.text.documents import Documents
-from recipe_utils.settings.problems import ConfigError
+from recipe_utils.data.text.limits import Kernel, Layout, PackedAttention
 
 _log = get_logger("INFO")
-
-Kernel = Literal["varlen", "flex", "by_document", "dense"]
 
 _NAMES = {"varlen": "FlashAttention", "flex": "flex attention"}
 _DTYPES = {
     "varlen": (torch.bfloat16, torch.float16),
     "flex": (torch.bfloat16, torch.float16, torch.float32),
 }
+_COMPILED_LENGTHS = {"cuda": 4, "cpu": 1}
+"""Lengths of packed rows where layers are compiled: for the first and then with dynamic shapes. On a
+CPU, compiling DoRA's layers for a second length takes minutes."""
 _RECOMPILE_LIMIT = 64
 """Variants per compiled function: row lengths, times training and validation, times models."""
 
@@ -55,42 +55,6 @@ class AttentionNeeds(NamedTuple):
     has_flash: bool = True
 
 
-class PackedAttention(NamedTuple):
-    """Attention of a model within the documents of packed rows."""
-
-    kernel: Kernel
-    why: str
-    """Reason, for the log."""
-    problem: str | None = None
-    """Reason that it is not supported, and keys to set instead; None if it is."""
-    kernel_with_shared_prefixes: Kernel | None = None
-    """Kernel of prefix-shared pairs; None for the same."""
-    problem_with_shared_prefixes: str | None = None
-    """Reason that prefix-shared pairs are not supported."""
-
-    def with_shared_prefixes(self) -> "PackedAttention":
-        """Returns the attention for a microbatch with prefix-shared pairs."""
-        kernel, why = self.kernel_with_shared_prefixes, self.why
-        if kernel is not None:
-            why = f"pairs share prefixes, and {self.kernel} has no mask that hides one answer from the other"
-        problem = self.problem or self.problem_with_shared_prefixes
-        return PackedAttention(kernel or self.kernel, why, problem)
-
-    def kernel_of(self, documents: Documents) -> Kernel:
-        """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is not supported."""
-        own = self if documents.segments is None else self.with_shared_prefixes()
-        if own.problem is not None:
-            raise ConfigError(own.problem)
-        if documents.boundaries.device.type != "cpu":
-            _log_once(own.kernel, own.why)
-        return own.kernel
-
-
-@cache
-def _log_once(kernel: Kernel, why: str) -> None:
-    log_rank_zero(_log, f"Attention of packed rows: {kernel}, because {why}")
-
-
 def self_attentions(model: nn.Module) -> list[Any]:
     """Returns the self-attention of each layer."""
     layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
@@ -105,46 +69,68 @@ def other_attention(model: nn.Module) -> str | None:
     return next((each.__name__ for each in types if each is not MultiHeadAttention), None)
 
 
-def select_kernel(model: nn.Module, device: torch.device) -> PackedAttention:
-    """Selects the attention of ``model``, whole or a stage in its compute precision, within documents.
+def attention_of(
+    model: nn.Module, device: torch.device, compiles: bool = False, tensor_parallel_dim: int = 1
+) -> PackedAttention:
+    """Returns the capability of ``model``, whole or a stage in its compute precision, on ``device``.
 
-    On CUDA this is the configured kernel (``model.packed_attention``); by default ``varlen``, or
+    On CUDA its kernel is the configured one (``model.packed_attention``); by default ``varlen``, or
     ``flex`` if FlashAttention does not support the model or is not deterministic enough. Decoders of
     transformers are compared with it on the device: if it is not exact, ``by_document`` replaces it, with
     a warning, and if that is not exact either, rows cannot be packed.
     """
+    decoder: Any = getattr(model, "decoder", model)
+    configured: Kernel | None = getattr(model, "packed_attention", None)
+    num_heads = {"model.num_heads": getattr(decoder, "num_heads", 0)}
+    if tensor_parallel_dim > 1:
+        key = "model.num_heads / tensor_parallel_dim"
+        num_heads = {key: decoder.num_heads // tensor_parallel_dim}
+    runs_by_document = False
     other = other_attention(model)
     if other is not None:
-        return PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
-    configured: Any = getattr(model, "packed_attention", None)
-    if not hasattr(model, "proof"):
+        chosen = PackedAttention("dense", f"{other} supports only a mask [b, s, s]")
+    elif hasattr(model, "proof"):
+        chosen = _exact_on(device, decoder, configured)
+        # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
+        num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
+        runs_by_document = bool(decoder.proof.modules)
+    else:
         attentions = self_attentions(model)
         needs = AttentionNeeds(
             next(model.parameters()).dtype,
             frozenset((each.head_dim, each.head_dim) for each in attentions),
             max((float(each.attn_dropout) for each in attentions), default=0.0),
         )
-        return choose_kernel(needs, device, configured)
-    decoder: Any = model
+        chosen = choose_kernel(needs, device, configured)
+    compiled = _COMPILED_LENGTHS.get(device.type, _COMPILED_LENGTHS["cuda"])
+    return replace(
+        chosen,
+        other_attention=other,
+        num_compiled_lengths=compiled if compiles else None,
+        runs_by_document=runs_by_document,
+        num_heads=tuple(num_heads.items()),
+    )
+
+
+def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> PackedAttention:
+    """Returns the capability of a decoder of transformers, with a kernel that is exact on ``device``."""
     chosen = choose_kernel(
         decoder.attention_needs, device, configured, shares_prefixes_by_mask=True
     )
-    problem, of_pairs = decoder.packing_problems()
-    problem = problem or chosen.problem
-    if device.type == "cuda" and problem is None:
+    refused: dict[Layout, str] = {**chosen.refused, **decoder.refused_layouts()}
+    if device.type == "cuda" and "packed" not in refused:
         error, name = decoder.error_on(device, chosen.kernel), type(decoder.model).__name__
         if error is not None and chosen.kernel in _NAMES:
             text = f"{chosen.kernel} computes other gradients of {name} in packed rows: {error}"
             log_rank_zero(_log, f"{text}; by_document is used instead", logging.WARNING)
-            chosen = chosen._replace(kernel="by_document", why=text)
+            chosen = replace(chosen, kernel="by_document", why=text)
             error = decoder.error_on(device, chosen.kernel)
         if error is not None:
-            problem = (
+            refused["packed"] = (
                 f"microbatching=packed: {name} computes other gradients in packed rows on this device: {error}; set "
                 "microbatching=least_padding"
             )
-    of_pairs = of_pairs or chosen.problem_with_shared_prefixes
-    return chosen._replace(problem=problem, problem_with_shared_prefixes=of_pairs)
+    return replace(chosen, refused=refused)
 
 
 def choose_kernel(
@@ -162,9 +148,8 @@ def choose_kernel(
             "dense", "it was not proved that its attention computes documents one by one"
         )
     if device.type != "cuda":
-        why = f"the device is {device.type}"
         of_pairs: Kernel | None = "dense" if shares_prefixes_by_mask else None
-        return PackedAttention("by_document", why, None, of_pairs)
+        return PackedAttention("by_document", f"the device is {device.type}", of_pairs)
 
     against_varlen = _reason_against("varlen", needs, device)
     against_flex = _reason_against("flex", needs, device)
@@ -172,18 +157,19 @@ def choose_kernel(
     if configured is not None:
         kernel, why = configured, "packed_attention is set to it"
     key = f"packed_attention={configured or 'null'}: "
+    of_pairs, refused = None, dict[Layout, str | None]()
     if kernel == "flex":
         reason = "" if configured else f"{why}, and "
-        return PackedAttention(kernel, why, _problem_of_flex(key + reason, against_flex))
-    problem = problem_of_pairs = of_pairs = None
-    if shares_prefixes_by_mask and (against_flex or missing_for_triton()):
+        refused["packed"] = _problem_of_flex(key + reason, against_flex)
+    elif shares_prefixes_by_mask and (against_flex or missing_for_triton()):
         of_pairs = "dense"
     elif shares_prefixes_by_mask or kernel == "varlen":
         text = f"{key}pairs with prefix_sharing use flex attention, and "
-        of_pairs, problem_of_pairs = "flex", _problem_of_flex(text, against_flex)
+        of_pairs, refused["shared"] = "flex", _problem_of_flex(text, against_flex)
     if kernel == "varlen" and against_varlen is not None:
-        problem = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
-    return PackedAttention(kernel, why, problem, of_pairs, problem_of_pairs)
+        refused["packed"] = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
+    reasons = {layout: text for layout, text in refused.items() if text is not None}
+    return PackedAttention(kernel, why, of_pairs, reasons)
 
 
 def _reason_against(

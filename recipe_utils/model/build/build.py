@@ -31,7 +31,7 @@ from recipe_utils.model.pipeline.stages import (
     ties_output,
 )
 from recipe_utils.parallel.fsdp import shard_model
-from recipe_utils.parallel.ranks import Ranks, RankSettings, resolve_device
+from recipe_utils.parallel.ranks import Ranks, resolve_device
 from recipe_utils.settings.components import Component
 from recipe_utils.settings.keys import STRICT, Count, OnlyWith
 from recipe_utils.settings.problems import Problem
@@ -42,16 +42,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, config=STRICT)
-class ModelSettings(RankSettings):
+class ModelSettings(PipelineSettings):
     """Precision, memory savings and kernels of a model."""
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of forward and backward; null is fp32. fp16 is not supported, because gradients
-    would underflow."""
+    """Precision of forward and backward; null is fp32. fp16 is not supported."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
-    """Precision of trained weights, their summed gradients and optimizer state; null is ``dtype``.
-    With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for 8 more bytes
-    per parameter (16 in all with AdamW)."""
+    """Precision of trained weights, their summed gradients and optimizer state; null is
+    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for
+    8 more bytes per parameter."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Annotated[
@@ -60,8 +59,8 @@ class ModelSettings(RankSettings):
         OnlyWith("dataset", argument="packed"),
     ] = None
     """Attention within the samples of packed rows: ``by_document`` (one after the other),
-    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU; on CUDA
-    ``varlen``, and ``flex`` in fp32 or with ``cudnn_deterministic_mode``."""
+    ``varlen`` (FlashAttention) or ``flex`` (compiled). null: ``by_document`` on a CPU,
+    ``varlen`` on CUDA, ``flex`` there in fp32."""
     enable_activation_checkpointing: bool = False
     """Recomputes every layer in the backward."""
     enable_activation_offloading: bool = False
@@ -226,13 +225,11 @@ def build_model(
     prepare: Callable[[nn.Module, bool], None],
     settings: ModelSettings,
     ranks: Ranks,
-    pipeline: PipelineSettings | None = None,
 ) -> nn.Module:
     """Builds this rank's modules without weights: the whole model, or its pipeline stages.
 
     ``prepare`` changes a model or stage before it is wrapped; its second argument is True if the
-    output layer is in it. ``pipeline`` is required with more than one ``pp`` rank. Raises ValueError
-    if the model cannot be cut, split or sharded as configured.
+    output layer is in it. Raises ValueError if the model cannot be cut, split or sharded as configured.
     """
     make = partial(build_on_meta, make_model, settings)
     whole = make()
@@ -247,9 +244,8 @@ def build_model(
         prepare(whole, True)
         return parallelize_model(whole, settings, ranks)
 
-    assert pipeline is not None
-    num_stages = pipeline.num_stages(ranks.dims.pp)
-    layers = layers_of_stages(whole, num_stages, pipeline.pipeline_parallel_split_points)
+    num_stages = settings.num_stages(ranks.dims.pp)
+    layers = layers_of_stages(whole, num_stages, settings.pipeline_parallel_split_points)
     _check_that_all_train(whole, layers)
     embed_dim: Any = whole.tok_embeddings.embedding_dim  # type: ignore[union-attr]
     names = list(whole.state_dict())
@@ -261,7 +257,7 @@ def build_model(
         stages[f"stage_{index}"] = parallelize_model(stage, settings, ranks)
     if ranks.is_zero:
         _log.info(
-            f"{pipeline.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
+            f"{settings.pipeline_parallel_schedule} over {ranks.dims.pp} ranks; layers of the stages: "
             + ", ".join(f"{of_stage.start} to {of_stage.stop - 1}" for of_stage in layers)
         )
     return stages

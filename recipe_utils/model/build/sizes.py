@@ -1,6 +1,7 @@
 """Properties of a model that data depends on."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,68 +10,46 @@ from torchtune.utils import get_logger
 
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
-from recipe_utils.model.attention.packed_attention import other_attention, select_kernel
+from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
 
-_NUM_ROW_LENGTHS = 4
-"""Lengths of packed rows where code is compiled: flex attention compiles for each, layers for the
-first and then with dynamic shapes. More lengths cost compilations, fewer cost padding."""
-_NUM_ROW_LENGTHS_ON_CPU = 1
-"""Lengths of packed rows on a CPU, where compiling DoRA's layers for a second length takes
-minutes."""
 _ROW_MULTIPLE = 128
 """Multiple that rows on CUDA are padded to [positions]: matrix product tiles, and blocks of flex
 attention. Not measured."""
 
 
 def limits_of(
-    model: nn.Module, device: torch.device, compiles: bool, tensor_parallel_dim: int = 1
+    model: nn.Module,
+    device: torch.device,
+    compiles: bool,
+    tensor_parallel_dim: int = 1,
+    teacher: nn.Module | None = None,
 ) -> ModelLimits:
-    """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch."""
+    """Returns the limits of samples and rows of a whole model, on any device, and the cost of a microbatch.
+
+    With a ``teacher``, samples and rows are within the limits of both models.
+    """
     vocab_size, max_seq_len = vocab_size_and_max_seq_len(model)
-    decoder: Any = getattr(model, "decoder", model)
+    attentions = [attention_of(model, device, compiles, tensor_parallel_dim)]
+    limits_length = "the model's"
+    if teacher is not None:
+        own = attention_of(teacher, device, compiles)
+        num_heads = tuple((f"teacher_{key}", number) for key, number in own.num_heads)
+        attentions.append(replace(own, num_heads=num_heads))
+        own_vocab_size, own_length = vocab_size_and_max_seq_len(teacher)
+        vocab_size = min(vocab_size, own_vocab_size)
+        if own_length < max_seq_len:
+            max_seq_len, limits_length = own_length, "the teacher_model's"
     costs = MEASURED_COSTS.get(device.type, ESTIMATED_COSTS)
-    attention = select_kernel(model, device)
-    of_pairs = attention.with_shared_prefixes()
-
-    num_heads = {"model.num_heads": decoder.num_heads}
-    if tensor_parallel_dim > 1:
-        num_heads = {
-            "model.num_heads / tensor_parallel_dim": decoder.num_heads // tensor_parallel_dim
-        }
-    spanning_problem = None
-    proof: Any = getattr(decoder, "proof", None)
-    if proof is not None:
-        # Its attention repeats keys by a number of its own, so they are not repeated for more ranks.
-        num_heads["model.num_key_value_heads"] = decoder.num_kv_heads
-        if not proof.spans_ranks:
-            spanning_problem = (
-                f"{type(decoder.model).__name__} mixes tokens elsewhere than in causal attention within documents, or "
-                "was not proved to compute parts of rows; leave it out"
-            )
-
-    def num_row_lengths(kernel: str) -> int | None:
-        if proof is not None and proof.modules:
-            return None  # they run by document, and take microbatches of one row only
-        if compiles and device.type == "cpu":
-            return _NUM_ROW_LENGTHS_ON_CPU
-        return _NUM_ROW_LENGTHS if compiles or kernel == "flex" else None
-
     return ModelLimits(
         vocab_size,
         max_seq_len,
         costs._replace(equal_attention_length=equal_attention_length(model)),
-        other_attention=other_attention(model),
-        num_row_lengths=num_row_lengths(attention.kernel),
-        num_row_lengths_with_shared_prefixes=num_row_lengths(of_pairs.kernel),
+        tuple(attentions),
         row_multiple=_ROW_MULTIPLE if device.type == "cuda" else None,
-        packing_problem=attention.problem,
-        packing_problem_with_shared_prefixes=attention.problem_with_shared_prefixes,
-        num_heads=tuple(num_heads.items()),
-        spanning_problem=spanning_problem,
-        shares_prefixes_over_ranks=proof is None,
+        limits_length=limits_length,
         costs_are_estimated=device.type not in MEASURED_COSTS,
     )
 

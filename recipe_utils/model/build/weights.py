@@ -62,7 +62,7 @@ def fingerprint_of_config(model: nn.Module, folder: str | Path | None) -> dict[s
 
 
 def differences_from_config(model: nn.Module, folder: str | Path | None) -> Iterator[str]:
-    """Yields what a model computes otherwise than the ``config.json`` beside its weights says, which exports keep."""
+    """Yields differences between the model and the ``config.json`` that exports copy."""
     if folder is None:
         return
     try:

@@ -5,6 +5,7 @@ Shapes: n target tokens of a microbatch, d model width, v vocabulary size.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.model.build.build import ModelSettings, build_model
 from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
-from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import Stages
 from recipe_utils.parallel.fsdp import reshard
 from recipe_utils.parallel.ranks import Ranks
@@ -100,11 +100,11 @@ def build_frozen_model(
     ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """
     # Without a backward there is nothing to interleave.
-    pipeline = PipelineSettings(
-        pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
+    modules = replace(
+        modules, pipeline_parallel_schedule="GPipe", pipeline_parallel_split_points=split_points
     )
     with naming(keys[0]):
-        model = build_model(make_model, prepare, modules, ranks, pipeline)
+        model = build_model(make_model, prepare, modules, ranks)
     with naming(keys[1]):
         load_weights(model, checkpoint, modules, ranks.device)
     model.requires_grad_(False).eval()
@@ -119,7 +119,7 @@ def build_frozen_model(
 
     return FrozenModel(
         model,
-        build_pipeline(model, pipeline, modules.torch_dtype, ranks),
+        build_pipeline(model, modules, modules.torch_dtype, ranks),
         ranks.device,
         on_device if is_offloaded else nullcontext,
     )
@@ -144,7 +144,7 @@ def policy_without_adapters(
 
 
 def context_of(model: Any) -> dict[str, str]:
-    """Returns what outputs depend on in the folder of a model of transformers, besides weights."""
+    """Returns the config values of a transformers folder that outputs depend on."""
     return {"config": model.model.config.to_json_string()} if hasattr(model, "proof") else {}
 
 

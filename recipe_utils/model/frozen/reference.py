@@ -37,9 +37,8 @@ class ReferenceSettings:
     """Source of the reference's log-probabilities."""
 
     reference: Literal["live", "offload", "cached"] = "live"
-    """``live``: computed by a model that stays on the device; ``offload``: by a model that is on
-    the device only during its forwards; ``cached``: computed once per pair before training and
-    stored on disk."""
+    """``live``: a model that stays on the device; ``offload``: on the device only during its
+    forwards; ``cached``: computed once per pair and stored on disk."""
     reference_cache_dir: Annotated[FilePath | None, OnlyWith("reference", ("cached",))] = None
     """Folder of ``cached``, shared by all trainings with this reference; null is
     ``output_dir``/reference."""

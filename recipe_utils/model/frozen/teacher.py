@@ -18,7 +18,6 @@ from torchtune.utils import get_logger
 from recipe_utils.checkpoint.load import TEACHER
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
-from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.chunks import chunks_of
 from recipe_utils.loss.distillation import (
@@ -30,7 +29,7 @@ from recipe_utils.loss.distillation import (
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import limits_of, num_outputs, warn_if_above_memory
+from recipe_utils.model.build.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import (
     FrozenModel,
@@ -58,8 +57,7 @@ class TeacherSettings:
     """Weight of the divergence, and the teacher's model and cache."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher, 1
-    computes no cross-entropy."""
+    """Weight of the divergence in the loss; cross-entropy's is 1 - kd_ratio. 0 loads no teacher."""
     teacher_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of the teacher's weights and hidden states; null is ``dtype``."""
     teacher_custom_sharded_layers: list[str] | None = None
@@ -69,11 +67,11 @@ class TeacherSettings:
     teacher_pipeline_parallel_split_points: Annotated[
         list[Annotated[int, Field(ge=1)]] | None, OnlyWith("pipeline_parallel_dim", above=1)
     ] = None
-    """First layer of each of the teacher's stages but the first, one stage per rank; null balances
-    them by their parameters."""
+    """First layer of each of the teacher's stages but the first; null balances them by their
+    parameters."""
     teacher_cache: Annotated[Literal["hidden", "top_k"] | None, OnlyWith("kd_ratio")] = None
-    """``hidden``: hidden states at all targets, computed once before training and stored on disk
-    (exact). ``top_k``: the most probable tokens, and the sum of all others (lossy). null: computed
+    """Teacher outputs computed once before training and stored on disk: ``hidden`` states at
+    all targets (exact), or ``top_k`` tokens and the sum of all others (lossy). null: computed
     at every update step."""
     teacher_cache_dir: Annotated[
         FilePath | None, OnlyWith("teacher_cache", ("hidden", "top_k"))
@@ -83,8 +81,7 @@ class TeacherSettings:
     teacher_top_k: Annotated[Count, OnlyWith("teacher_cache", ("top_k",))] = 64
     """Tokens per target that ``teacher_cache: top_k`` stores."""
     teacher_top_k_at_any_temperature: Annotated[bool, OnlyWith("teacher_cache", ("top_k",))] = False
-    """Allows ``top_k`` above a temperature of 1, where it covers a small part of the
-    distribution."""
+    """Allows ``top_k`` above a temperature of 1, where it covers little of the distribution."""
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the folder, the teacher's components and other keys of the recipe."""
@@ -130,7 +127,8 @@ class Teacher(FrozenOutputs):
         super().__init__(ranks, own.kd_ratio > 0, Path(folder) if own.teacher_cache else None)
         self._settings = own
         self._student_modules: ModelSettings = settings
-        self._whole: Any = None  # on the meta device
+        self.whole: Any = None
+        """The whole model on the meta device; None if it is not used."""
         self._checkpointer: Any = None
         self._top_k: _TopK | None = None
 
@@ -154,12 +152,12 @@ class Teacher(FrozenOutputs):
             fsdp_cpu_offload=settings.teacher_fsdp_cpu_offload,
             quantizer=None,
         )
-        self._whole = build_on_meta(self._make_model, self._modules)
-        if not hasattr(getattr(self._whole, "decoder", self._whole), "unembed"):
+        self.whole = build_on_meta(self._make_model, self._modules)
+        if not hasattr(getattr(self.whole, "decoder", self.whole), "unembed"):
             raise ValueError(
-                f"a {type(self._whole).__name__} returns no hidden states; set it to a torchtune decoder"
+                f"a {type(self.whole).__name__} returns no hidden states; set it to a torchtune decoder"
             )
-        if find_adapters(self._whole).modules:
+        if find_adapters(self.whole).modules:
             raise ValueError(
                 "it has adapters, and a teacher is a model without them; set it to the plain builder, and "
                 "teacher_checkpointer to an exported model that they are merged into"
@@ -173,33 +171,13 @@ class Teacher(FrozenOutputs):
 
     def check_student(self, student: nn.Module, loss_fn: LinearDistillationLoss) -> None:
         """Raises ValueError if it does not take the inputs of the whole ``student``, or cannot be cached."""
-        if hasattr(student, "decoder") != hasattr(self._whole, "decoder"):
-            kinds = [type(model).__name__ for model in (self._whole, student)]
+        if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
+            kinds = [type(model).__name__ for model in (self.whole, student)]
             raise ValueError(
                 f"teacher_model: a {kinds[0]} does not take the inputs of a {kinds[1]}; set it to one that "
                 "does, with or without images"
             )
         self._top_k = self._resolve_top_k(num_outputs(student), loss_fn.teacher_temperature)
-
-    def intersect(self, limits: ModelLimits) -> ModelLimits:
-        """Returns the limits of samples and rows within both models' limits."""
-        if not self.is_used:
-            return limits
-        own = limits_of(self._whole, self.ranks.device, self._modules.compile)
-        both = limits._replace(
-            vocab_size=min(limits.vocab_size, own.vocab_size),
-            other_attention=limits.other_attention or own.other_attention,
-            # Its attention kernel may differ, because its precision may.
-            num_row_lengths=min(
-                filter(None, (limits.num_row_lengths, own.num_row_lengths)), default=None
-            ),
-            packing_problem=limits.packing_problem or own.packing_problem,
-            num_heads=limits.num_heads + tuple((f"teacher_{key}", n) for key, n in own.num_heads),
-            spanning_problem=limits.spanning_problem or own.spanning_problem,
-        )
-        if own.max_seq_len < limits.max_seq_len:
-            both = both._replace(max_seq_len=own.max_seq_len, limits_length="the teacher_model's")
-        return both
 
     # ---- The model, or its cache -------------------------------------------------------------------
 
@@ -216,16 +194,16 @@ class Teacher(FrozenOutputs):
         if not self.is_used:
             return {}
         modules, settings, device = self._modules, self._settings, self.ranks.device
-        checkpoint, fingerprints = self.load(self._checkpointer, self._whole)
+        checkpoint, fingerprints = self.load(self._checkpointer, self.whole)
         output = None
         if settings.teacher_cache == "hidden" and self.ranks.has_last_stage:
             weights = checkpoint[training.MODEL_KEY]
-            output = output_layer_alone(self._whole, weights, modules.torch_dtype, device)
+            output = output_layer_alone(self.whole, weights, modules.torch_dtype, device)
             del weights  # a reference would keep them in memory while the model is built
         if self.is_cached:
             checkpoint = {}
         elif self.ranks.is_zero:
-            warn_if_above_memory(student, self._whole, self.ranks)
+            warn_if_above_memory(student, self.whole, self.ranks)
 
         def prepare(decoder: nn.Module, has_output: bool) -> None:
             attend_within_documents(decoder, device, longest_row, row_groups)
@@ -248,14 +226,14 @@ class Teacher(FrozenOutputs):
             "weights": fingerprints[TEACHER],
             "dtype": str(modules.torch_dtype),
             "top_k": self._top_k,
-            **context_of(self._whole),
+            **context_of(self.whole),
         }
         self.open(build, context, output)
         return fingerprints
 
     def _resolve_top_k(self, num_of_student: int, temperature: float) -> _TopK | None:
         """Returns the part of a distribution to store; None unless ``teacher_cache`` is ``top_k``."""
-        settings, num_of_teacher = self._settings, num_outputs(self._whole)
+        settings, num_of_teacher = self._settings, num_outputs(self.whole)
         num_tokens = min(num_of_teacher, num_of_student)
         if num_of_teacher != num_of_student and self.ranks.is_zero:
             _log.info(

@@ -23,10 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.limits import Kernel, Layout, PackedAttention
 from recipe_utils.model.attention.packed_attention import (
     AttentionNeeds,
-    Kernel,
-    PackedAttention,
     choose_kernel,
 )
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
@@ -68,7 +67,7 @@ class Decoder(nn.Module):
     """A causal language model of transformers, called as torchtune's decoders.
 
     Parameters have the names of transformers with the prefix ``model.``; of tied weights the state
-    dict has the first only. ``proof`` says how it computes packed rows.
+    dict has the first only. ``proof`` describes how packed rows are computed.
     """
 
     def __init__(self, model: PreTrainedModel, proof: Any) -> None:
@@ -161,19 +160,27 @@ class Decoder(nn.Module):
                 partial(heads_of_row, group=group), partial(tokens_of_part, group=group)
             )
 
-    def packing_problems(self) -> tuple[str | None, str | None]:
-        """Returns the reasons that rows, and rows with prefix-shared pairs, cannot be packed, if any."""
+    def refused_layouts(self) -> dict[Layout, str]:
+        """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
         proof, name = self.proof, type(self.model).__name__
-        problem = of_pairs = None
+        refused: dict[Layout, str] = {
+            "shared over ranks": "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
+        }
         if proof.problem:
             text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
-            problem = f"microbatching=packed: {text}"
+            refused["packed"] = f"microbatching=packed: {text}"
         if not proof.shares_prefixes:
             why = "it does not compute pairs with a shared prefix as it computes them without"
             if proof.modules:
                 why = f"{', '.join(proof.modules)} computes one document after the other"
-            of_pairs = f"prefix_sharing=True: not with {name}: {why}; set prefix_sharing=False"
-        return problem, of_pairs
+            text = f"not with {name}: {why}; set prefix_sharing=False"
+            refused["shared"] = f"prefix_sharing=True: {text}"
+        if not proof.spans_ranks:
+            refused["over ranks"] = (
+                f"{name} mixes tokens elsewhere than in causal attention within documents, or "
+                "was not proved to compute parts of rows; leave it out"
+            )
+        return refused
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Returns logits [b, s, v] of hidden states [b, s, d]."""
@@ -203,7 +210,7 @@ class Decoder(nn.Module):
                     cut(child)
                 elif any(True for _ in child.parameters()) and not stays.get(id(child), is_last):
                     other = NotOnThisStage(weight if child is embeddings else None)
-                    # What the loop over layers reads of a layer.
+                    # Attributes that the loop over layers reads.
                     plain = (bool, int, str)
                     vars(other).update({k: v for k, v in vars(child).items() if type(v) in plain})
                     module._modules[name] = other
@@ -254,7 +261,7 @@ class Decoder(nn.Module):
 
 
 class Tail(nn.Module):
-    """What a model does with its last hidden states: its own forward with the decoder left out."""
+    """Computes logits from hidden states by the model's own forward, without its decoder."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -280,7 +287,7 @@ class Tail(nn.Module):
 
 
 class _Given(nn.Module):
-    """Stands in for the decoder: its output is the hidden states that are given."""
+    """Returns given hidden states instead of computing them."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()

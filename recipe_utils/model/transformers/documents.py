@@ -28,9 +28,9 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipe_utils.data.text.documents import Documents, segment_lengths
+from recipe_utils.data.text.limits import Kernel
 from recipe_utils.model.attention.block_mask import block_mask, sees
 from recipe_utils.model.attention.document_mask import attend_by_varlen
-from recipe_utils.model.attention.packed_attention import Kernel
 
 
 class Exchange(NamedTuple):

@@ -2,7 +2,7 @@
 
 Gradients of a cut copy of the model are compared in float64: all kinds of layers, few of each, with
 the real widths and numbers of heads, and documents longer than every window. A gradient of zero
-across documents would prove nothing: models with sparse attention have it and differ by O(1).
+across documents is not a test: models with sparse attention pass it, and their gradients still differ.
 """
 
 import copy
@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torchtune.training import set_default_dtype
 
 from recipe_utils.data.text.documents import Document, Documents, segment_lengths
+from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import write_atomically
-from recipe_utils.model.attention.packed_attention import Kernel, PackedAttention
 from recipe_utils.model.transformers.decoder import (
     Decoder,
     build,
@@ -64,7 +64,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved of a decoder.
+    """Result of the start-up check of a decoder.
 
     Attributes:
         way: how packed rows are computed. ``masks``: attention keeps documents apart;

@@ -28,7 +28,6 @@ from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import load_weights
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
-from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.vision.vision_transformer import PatchEmbedding
 from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
@@ -45,14 +44,12 @@ class AverageTeacher:
         build: Callable[[Any], nn.Module],
         objective: ObjectiveSettings,
         modules: ModelSettings,
-        pipeline: PipelineSettings,
         ranks: Ranks,
     ) -> None:
         self._objective = objective
         self._modules = modules
         self._ranks = ranks
         self._dp_group = ranks.dp_group  # made by all ranks, used on the last stage
-        self._pipeline = pipeline
         self.model = build(TeacherBottlenecks())
         """The average, with heads."""
         states_of_patches = HiddenAtTargets("patch_positions")
@@ -71,7 +68,7 @@ class AverageTeacher:
                 if isinstance(module, PatchEmbedding):
                     module.sees_masked_patches = True
         stages_of = partial(
-            build_pipeline, settings=self._pipeline, dtype=modules.torch_dtype, ranks=ranks
+            build_pipeline, settings=modules, dtype=modules.torch_dtype, ranks=ranks
         )
         self._student = student
         self._forward = FrozenModel(self.model, stages_of(self.model), ranks.device)

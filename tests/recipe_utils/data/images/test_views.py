@@ -67,12 +67,12 @@ def views_of(dataset=None, layout=LAYOUT, **keys):
 
 
 def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
-    data = DataSettings(**{"batch_size": 4, "global_batch_size": 16, **data})
     keys = dict(keys)
+    settings = settings_of(**{"batch_size": 4, "global_batch_size": 16, **data, **keys})
     return UpdateStepLoader(
         views_of(dataset, layout, **keys),
-        ViewCollator(data, settings_of(**keys), layout),
-        data,
+        ViewCollator(settings, layout),
+        settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
     )
 
@@ -225,7 +225,7 @@ def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)
     ]
-    collator = ViewCollator(DataSettings(batch_size=8), settings_of(**keys), layout)
+    collator = ViewCollator(settings_of(batch_size=8, **keys), layout)
     prepared = [collator.prepare(s, f"sample {i} of dataset") for i, s in enumerate(samples)]
     return collator.collate(prepared), samples
 
@@ -253,7 +253,7 @@ def test_patches_are_what_a_convolution_sees_and_global_crops_come_first(dtype):
 
 
 def test_a_dummy_has_crops_but_no_targets_and_counts():
-    collator = ViewCollator(DataSettings(), settings_of(), LAYOUT)
+    collator = ViewCollator(settings_of(), LAYOUT)
     dummy = collator.dummy(collator.prepare(views_of()[0], "sample 0 of dataset"))
     assert dummy.inputs["crop_groups"] == ((2, G), (3, L))
     assert dummy.counts == {}
@@ -272,7 +272,7 @@ def test_without_masks_drop_path_and_groups():
     # All images of an update step are one group.
     assert microbatch.targets.koleo_groups.tolist() == [0, 0, 0]
     assert microbatch.counts["koleo_images"] == 3
-    collator = ViewCollator(DataSettings(), settings_of(koleo_group_size=None), LAYOUT)
+    collator = ViewCollator(settings_of(koleo_group_size=None), LAYOUT)
     alone = collator.collate([collator.prepare(views_of()[0], "sample 0 of dataset")])
     assert alone.counts["koleo_images"] == 0
 
@@ -295,7 +295,7 @@ def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_proc
 
 
 def test_microbatches_hold_whole_groups_and_at_most_batch_size_images():
-    collator = ViewCollator(DataSettings(batch_size=8), settings_of(), LAYOUT)
+    collator = ViewCollator(settings_of(batch_size=8), LAYOUT)
     positions = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 14]
     assert collator.plan(positions, 1) == [[list(range(7)), list(range(7, 13))]]
     assert collator.plan([], 1) == [[]]

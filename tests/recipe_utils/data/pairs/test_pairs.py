@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
-from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.pairs.collator import (
     PairCollator,
     PairSettings,
     num_shared_tokens,
 )
 from recipe_utils.data.plan.cost import MicrobatchCost
-from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SIDES = ("chosen", "rejected")
@@ -26,10 +25,8 @@ LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
 def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
-    data = DataSettings(microbatching=microbatching, **settings)
-    return PairCollator(
-        data, tiny.tiny_tokenizer(), limits, PairSettings(prefix_sharing=prefix_sharing)
-    )
+    data = PairSettings(microbatching=microbatching, prefix_sharing=prefix_sharing, **settings)
+    return PairCollator(data, tiny.tiny_tokenizer(), limits)
 
 
 def prepared(collator, pairs):
@@ -172,7 +169,9 @@ def test_every_pair_is_in_one_microbatch_of_one_rank(num_ranks, microbatching, n
 
 
 def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
-    collator = collator_of(limits=LIMITS._replace(num_row_lengths=1), batch_size=1)
+    collator = collator_of(
+        limits=LIMITS._replace(attentions=(PackedAttention(num_compiled_lengths=1),)), batch_size=1
+    )
     samples = prepared(collator, tiny.make_pairs(3))
     microbatch = collator.collate(samples)
     assert microbatch.inputs["tokens"].shape == (1, 128)
@@ -188,8 +187,8 @@ class Cache:
 
 
 def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
-    data = DataSettings(microbatching="packed")
-    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, PairSettings(), Cache())
+    data = PairSettings(microbatching="packed")
+    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, Cache())
     in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
     microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
     assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)

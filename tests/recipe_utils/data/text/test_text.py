@@ -20,7 +20,7 @@ from recipe_utils.data.text.collate import (
     num_real_tokens,
 )
 from recipe_utils.data.text.collator import TextCollator, check_sample
-from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 
 IGNORE = tiny.IGNORE
 COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORE)
@@ -256,7 +256,8 @@ def test_all_targets_are_in_the_microbatches_of_every_plan(name):
     ],
 )
 def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple, allowed):
-    limits = {"num_row_lengths": num_row_lengths, "row_multiple": row_multiple}
+    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+    limits = {"attentions": (attention,), "row_multiple": row_multiple}
     made = microbatches("packed", **limits)
     lengths = {m.counts["positions"] for m in made}
     assert lengths <= set(allowed)
@@ -273,11 +274,12 @@ def test_a_microbatch_has_batch_size_times_max_seq_len_positions_by_default(name
     assert by_default <= 80 < given <= 160
 
 
-@pytest.mark.parametrize("limits", [{}, {"other_attention": "Gemma2Attention"}])
-def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(limits):
+@pytest.mark.parametrize("other", [None, "Gemma2Attention"])
+def test_rows_of_a_packed_dataset_are_merged_if_the_model_supports_documents(other):
     rows = packed_rows(tiny.make_samples(20))
-    merged = make_collator("in_order", **limits).collate(rows[:2])
-    assert len(merged.inputs["tokens"]) == (2 if limits else 1)
+    attentions = (PackedAttention(other_attention=other),)
+    merged = make_collator("in_order", attentions=attentions).collate(rows[:2])
+    assert len(merged.inputs["tokens"]) == (2 if other else 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The attention of packed rows is selected for a reason, and refused by name."""
 
 import sysconfig
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -9,15 +8,13 @@ import torch
 from tiny import on_meta
 from torch import nn
 
-from recipe_utils.data.text.limits import row_multiple_of_packed
 from recipe_utils.model.attention.packed_attention import (
+    attention_of,
     missing_for_triton,
     other_attention,
-    select_kernel,
 )
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.sizes import limits_of
-from recipe_utils.model.frozen.teacher import Teacher
 from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -43,7 +40,7 @@ def with_heads(num_heads, width):
     ],
 )
 def test_the_default_depends_on_device_precision_and_heads(sizes, dtype, device, kernel):
-    selected = select_kernel(on_meta(sizes, dtype=dtype), device)
+    selected = attention_of(on_meta(sizes, dtype=dtype), device)
     assert selected.kernel == kernel
     assert selected.why
 
@@ -51,7 +48,7 @@ def test_the_default_depends_on_device_precision_and_heads(sizes, dtype, device,
 def test_deterministic_algorithms_select_flex():
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        selected = select_kernel(on_meta(dtype="bf16"), CUDA)
+        selected = attention_of(on_meta(dtype="bf16"), CUDA)
     finally:
         torch.use_deterministic_algorithms(False)
     assert selected.kernel == "flex"
@@ -59,13 +56,11 @@ def test_deterministic_algorithms_select_flex():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "with_shared_prefixes"),
-    [("varlen", "flex"), ("flex", "flex"), ("by_document", "by_document")],
+    ("kernel", "of_pairs"), [("varlen", "flex"), ("flex", None), ("by_document", None)]
 )
-def test_a_configured_kernel_is_used_and_flex_for_pairs_of_varlen(kernel, with_shared_prefixes):
-    selected = select_kernel(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
-    assert selected.kernel == kernel
-    assert selected.with_shared_prefixes().kernel == with_shared_prefixes
+def test_a_configured_kernel_is_used_and_flex_for_pairs_of_varlen(kernel, of_pairs):
+    selected = attention_of(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
+    assert (selected.kernel, selected.kernel_of_pairs) == (kernel, of_pairs)
 
 
 def test_other_attention_than_torchtune_s_is_named():
@@ -76,7 +71,7 @@ def test_other_attention_than_torchtune_s_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "compiles", "num_row_lengths", "with_shared_prefixes"),
+    ("kernel", "compiles", "num_row_lengths", "of_pairs"),
     [
         ("varlen", False, None, 4),
         ("varlen", True, 4, 4),
@@ -85,13 +80,13 @@ def test_other_attention_than_torchtune_s_is_named():
     ],
 )
 def test_rows_have_few_lengths_where_each_is_compiled_for(
-    kernel, compiles, num_row_lengths, with_shared_prefixes
+    kernel, compiles, num_row_lengths, of_pairs
 ):
     model = on_meta(dtype="bf16", packed_attention=kernel)
-    limits = limits_of(model, CUDA, compiles)
-    assert limits.num_row_lengths == num_row_lengths
-    assert limits.with_shared_prefixes().num_row_lengths == with_shared_prefixes
-    assert limits.row_multiple == 128
+    attention = attention_of(model, CUDA, compiles)
+    assert attention.num_row_lengths() == num_row_lengths
+    assert attention.num_row_lengths(shares_prefixes=True) == of_pairs
+    assert limits_of(model, CUDA, compiles).row_multiple == 128
     assert limits_of(on_meta(), CPU, False).row_multiple is None
 
 
@@ -100,17 +95,11 @@ def test_a_teacher_in_fp32_beside_a_student_in_bf16_has_rows_of_few_lengths(monk
         "recipe_utils.model.attention.packed_attention.missing_for_triton", lambda: None
     )
     sizes = {**tiny.TEACHER_MODEL, "embed_dim": 64}  # FlashAttention has no heads of width 12
-    teacher = SimpleNamespace(
-        is_used=True,
-        _whole=on_meta(sizes, dtype="fp32"),
-        _ranks=SimpleNamespace(device=CUDA),
-        _modules=ModelSettings(),
-    )
-    limits = limits_of(on_meta(dtype="bf16"), CUDA, False)
-    assert limits.num_row_lengths is None
-    assert Teacher.intersect(teacher, limits).num_row_lengths == 4
-    teacher._whole = on_meta(sizes, dtype="bf16")
-    assert Teacher.intersect(teacher, limits).num_row_lengths is None
+    student = on_meta(dtype="bf16")
+    for teacher, multiple in ((None, 128), ("bf16", 128), ("fp32", 2048)):
+        teacher = teacher and on_meta(sizes, dtype=teacher)
+        limits = limits_of(student, CUDA, False, teacher=teacher)
+        assert limits.multiple_of_packed_rows(8192) == multiple
 
 
 def test_what_triton_needs_is_named(monkeypatch, tmp_path):
@@ -134,23 +123,21 @@ def test_what_triton_needs_is_named(monkeypatch, tmp_path):
 
 def test_packing_is_refused_before_weights_load_where_triton_lacks_something(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    flex = limits_of(on_meta(), CUDA, False).packing_problem
+    flex = attention_of(on_meta(), CUDA).refused["packed"]
     assert flex.startswith("packed_attention=null: FlashAttention does not compute in float32, and")
     assert flex.endswith("set packed_attention=by_document")
     varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
-    assert varlen.packing_problem is None
-    assert row_multiple_of_packed(varlen, 1000) == 128
-    with pytest.raises(ConfigError, match="prefix_sharing"):
-        row_multiple_of_packed(varlen.with_shared_prefixes(), 1000)
-    prefix_shared = varlen.with_shared_prefixes().packing_problem
-    assert prefix_shared.startswith("packed_attention=null: pairs with prefix_sharing use flex")
-    documents = limits_of(on_meta(packed_attention="by_document"), CUDA, False)
-    assert documents.packing_problem is documents.with_shared_prefixes().packing_problem is None
+    assert varlen.multiple_of_packed_rows(1000) == 128
+    with pytest.raises(
+        ConfigError, match="packed_attention=null: pairs with prefix_sharing use flex"
+    ):
+        varlen.multiple_of_packed_rows(1000, shares_prefixes=True)
+    assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
 
 
 def test_heads_that_flash_attention_does_not_take_are_refused_by_key():
     model = on_meta(with_heads(2, 264), dtype="bf16", packed_attention="varlen")
-    problem = select_kernel(model, CUDA).problem
+    problem = attention_of(model, CUDA).refused["packed"]
     assert problem == (
         "packed_attention=varlen: FlashAttention does not support heads of width 264; set "
         "packed_attention=flex, or remove the key"

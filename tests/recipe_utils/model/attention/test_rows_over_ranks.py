@@ -7,7 +7,6 @@ from distributed_runs import run_distributed
 from recipe_runs import slow
 from tiny import on_meta
 
-from recipe_utils.data.text.limits import row_multiple_of_packed
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.parallel.exchange import all_reduce
@@ -64,19 +63,20 @@ def test_the_exchange_is_exact_and_so_is_its_gradient(world_size, num_keys):
 
 def test_heads_that_cannot_be_divided_are_refused_with_their_number():
     limits = limits_of(on_meta(), torch.device("cpu"), False)
-    assert row_multiple_of_packed(limits, 64, 4) is None
+    assert limits.multiple_of_packed_rows(64, max_ranks_per_row=4) is None
     with pytest.raises(
         ConfigError, match=r"=8: model.num_heads=4 cannot be .* 8 ranks; set it to 4"
     ):
-        row_multiple_of_packed(limits, 64, 8)
+        limits.multiple_of_packed_rows(64, max_ranks_per_row=8)
     split = limits_of(on_meta(), torch.device("cpu"), False, tensor_parallel_dim=2)
     with pytest.raises(
         ConfigError, match=r"model.num_heads / tensor_parallel_dim=2 .*; set it to 2"
     ):
-        row_multiple_of_packed(split, 64, 4)
-    own = (("teacher_model.num_heads", 6), *limits.num_heads)
+        split.multiple_of_packed_rows(64, max_ranks_per_row=4)
+    teacher = on_meta({**tiny.MODEL, "num_heads": 6, "num_kv_heads": 6, "embed_dim": 48})
+    both = limits_of(on_meta(), torch.device("cpu"), False, teacher=teacher)
     with pytest.raises(ConfigError, match=r"teacher_model.num_heads=6 .*; set it to 2"):
-        row_multiple_of_packed(limits._replace(num_heads=own), 64, 4)
+        both.multiple_of_packed_rows(64, max_ranks_per_row=4)
     gemma = limits_of(on_meta(tiny.GEMMA2_MODEL), torch.device("cpu"), False)
     with pytest.raises(ConfigError, match=r"Gemma2Attention"):
-        row_multiple_of_packed(gemma, 64, 2)
+        gemma.multiple_of_packed_rows(64, max_ranks_per_row=2)

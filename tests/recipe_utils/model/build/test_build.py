@@ -13,7 +13,6 @@ from torchtune import config
 
 from recipe_utils.model.build.build import ModelSettings, build_model, parallelize_model
 from recipe_utils.model.build.weights import load_weights
-from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import NotOnThisStage, Stages
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -68,7 +67,7 @@ def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(ran
         prepared.append((model, has_output, wrapped, on_meta))
 
     settings = ModelSettings(enable_activation_checkpointing=True, dtype="bf16")
-    model = build_model(make, prepare, settings, ranks, PipelineSettings())
+    model = build_model(make, prepare, settings, ranks)
     assert prepared == [(model, True, False, True)]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -86,9 +85,9 @@ def build_on_two_ranks(layouts):
             assert not isinstance(model, FSDPModule)
             prepared.append((own, has_output))
 
-        pipeline = PipelineSettings(pipeline_parallel_schedule=schedule)
+        settings = ModelSettings(pipeline_parallel_schedule=schedule)
         of_model = partial(make, tiny.DEEP_UNTIED_MODEL)
-        model = build_model(of_model, prepare, ModelSettings(), ranks, pipeline)
+        model = build_model(of_model, prepare, settings, ranks)
         if isinstance(model, Stages):
             assert len(model.whole.adapters.trained) == 39
             assert len(model) == len(prepared)

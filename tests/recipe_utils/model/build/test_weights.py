@@ -23,7 +23,6 @@ from recipe_utils.model.build.weights import (
     gather_weights,
     load_weights,
 )
-from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -90,7 +89,6 @@ def load_and_gather(layouts):
             lambda model, has_output: None,
             FP32,
             ranks,
-            PipelineSettings(),
         )
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0

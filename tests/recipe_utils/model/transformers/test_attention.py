@@ -21,8 +21,8 @@ from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.attention.document_mask import attend_within_documents
 from recipe_utils.model.attention.packed_attention import (
     AttentionNeeds,
+    attention_of,
     choose_kernel,
-    select_kernel,
 )
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import documents, probe
@@ -63,15 +63,16 @@ def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
         choose = partial(choose_kernel, needs, shares_prefixes_by_mask=True)
         on_cpu, on_cuda = choose(CPU), choose(CUDA)
         assert on_cpu.kernel == ("by_document" if can_split else "dense"), name
-        assert on_cpu.with_shared_prefixes().kernel == "dense", name
+        assert (on_cpu.kernel_of_pairs or on_cpu.kernel) == "dense", name
         expected, of_pairs = "dense", "dense"
         if can_split:
             has_flex = make._supports_flex_attn and dtype != torch.float64
             has_flash = make._supports_sdpa and dtype == torch.bfloat16 and not others
             expected = "varlen" if has_flash else "flex" if has_flex else "by_document"
             of_pairs = "flex" if has_flex else "dense"
-        assert (on_cuda.kernel, on_cuda.with_shared_prefixes().kernel) == (expected, of_pairs), name
-        assert on_cuda.problem is on_cuda.problem_with_shared_prefixes is None
+        kernels = (on_cuda.kernel, on_cuda.kernel_of_pairs or on_cuda.kernel)
+        assert kernels == (expected, of_pairs), name
+        assert not on_cuda.refused
 
 
 def test_windows_are_told_from_other_masks():
@@ -211,11 +212,11 @@ def test_a_kernel_that_is_not_exact_on_the_device_is_replaced_or_rows_are_refuse
     needs = decoder.attention_needs
     decoder.attention_needs = needs._replace(dtype=torch.bfloat16)
     decoder.error_on = lambda _, kernel: "0.3" if kernel == "varlen" else None
-    replaced = select_kernel(decoder, CUDA)
-    assert (replaced.kernel, replaced.problem) == ("by_document", None)
+    replaced = attention_of(decoder, CUDA)
+    assert (replaced.kernel, replaced.reason_against("packed")) == ("by_document", None)
     assert "varlen computes other gradients of Qwen3ForCausalLM" in caplog.text
     decoder.error_on = lambda *_: "0.3"
-    assert select_kernel(decoder, CUDA).problem.endswith("set microbatching=least_padding")
+    assert attention_of(decoder, CUDA).refused["packed"].endswith("set microbatching=least_padding")
 
 
 def test_modules_that_run_by_document_take_one_row(tmp_path):
@@ -223,4 +224,4 @@ def test_modules_that_run_by_document_take_one_row(tmp_path):
     save_tiny(tmp_path, "lfm2")
     with torch.device("meta"):
         limits = limits_of(causal_lm(str(tmp_path)), CPU, compiles=True)
-    assert limits.num_row_lengths is limits.other_attention is None
+    assert limits.merges_rows

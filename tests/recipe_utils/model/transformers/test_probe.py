@@ -12,7 +12,6 @@ from recipe_runs import slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.data.text.documents import Documents
-from recipe_utils.data.text.limits import row_multiple_of_packed
 from recipe_utils.model.build.sizes import limits_of
 from recipe_utils.model.transformers import probe
 from recipe_utils.model.transformers.build import causal_lm, config_of
@@ -145,10 +144,10 @@ def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
     with torch.device("meta"):
         limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"), False)
     if problem is None:
-        row_multiple_of_packed(limits, 64, 2)
+        limits.multiple_of_packed_rows(64, False, 2)
         problem = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
     with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
-        row_multiple_of_packed(limits.with_shared_prefixes(), 64, 2)
+        limits.multiple_of_packed_rows(64, True, 2)
 
 
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
@@ -158,6 +157,10 @@ def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('recipe_utils.')))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = {path for path in ran.stdout.split() if re.search(r"/(model|text|parallel)/", path)}
+    imported = {
+        path
+        for path in ran.stdout.split()
+        if re.search(r"recipe_utils/(model|data/text|parallel)/", path)
+    }
     assert len(imported) > 20
     assert imported <= set(map(str, probe.paths_of_code()))
