@@ -1,5 +1,6 @@
 """Loads the checkpoint to resume from; moves those of earlier runs to a backup."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_keys, load
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
@@ -194,7 +195,8 @@ class Resume:
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
             f"{saved.global_step}"
         )
-        for key, (before, after) in changed_keys(saved.config, now.config).items():
+        then, current = _movable(saved.config), _movable(now.config)
+        for key, (before, after) in differences(then, current, "its default").items():
             if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
                 self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
         kept = {
@@ -238,6 +240,15 @@ class Resume:
                 f"{key}: there is no checkpoint in {folder}; set resume_from_checkpoint=auto to "
                 "start without one"
             )
+
+
+def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config whose paths below ``output_dir``, which may have been moved, are relative to it."""
+    folder = json.dumps(f"{config.get('output_dir')}/")[:-1]
+    relative: dict[str, Any] = json.loads(
+        json.dumps(dict(config)).replace(folder, '"${output_dir}/')
+    )
+    return relative
 
 
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
