@@ -33,6 +33,11 @@ _WITHOUT_INFLUENCE = (
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
 
+_RANDOM_RATES = (
+    "attn_dropout", "attention_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise",
+)  # fmt: skip
+"""Attributes of modules that draw random numbers in training, by whose rate."""
+
 
 @dataclass
 class TrainingParts:
@@ -252,17 +257,16 @@ def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
-    """Yields a warning for each kind of dropout, which depends on the layout, and without adapters."""
+    """Yields a warning for each kind of random numbers in forwards, and without adapters to save alone."""
     adapters, modules = adapters_of(model).modules.values(), list(model.modules())
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    names = ("attn_dropout", "attention_dropout")
-    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in names}
+    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
     rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
     rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
     for name, rates in rates_of.items():
         if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
             yield (
-                f"model.{name}={rate}: dropout depends on microbatches and ranks, so the losses of "
-                "two layouts are equal in the mean only; 0 is exact"
+                f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
+                "losses of two layouts are equal in the mean only; 0 is exact"
             )
