@@ -55,10 +55,8 @@ def test_a_similar_name_is_suggested(tmp_path):
 
 
 @pytest.mark.slow
-def test_validate_finds_configs_by_name_and_by_path(tmp_path):
-    assert tune("cp", CONFIGS[SFT], "copy.yaml", cwd=tmp_path).returncode == 0
-    for config in ("copy.yaml", CONFIGS[LORA]):
-        assert "well-formed" in tune("validate", config, cwd=tmp_path).stdout
+def test_validate_finds_a_config_by_name(tmp_path):
+    assert "well-formed" in tune("validate", CONFIGS[LORA], cwd=tmp_path).stdout
 
 
 def test_two_processes_log_the_losses_of_one(by_name):
@@ -109,7 +107,7 @@ def test_ranks_report_a_bad_sample_once_and_last(by_name):
     config["dataset"]["replace"] = {"9": {"tokens": [1, 900], "labels": [1, 1]}}
     (by_name / "bad.yaml").write_text(yaml.safe_dump({**config, "shuffle": False}))
     done = tune(
-        *("run", "--nproc_per_node", 3, SFT, "--config", "bad.yaml", "output_dir=bad"), cwd=by_name
+        *("run", "--nproc_per_node", 2, SFT, "--config", "bad.yaml", "output_dir=bad"), cwd=by_name
     )
     assert done.returncode == 1
     screen = done.stdout + done.stderr

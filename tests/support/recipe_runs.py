@@ -2,11 +2,13 @@
 
 import logging
 import runpy
+import sys
 import zlib
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tiny
@@ -187,6 +189,12 @@ def refusal(config, recipe=SFT):
     with pytest.raises(ConfigError) as error:
         recipe_class(recipe)(cfg).setup(cfg)
     return str(error.value)
+
+
+def pretend_torchvision(monkeypatch):
+    """Lets torchtune's image transforms import it: no wheel of it fits PyTorch's CPU builds."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
 
 
 @contextmanager
