@@ -12,7 +12,7 @@ from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recipe_utils.checkpoint.load import differences, load
+from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, unwrapped
 from recipe_utils.files import CheckpointError
@@ -306,3 +306,11 @@ def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
     same = {"shuffle": True, "dataset_length": 32}
     load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=same)
+
+
+def test_the_config_of_a_frozen_model_is_compared_unless_the_checkpoint_is_older(tmp_path):
+    crc, described = {"teacher_checkpointer": "1f"}, "teacher_checkpointer.config.json"
+    _check_frozen(crc, {**crc, described: "2a"}, tmp_path)
+    _check_frozen({**crc, described: "2a"}, {}, tmp_path)  # kd_ratio=0
+    with pytest.raises(CheckpointError, match=f"^teacher_checkpointer: .*weights: {described}"):
+        _check_frozen({**crc, described: "2a"}, {**crc, described: "2b"}, tmp_path)
