@@ -45,6 +45,7 @@ from recipe_utils.tune.registry import RECIPES, config_path
 
 log = utils.get_logger("INFO")
 
+ARGUMENTS = sys.argv[1:]  # entry_point takes out those that remove keys
 # Waits until the threads of the last baseline have stopped.
 SETTLE_SECONDS = 0.02
 
@@ -265,7 +266,7 @@ class BenchmarkTokensPerSecond:
 def _command() -> str:
     """Returns the command line, with registered configs by name."""
     names = {str(config_path(name)): name for configs in RECIPES.values() for name in configs}
-    arguments = [names.get(argument, argument) for argument in sys.argv[1:]]
+    arguments = [names.get(argument, argument) for argument in ARGUMENTS]
     return shlex.join(["tune", "run", Path(sys.argv[0]).stem, *arguments])
 
 

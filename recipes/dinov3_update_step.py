@@ -127,9 +127,8 @@ class DINOv3Recipe:
         build("loraplus_lr_ratio", settings.check_model, whole)
 
         # ---- Data
-        self.loader, self.neighbors = build_image_loaders(
-            cfg, transform, layout_of(whole), settings, ranks, run
-        )
+        loaders = build_image_loaders(cfg, transform, layout_of(whole), settings, ranks, run)
+        self.loader, self.neighbors = loaders
         settings.warn_if_longer_than(settings.epochs * self.loader.steps_per_epoch)
 
         # ---- Student and teacher, with different loss modules

@@ -121,9 +121,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_is_left():
-    """A recipe that is refused once it has joined its ranks leaves its group to whoever ends the process."""
+def process_is_restored():
+    """Ends a process group that a refused recipe leaves, and removes the handler of a DataLoader.
+
+    PyTorch's handler of SIGCHLD raises in the main thread when a worker of any thread dies.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
     yield
+    signal.signal(signal.SIGCHLD, handler)
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 

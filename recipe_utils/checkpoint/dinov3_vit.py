@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torchtune import config, training
 
 from recipe_utils.checkpoint.tensors import describe_mismatch
+from recipe_utils.files import write_tensors
 
 HEADS = "heads.safetensors"
 """File with the weights of heads, by their names in this package; transformers ignores it."""
@@ -267,11 +268,10 @@ class DINOv3Checkpointer:
         dtype = str(backbone["norm.weight"].dtype).removeprefix("torch.")
         described = {key: value for key, value in self._config.items() if key != "torch_dtype"}
         described["dtype"] = dtype
-        _write_weights(
-            folder / "model.safetensors", dinov3_tune_to_hf(backbone, self._num_channels)
-        )
+        converted = dinov3_tune_to_hf(backbone, self._num_channels)
+        write_tensors(folder / "model.safetensors", converted)
         if heads:
-            _write_weights(folder / HEADS, heads)
+            write_tensors(folder / HEADS, heads)
         (folder / "config.json").write_text(json.dumps(described, indent=2))
         (folder / "preprocessor_config.json").write_text(json.dumps(self._preprocessor, indent=2))
 
@@ -340,11 +340,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpointer.checkpoint_dir={path.parent}: its {path.name} cannot be read ({error})"
         ) from error
-
-
-def _write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    save_file(
-        {name: weight.contiguous() for name, weight in weights.items()},
-        path,
-        {"format": "pt"},  # transformers requires it
-    )

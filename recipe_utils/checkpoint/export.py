@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtune import training
 
-from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, replace_folder
+from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
 from recipe_utils.files import fsync_tree
 
@@ -61,7 +61,7 @@ def export(
             (folder / ADAPTER_FOLDER / DESCRIPTION).write_text(json.dumps(described))
         _apply_umask(temporary)
         fsync_tree(temporary)
-        replace_folder(folder, output_dir / name)
+        publish(folder, output_dir / name)
     except Exception as error:
         raise ExportError(f"{output_dir / name}: it could not be exported ({error})") from error
     finally:

@@ -53,22 +53,14 @@ class Marker:
 # ---- Writing ------------------------------------------------------------------------------------
 
 
-def publish(temporary: Path, final: Path, marker: Marker) -> None:
-    """Writes the marker and renames the folder, which makes it a checkpoint.
-
-    All files of ``temporary`` must be written and synced. An existing ``final`` is replaced. If it
-    raises OSError, nothing has changed outside of ``temporary``.
-    """
-    write_atomically(temporary / MARKER, json.dumps(asdict(marker), indent=1))
-    replace_folder(temporary, final)
-
-
-def replace_folder(temporary: Path, final: Path) -> None:
-    """Renames a synced folder; an existing folder of that name is replaced.
+def publish(temporary: Path, final: Path, marker: Marker | None = None) -> None:
+    """Renames a synced folder, after writing the marker of a checkpoint; an existing ``final`` is replaced.
 
     After a kill at any moment :func:`remove_leftovers` leaves one of the two. If it raises OSError,
-    nothing has changed.
+    nothing has changed outside of ``temporary``.
     """
+    if marker is not None:
+        write_atomically(temporary / MARKER, json.dumps(asdict(marker), indent=1))
     replaced = _rename_away(final) if final.exists() else None
     try:
         temporary.rename(final)

@@ -5,7 +5,7 @@ files.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,52 +77,46 @@ TEACHER = "teacher_checkpointer"
 """Key of a teacher in :attr:`TrainingState.frozen`."""
 
 
-def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Returns differences between two fingerprints as ``key=current: ... saved``; empty if there are none."""
-    saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], unset: Any = None
+) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of each key that differs, dotted within mappings; ``unset`` for a missing one.
+
+    Values are compared as JSON holds them: a tuple equals a list.
+    """
+    then, current = (dict(_flat(json.loads(json.dumps(dict(each))))) for each in (before, now))
+    pairs = {
+        key: (then.get(key, unset), current.get(key, unset))
+        for key in sorted(then.keys() | current.keys())
+    }
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not key):
+        for name, part in value.items():
+            yield from _flat(part, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
     return [
-        f"{key}={current.get(key)}: the checkpoint was saved with {saved.get(key)}"
-        for key in sorted(saved.keys() | current.keys())
-        if saved.get(key) != current.get(key)
+        f"{prefix}{key}={now}: the checkpoint was saved with {before}"
+        for key, (before, now) in found.items()
     ]
 
 
-def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
+def _changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
     """Returns the optimizer arguments that differ between two configs; none if one has no optimizer."""
     then, now = saved.get("optimizer"), current.get("optimizer")
     if not then or not now:
         return set()
-    changed = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)}
+    changed = {key.partition(".")[0] for key in differences(then, now)}
     # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.
     if any(saved.get(k) != current.get(k) for k in ("loraplus_lr_ratio", "lr_scheduler")):
         changed.add("lr")
     return changed
-
-
-def changed_keys(
-    saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Returns saved and current value of each config key that differs, dotted within components.
-
-    Paths below ``output_dir``, which may have been moved, are the same.
-    """
-    then, now = (_flat(config, "", str(config.get("output_dir"))) for config in (saved, current))
-    unset = "its default"
-    return {
-        key: (then.get(key, unset), now.get(key, unset))
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key, unset) != now.get(key, unset)
-    }
-
-
-def _flat(value: Any, key: str, output_dir: str) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        found: dict[str, Any] = {}
-        for name, part in value.items():
-            found |= _flat(part, f"{key}.{name}" if key else str(name), output_dir)
-        return found
-    is_below = isinstance(value, str) and value.startswith(f"{output_dir}/")
-    return {key: value.replace(output_dir, "${output_dir}", 1) if is_below else value}
 
 
 def load(
@@ -180,12 +174,12 @@ def load(
     def check_fit() -> tuple[TrainingState, Metadata]:
         state = read_as(TrainingState, path / "state.json")
         of_data = (state.data_fingerprint, data_fingerprint or {})
-        differences = changed_weights(*of_data, state.epoch, state.samples_consumed)
-        others = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
-        differences += fingerprint_differences(*others)
-        if data_fingerprint is not None and differences:
+        problems = changed_weights(*of_data, state.epoch, state.samples_consumed)
+        before, now = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
+        problems += _texts(differences(before, now))
+        if data_fingerprint is not None and problems:
             raise CheckpointError(
-                "; ".join(differences) + f" ({path}); set what it was saved with, or "
+                "; ".join(problems) + f" ({path}); set what it was saved with, or "
                 "resume_with_other_data=True"
             )
         _check_frozen(state.frozen, frozen, path)
@@ -195,12 +189,11 @@ def load(
             raise CheckpointError(
                 f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then"
             )
-        then, now = state.config.get("model"), config.get("model")
-        if then and now and (differences := fingerprint_differences(then, now)):
+        models = [each.get("model") or {} for each in (state.config, config)]
+        if all(models) and (found := differences(*models)):
+            text = "; ".join(_texts(found, "model."))
             raise CheckpointError(
-                "; ".join(f"model.{text}" for text in differences)
-                + f" ({path}); set it as then, or "
-                "resume_with_other_model=True"
+                f"{text} ({path}); set it as then, or resume_with_other_model=True"
             )
         return state, metadata
 
@@ -212,7 +205,7 @@ def load(
                 read_json(path / "optimizer.json"),
                 _like(OPTIMIZER, metadata),
                 names_of_other_stages,
-                changed_options(state.config, config),
+                _changed_options(state.config, config),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -236,22 +229,22 @@ def load(
 
 def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
     """Raises CheckpointError if frozen weights differ from those at the save."""
-    if TEACHER not in saved or TEACHER not in current:  # kd_ratio=0 loads no teacher
-        saved, current = (
-            {key: value for key, value in each.items() if not key.startswith(TEACHER)}
-            for each in (saved, current)
-        )
-    # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
-    new = {f"{key}.config.json" for key in ("ref_checkpointer", TEACHER)} - saved.keys()
-    current = {key: value for key, value in current.items() if key not in new}
-    differences = fingerprint_differences(saved, current) if saved else []
-    if differences:
-        named = (key for key in ("ref_checkpointer", TEACHER) if differences[0].startswith(key))
+    lacks_teacher = TEACHER not in saved or TEACHER not in current  # kd_ratio=0 loads none
+    found = {
+        key: (before, now)
+        for key, (before, now) in differences(saved, current).items()
+        if not (lacks_teacher and key.startswith(TEACHER))
+        # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
+        and not (before is None and key.endswith("_checkpointer.config.json"))
+    }
+    if saved and found:
+        text, *others = _texts(found)
+        named = (key for key in ("ref_checkpointer", TEACHER) if text.startswith(key))
         key = next(named, "checkpointer")
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        more = f" (and {len(others)} more)" if others else ""
         raise CheckpointError(
-            f"{key}: {path} was trained with other frozen weights: {differences[0]}{more}; set model and "
-            f"{key} to those that it was trained with"
+            f"{key}: {path} was trained with other frozen weights: {text}{more}; set model and {key} to "
+            "those that it was trained with"
         )
 
 

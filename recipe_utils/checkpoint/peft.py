@@ -31,7 +31,7 @@ _OF_PEFT = {
     "lora_b.weight": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
 }
-# torchtune rotates pairs of neighbours where Hugging Face rotates halves, except in these models.
+# torchtune rotates pairs of neighbors where Hugging Face rotates halves, except in these models.
 _ROWS_ALIKE = {ModelType.QWEN2}
 
 

@@ -36,7 +36,7 @@ class Collator(Protocol):
 
     @abstractmethod
     def length(self, sample: Sample) -> int:
-        """Returns the length by which a sample is planned."""
+        """Returns what ``plan`` takes of a sample: its length, or for views its position."""
 
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> Microbatch:

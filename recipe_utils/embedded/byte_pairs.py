@@ -10,7 +10,7 @@ from tokenizers.trainers import BpeTrainer
 from torchtune.models.llama3._tokenizer import CL100K_PATTERN
 
 Ranks = dict[bytes, int]
-"""Token bytes -> id; of two pairs of neighbours the one with the lower id is merged first."""
+"""Token bytes -> id; of two pairs of neighbors the one with the lower id is merged first."""
 
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
 

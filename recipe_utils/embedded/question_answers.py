@@ -53,31 +53,37 @@ def split_of(pairs: Pairs, split: str, num_validation_samples: int) -> Pairs:
     return shuffled[num_validation_samples:]
 
 
-def question_answer_dataset(
-    pairs: Pairs,
-    tokenizer: Any,
-    split: str,
-    num_validation_samples: int,
-    train_on_input: bool = False,
-    packed: bool = False,
-) -> Dataset[dict[str, Any]]:
-    """Returns a tokenized split of ``pairs``.
+def dataset_of(name: str, collect: Callable[[], Pairs]) -> Callable[..., Dataset[dict[str, Any]]]:
+    """Returns a function ``name`` that builds a dataset of pairs, as ``collect`` makes them in a fixed order."""
 
-    Args:
-        pairs: pairs in a fixed order.
-        tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
-        split: ``"train"`` or ``"validation"``.
-        num_validation_samples: size of the validation split, drawn with a fixed seed.
-        train_on_input: include the question in the targets.
-        packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+    def dataset(
+        tokenizer: Any,
+        path: str,
+        split: str = "train",
+        num_validation_samples: int = 64,
+        train_on_input: bool = False,
+        packed: bool = False,
+    ) -> Dataset[dict[str, Any]]:
+        """Returns a tokenized split of the pairs in the file ``path``, which the first call writes.
 
-    Raises:
-        ValueError: unknown split.
-    """
-    of_split = split_of(pairs, split, num_validation_samples)
-    tokenize = partial(_tokens_and_labels, SFTTransform(model_transform=tokenizer), train_on_input)
-    dataset = TokenizedPairs(of_split, tokenize)
-    return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len) if packed else dataset
+        Args:
+            tokenizer: tokenizes messages; its ``max_seq_len`` truncates long answers.
+            path: JSON file of the pairs.
+            split: ``"train"`` or ``"validation"``.
+            num_validation_samples: size of the validation split, drawn with a fixed seed.
+            train_on_input: include the question in the targets.
+            packed: pack samples into rows of ``tokenizer.max_seq_len`` tokens, as torchtune does.
+
+        Raises:
+            ValueError: unknown split.
+        """
+        of_split = split_of(pairs_in_file(path, collect), split, num_validation_samples)
+        transform = SFTTransform(model_transform=tokenizer)
+        pairs = TokenizedPairs(of_split, partial(_tokens_and_labels, transform, train_on_input))
+        return PackedDataset(pairs, max_seq_len=tokenizer.max_seq_len) if packed else pairs
+
+    dataset.__name__ = name  # in messages about its arguments
+    return dataset
 
 
 def _tokens_and_labels(

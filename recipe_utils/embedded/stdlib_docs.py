@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
 from torchtune.models.llama3 import Llama3Tokenizer
 
 from recipe_utils.embedded.build_once import build_once
@@ -24,7 +23,7 @@ from recipe_utils.embedded.byte_pairs import (
     tiktoken_file,
     train_byte_pairs,
 )
-from recipe_utils.embedded.question_answers import Pairs, pairs_in_file, question_answer_dataset
+from recipe_utils.embedded.question_answers import Pairs, dataset_of, pairs_in_file
 from recipe_utils.embedded.stdlib_sources import definitions, library_dir, library_sources
 from recipe_utils.files import write_atomically
 
@@ -32,25 +31,6 @@ SPECIAL_TOKENS = (
     BEGIN, END, PAD, "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
     "<|eot_id|>", "<|python_tag|>", "<|image|>",
 )  # fmt: skip
-
-
-def docstring_dataset(
-    tokenizer: Any,
-    path: str,
-    split: str = "train",
-    num_validation_samples: int = 64,
-    train_on_input: bool = False,
-    packed: bool = False,
-) -> Dataset[dict[str, Any]]:
-    """Returns questions about Python's standard library with their answers.
-
-    The first call writes the pairs to the file ``path``. The other arguments are those of
-    :func:`recipe_utils.embedded.question_answers.question_answer_dataset`.
-    """
-    pairs = docstring_pairs(path)
-    return question_answer_dataset(
-        pairs, tokenizer, split, num_validation_samples, train_on_input, packed
-    )
 
 
 def docstring_pairs(path: str) -> Pairs:
@@ -82,6 +62,10 @@ def _docstrings(source: Path) -> Iterator[tuple[str, str]]:
         docstring = ast.get_docstring(node)
         if docstring and len(docstring) > 20:
             yield name, inspect.cleandoc(docstring)
+
+
+docstring_dataset = dataset_of("docstring_dataset", _collect)
+"""Questions about Python's standard library with their answers."""
 
 
 def docstring_tokenizer(

@@ -26,7 +26,7 @@ def word_order_dataset(
     """Returns questions about Python's standard library with a chosen and a rejected answer.
 
     Chosen is the first paragraph of the docstring, in one line; rejected is the same with two
-    neighbouring words exchanged.
+    neighboring words exchanged.
 
     Args:
         tokenizer: tokenizes messages; its ``max_seq_len`` truncates each side.
@@ -57,7 +57,7 @@ def first_paragraphs(pairs: Pairs) -> Pairs:
 
 
 def exchange_neighbours(text: str, seed: str) -> str:
-    """Returns a text with two different neighbouring words exchanged; ``seed`` determines which.
+    """Returns a text with two different neighboring words exchanged; ``seed`` determines which.
 
     Words are separated by one space, and not all are equal.
     """

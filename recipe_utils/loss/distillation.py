@@ -68,7 +68,7 @@ class TeacherTopK(NamedTuple):
     log_probs: Tensor
     """Log-probabilities of these tokens and of all others together, at the teacher's temperature, [n, k + 1]."""
     num_tokens: int
-    """m; the student is normalised over the same m tokens."""
+    """m; the student is normalized over the same m tokens."""
 
     def log_probs_like(self, logits: Tensor, rows: slice) -> Tensor:
         """Returns a copy of the log-probabilities of a chunk's rows, in the dtype of ``logits``."""
@@ -135,7 +135,7 @@ def jensen_shannon(
 ) -> tuple[Tensor, Tensor]:
     """Returns b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = ``part_of_teacher``.
 
-    The generalised divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649,
+    The generalized divergence of on-policy distillation (Agarwal et al. 2024, arXiv:2306.13649,
     equation 1); b is TRL's ``beta`` and must be above 0 and below 1.
     """
     b = part_of_teacher  # a float: a tensor on the device would be copied there, and the host would wait
@@ -150,7 +150,7 @@ class LinearDistillationLoss(ChunkedLoss):
     """Sum over targets t of w_t [(1 - r) CE_t + r T^2 D_t(teacher || student)], computed in chunks.
 
     Both sides of D_t have temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2.1) and are
-    normalised over the m common tokens. For further arguments see
+    normalized over the m common tokens. For further arguments see
     :class:`recipe_utils.loss.chunks.ChunkedLoss`.
 
     Args:

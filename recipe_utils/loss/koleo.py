@@ -1,6 +1,6 @@
-"""KoLeo loss: spreads images over the sphere by the distance of each to its nearest neighbour.
+"""KoLeo loss: spreads images over the sphere by the distance of each to its nearest neighbor.
 
--log of the distance to the nearest neighbour in a group (Kozachenko and Leonenko's entropy
+-log of the distance to the nearest neighbor in a group (Kozachenko and Leonenko's entropy
 estimate; Sablayrolles et al., arXiv:1806.03198, section 3.3; for self-supervision DINOv2,
 arXiv:2304.07193). The images of a group are coupled: microbatches must not split a group, or must
 have all embeddings first (:func:`gradient_of_all`).
@@ -20,7 +20,7 @@ _SMALLEST = 1e-8
 
 
 def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
-    """Returns the sum over images of the mean over crops of -log(distance to the nearest neighbour), [].
+    """Returns the sum over images of the mean over crops of -log(distance to the nearest neighbor), [].
 
     A crop is compared with the same crop of other images. An image that is alone in its group adds
     0. At least fp32. Only the directions of ``embeddings`` [n, v, d] are compared. ``groups`` [n]
@@ -35,7 +35,7 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
         cosines = directions @ directions.transpose(1, 2)  # [v, n, n]
         nearest = cosines.masked_fill_(~is_other, -2).argmax(-1)  # [v, n]
     neighbours = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
-    # Without a neighbour the distance could be 0, whose gradient is NaN even if it is not selected.
+    # Without a neighbor the distance could be 0, whose gradient is NaN even if it is not selected.
     has_neighbour = is_other.any(1)
     differences = torch.where(has_neighbour[:, None], directions - neighbours, 1)
     losses = -(torch.linalg.vector_norm(differences, dim=-1) + _SMALLEST).log()

@@ -37,10 +37,10 @@ class PreferenceSettings:
 
 
 class IPOLoss(nn.Module):
-    """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036, equation 17).
+    """Identity preference optimization (Azar et al. 2023, arXiv:2310.12036, equation 17).
 
     Args:
-        tau: strength of the reference, the paper's regularisation; TRL's ``beta``.
+        tau: strength of the reference, the paper's regularization; TRL's ``beta``.
         normalizes_length: True uses mean log-probabilities per target, as TRL does; False uses
             sums, as the equation does.
     """
@@ -95,7 +95,7 @@ class NormalizedDPOLoss(DPOLoss):
 
 
 class SimPOLoss(nn.Module):
-    """Simple preference optimisation, without a reference (Meng et al. 2024, arXiv:2405.14734, equation 6).
+    """Simple preference optimization, without a reference (Meng et al. 2024, arXiv:2405.14734, equation 6).
 
     Args:
         beta: scale of the rewards, which are mean log-probabilities per target.

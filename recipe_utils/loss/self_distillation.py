@@ -33,7 +33,7 @@ class PrototypeHead(nn.Module):
     """MLP to a bottleneck of length 1, and the prototypes that the loss compares it with.
 
     The MLP is that of DINO (Caron et al., arXiv:2104.14294, appendix C): linear layers with GELU
-    between them, then normalisation. The prototypes are a plain matrix, as in DINOv3
+    between them, then normalization. The prototypes are a plain matrix, as in DINOv3
     (arXiv:2508.10104). Raises ValueError if an argument is below 1, or there is one prototype, which
     all crops would have.
     """

@@ -1,5 +1,6 @@
 """Optimizers, including one that steps inside the backward."""
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -147,6 +148,17 @@ def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
     optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
+    name = f"optimizer._component_={type(optimizer).__name__}"
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{name}: its steps compute the loss again; set another optimizer")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(f"{name}: gradients here are dense; set another optimizer")
+    num_warmup_steps = (
+        0 if cfg_lr_scheduler is None else cfg_lr_scheduler.get("num_warmup_steps", 0)
+    )
+    if num_warmup_steps < 0:
+        raise ValueError(f"lr_scheduler.{num_warmup_steps=}: it must be at least 0")
     config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
 
 

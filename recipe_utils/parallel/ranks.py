@@ -204,7 +204,7 @@ class Ranks:
         return self._new_subgroup(self.dp_degree) if self.dp_degree > 1 else None
 
     def row_groups(self, max_ranks: int) -> dict[int, dist.ProcessGroup]:
-        """Returns by size the groups of 2, 4, ..., ``max_ranks`` neighbouring :attr:`dp_peers`.
+        """Returns by size the groups of 2, 4, ..., ``max_ranks`` neighboring :attr:`dp_peers`.
 
         Collective; call it once.
         """
@@ -274,7 +274,7 @@ def resolve_device(device: str | None) -> torch.device:
 def build_mesh(device: torch.device, dims: ParallelDims) -> DeviceMesh:
     """Builds the mesh (pp, dp_replicate, dp_shard, tp).
 
-    ``tp`` ranks, which communicate most, are neighbours; ``pp`` ranks are farthest apart.
+    ``tp`` ranks, which communicate most, are neighbors; ``pp`` ranks are farthest apart.
     """
     names = ("pp", "dp_replicate", "dp_shard", "tp")
     sizes = tuple(getattr(dims, name) for name in names)

@@ -38,7 +38,7 @@ def curve(metrics: Sequence[Mapping[str, Any]], name: str, over: str) -> list[tu
 
 
 def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Plots runs by name in one colour each. The suffix of ``path`` selects the format."""
+    """Plots runs by name in one color each. The suffix of ``path`` selects the format."""
     from matplotlib.figure import Figure
 
     panels = [panel for panel in PANELS if any(curve(run, *panel) for run in runs.values())]

@@ -1,5 +1,6 @@
 """Loads the checkpoint to resume from; moves those of earlier runs to a backup."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
-from recipe_utils.checkpoint.load import DamagedError, TrainingState, changed_keys, load
+from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
 from recipe_utils.checkpoint.tensors import AnyOptimizer
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build.sizes import random_rates
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
@@ -32,6 +32,11 @@ _WITHOUT_INFLUENCE = (
     own_keys(RunSettings).keys() | own_keys(RankSettings).keys() | own_keys(PipelineSettings).keys()
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
+
+_RANDOM_RATES = (
+    "attn_dropout", "attention_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise",
+)  # fmt: skip
+"""Attributes of modules that draw random numbers in training, by whose rate."""
 
 
 @dataclass
@@ -195,7 +200,8 @@ class Resume:
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
             f"{saved.global_step}"
         )
-        for key, (before, after) in changed_keys(saved.config, now.config).items():
+        then, current = _movable(saved.config), _movable(now.config)
+        for key, (before, after) in differences(then, current, "its default").items():
             if key.partition(".")[0] not in _WITHOUT_INFLUENCE:
                 self.log.info(f"{key}: {before} in the checkpoint, {after} from now on")
         kept = {
@@ -241,13 +247,26 @@ class Resume:
             )
 
 
+def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config whose paths below ``output_dir``, which may have been moved, are relative to it."""
+    folder = json.dumps(f"{config.get('output_dir')}/")[:-1]
+    relative: dict[str, Any] = json.loads(
+        json.dumps(dict(config)).replace(folder, '"${output_dir}/')
+    )
+    return relative
+
+
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
-    """Yields a warning for each kind of random noise, which depends on the layout, and without adapters."""
-    if settings.save_adapter_weights_only and not adapters_of(model).modules:
+    """Yields a warning for each kind of random numbers in forwards, and without adapters to save alone."""
+    adapters, modules = adapters_of(model).modules.values(), list(model.modules())
+    if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    for name, rate in random_rates(model).items():
-        noise = "dropout" if "dropout" in name else "noise"
-        yield (
-            f"model.{name}={rate}: {noise} depends on microbatches and ranks, so the losses of "
-            "two layouts are equal in the mean only; 0 is exact"
-        )
+    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
+    rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
+    rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
+    for name, rates in rates_of.items():
+        if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
+            yield (
+                f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
+                "losses of two layouts are equal in the mean only; 0 is exact"
+            )

@@ -1,4 +1,4 @@
-"""Pipeline stages change neither losses nor files; test_gradients.py has their gradients."""
+"""Pipeline stages change neither curves nor files; test_gradients.py has their gradients and losses."""
 
 import shutil
 import zipfile
@@ -12,7 +12,6 @@ from recipe_runs import (
     STOCK_LOSS,
     exported_model,
     refusal,
-    run_compiled_recipe,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipes,
@@ -59,7 +58,6 @@ CURVES = {  # model, ranks, and keys of configs whose curves are that of one pro
         "untied",
         2,
         [
-            {**PP_2, "microbatching": "packed"},
             {**PP_2, "pipeline_parallel_schedule": "Interleaved1F1B", "prefetch_update_steps": 0},
             {**PP_2, "pipeline_parallel_schedule": "GPipe", "ac_mode": "selective", "ac_option": 2},
             {**PP_2, "pipeline_parallel_split_points": [1]},
@@ -67,17 +65,7 @@ CURVES = {  # model, ranks, and keys of configs whose curves are that of one pro
             {**PP_2, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
         ],
     ),
-    "pp-4": ("tied", 4, [PP_4, {**PP_4, "microbatching": "packed"}]),
-    "pp-2-dp-2": (
-        "untied",
-        4,
-        [
-            {**PP_2, "microbatching": "least_padding", "max_tokens_per_microbatch": 64},
-            {**PP_2, "microbatching": "packed", "data_parallel_replicate_dim": 2},
-            {**PP_2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
-            {**PP_2, "custom_sharded_layers": ["tok_embeddings", "output"]},
-        ],
-    ),
+    "pp-2-dp-2": ("untied", 4, [{**PP_2, "custom_sharded_layers": ["tok_embeddings", "output"]}]),
 }
 
 
@@ -96,25 +84,6 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
     configs = [curve_config(tiny_config, MODELS[model], **each) for each in changes]
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
         assert_same_curve(figures(logged), one_process[model])
-
-
-@pytest.mark.slow
-def test_pipelines_whose_shares_of_an_update_step_differ_give_the_same_curve(tiny_config):
-    """8 and 7 samples; of the last update step 1 each."""
-    uneven = {"sizes": tiny.DEEP_MODEL, "global_batch_size": 15}
-    (expected,) = run_distributed(run_recipe, 1, curve_config(tiny_config, **uneven))
-    configs = [curve_config(tiny_config, **uneven, **PP_2, batch_size=size) for size in (1, 2)]
-    for logged in run_distributed(run_recipes, 4, configs)[0]:
-        assert_same_curve(figures(logged), figures(expected))
-
-
-@pytest.mark.slow
-def test_compiled_stages_give_the_same_curve(tiny_config, one_process):
-    config = curve_config(
-        tiny_config, tiny.DEEP_MODEL, microbatching="packed", max_tokens_per_microbatch=64, **PP_2
-    )
-    logged, _ = run_distributed(run_compiled_recipe, 2, config)
-    assert_same_curve(figures(logged), one_process["tied"])
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +106,6 @@ def saved_by_two_stages(module_config, tmp_path_factory):
 RESUMED = {
     "two stages": (2, {}),
     "four stages": (4, PP_4),
-    "interleaved, fsdp-2": (4, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
     "one process": (1, {"pipeline_parallel_dim": 1}),
 }
 

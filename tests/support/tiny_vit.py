@@ -60,7 +60,7 @@ def row_of(model, *groups, masks=None, draws=None):
         centres = [(torch.arange(0.5, size) / size) * 2 - 1 for size in (rows, columns)]
         grid = torch.stack(torch.meshgrid(*centres, indexing="ij"), -1).flatten(0, 1)
         if images.dtype == torch.float64:
-            # transformers rounds 2 pi * centre to fp32, and not what comes after.
+            # transformers rounds 2 pi * center to fp32, and not what comes after.
             grid = (2 * math.pi * grid).double() / (2 * math.pi)
         at = torch.cat((grid.new_zeros(1 + num_registers, 2), grid)).to(images.dtype)
         at = at.expand(num, -1, -1)

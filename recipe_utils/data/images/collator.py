@@ -1,4 +1,4 @@
-"""Collators of views (crops, masks and random draws of images), and of labelled images for k-NN.
+"""Collators of views (crops, masks and random draws of images), and of labeled images for k-NN.
 
 Shapes are those of :mod:`recipe_utils.data.images.crop_rows`.
 """
@@ -269,7 +269,7 @@ class WholeImages(Dataset[dict[str, Any]]):
 
 
 class ImageCollator(Collator):
-    """Collator of labelled images; totals count images."""
+    """Collator of labeled images; totals count images."""
 
     counts = ("images", "crop_tokens")
     """Images; tokens of the model."""

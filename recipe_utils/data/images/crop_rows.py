@@ -154,7 +154,7 @@ def of_global_crops(microbatch: Microbatch) -> Microbatch:
         "input_pos": inputs["input_pos"][:, :num_tokens],
         "crop_groups": (first,),
     }
-    # Labelled images have one crop, a global one.
+    # Labeled images have one crop, a global one.
     crops_per_image = 2 if targets.num_local_crops else 1
     kept = targets.cls_positions[: crops_per_image * targets.num_images]
     return replace(microbatch, inputs=seen, targets=targets._replace(cls_positions=kept))

@@ -51,7 +51,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
 
 def image_folder_dataset(source: str, split: str = "train") -> ImageDataset:
-    """Returns images in a folder, labelled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
+    """Returns images in a folder, labeled by subfolder: ``source/cat/1.jpg``, ``source/dog/2.png``.
 
     Labels are the indices of the sorted names; without subfolders there are none. ``split`` selects
     ``train``, ``validation`` or ``test`` of ``source/train/cat/1.jpg``, ... Logs the number of images

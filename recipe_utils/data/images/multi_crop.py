@@ -6,18 +6,33 @@ elementwise, both in one thread: crops are bitwise the same for any number of th
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from recipe_utils.data.images.folders import grey_of
 from recipe_utils.settings.components import component_at
+from recipe_utils.settings.keys import Count, Positive
 
 Box = tuple[float, float, float, float]
 """Top, left, height and width [pixels], possibly fractional."""
+
+
+def _ascending(values: Sequence[float]) -> Sequence[float]:
+    if len(values) != 2 or values[0] > values[1]:
+        raise ValueError("give the smallest and the largest value")
+    return values
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Areas = Annotated[Sequence[Annotated[float, Field(gt=0, le=1)]], AfterValidator(_ascending)]
+Range = Annotated[Sequence[Positive], AfterValidator(_ascending)]
+SharesOfKinds = Annotated[Sequence[Share], Field(min_length=3, max_length=3)]
+"""Probabilities of the first global crop, the second and the local ones."""
 
 _NUM_TRIES = 10
 """Maximum boxes drawn until one fits, as in torchvision's ``RandomResizedCrop``."""
@@ -55,33 +70,35 @@ class MultiCrop:
         ValueError: an argument is out of bounds, or Pillow is not installed.
     """
 
-    global_crop_size: int = 224
-    local_crop_size: int = 96
-    num_local_crops: int = 8
-    global_crop_scale: Sequence[float] = (0.32, 1.0)
-    local_crop_scale: Sequence[float] = (0.05, 0.32)
-    aspect_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    global_crop_size: Count = 224
+    local_crop_size: Count = 96
+    num_local_crops: Count = 8
+    global_crop_scale: Areas = (0.32, 1.0)
+    local_crop_scale: Areas = (0.05, 0.32)
+    aspect_ratio: Range = (3 / 4, 4 / 3)
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    flip_probability: float = 0.5
-    jitter_probability: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    grey_probability: float = 0.2
-    blur_probability: Sequence[float] = (1.0, 0.1, 0.5)
-    blur_sigma: Sequence[float] = (0.1, 2.0)
-    solarize_probability: Sequence[float] = (0.0, 0.2, 0.0)
-    solarize_threshold: float = 0.5
+    flip_probability: Share = 0.5
+    jitter_probability: Share = 0.8
+    brightness: Share = 0.4
+    contrast: Share = 0.4
+    saturation: Share = 0.2
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    grey_probability: Share = 0.2
+    blur_probability: SharesOfKinds = (1.0, 0.1, 0.5)
+    blur_sigma: Range = (0.1, 2.0)
+    solarize_probability: SharesOfKinds = (0.0, 0.2, 0.0)
+    solarize_threshold: Share = 0.5
     mean: Sequence[float] = (0.485, 0.456, 0.406)
     std: Sequence[float] = (0.229, 0.224, 0.225)
     image_transform: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for names, is_valid, wanted in _RULES:
-            for name in names:
-                if not is_valid(value := getattr(self, name)):
-                    raise ValueError(f"{name}={value}: {wanted}")
+        for name, bounds in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            try:
+                TypeAdapter(bounds).validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{name}={value}: {error.errors()[0]['msg']}") from None
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
             raise ValueError(
                 f"mean={self.mean}, std={self.std}: give one value for each channel, std above 0"
@@ -299,49 +316,6 @@ def blurred(crop: np.ndarray, sigma: float) -> np.ndarray:
         rows = (weight * padded[:, i : i + size] for i, weight in enumerate(weights))
         crop = sum(rows, start=np.zeros_like(crop)).transpose(0, 2, 1)
     return crop
-
-
-# ---- Arguments ------------------------------------------------------------------------------------
-
-
-def _is_share(value: float) -> bool:
-    return 0 <= value <= 1
-
-
-def _is_range(values: Sequence[float]) -> bool:
-    return len(values) == 2 and 0 < values[0] <= values[1]
-
-
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("global_crop_size", "local_crop_size", "num_local_crops"),
-        lambda number: number >= 1,
-        "it must be at least 1",
-    ),
-    (
-        ("flip_probability", "jitter_probability", "grey_probability", "solarize_threshold"),
-        _is_share,
-        "it must be from 0 to 1",
-    ),
-    (("brightness", "contrast", "saturation"), _is_share, "it must be from 0 to 1"),
-    (("hue",), lambda turns: 0 <= turns <= 0.5, "it must be from 0 to 0.5"),
-    (
-        ("global_crop_scale", "local_crop_scale"),
-        lambda areas: _is_range(areas) and areas[1] <= 1,
-        "give the smallest and the largest value, above 0 and at most 1, the whole image",
-    ),
-    (
-        ("aspect_ratio", "blur_sigma"),
-        _is_range,
-        "give the smallest and the largest value, above 0",
-    ),
-    (
-        ("blur_probability", "solarize_probability"),
-        lambda values: len(values) == 3 and all(map(_is_share, values)),
-        "give three probabilities, of the first global crop, the second and the local ones",
-    ),
-)
-"""Names of arguments, the condition that each must meet, and its text in errors."""
 
 
 def check_fits(transform: Any, patch_size: int, num_channels: int) -> None:

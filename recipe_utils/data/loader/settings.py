@@ -205,25 +205,22 @@ class DataSettings(RankSettings):
             )
         raise ConfigError(Problem("global_batch_size", text, total))
 
-    def make_plan(self, max_tokens: int | None, cost: MicrobatchCost) -> Plan:
-        """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`."""
+    def make_plan(self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1) -> Plan:
+        """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`.
+
+        ``cost`` is the device's. Of a sample with several padded rows of one length, a plan counts one.
+        """
         if not self.plans_by_tokens:
             return partial(plan_in_order, batch_size=self.batch_size)
-        limits: dict[str, Any] = {"max_tokens_per_microbatch": max_tokens, "cost": cost}
+        overhead = self.microbatch_overhead_slots or cost.overhead_slots
+        limits: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "max_tokens_per_microbatch": max_tokens and max(max_tokens // num_rows, 1),
+            "cost": cost._replace(overhead_slots=overhead / num_rows),
+        }
         if self.is_packed:
-            return partial(
-                plan_packed,
-                batch_size=self.batch_size,
-                max_ranks_per_row=self.max_ranks_per_row,
-                **limits,
-            )
-        return partial(plan_least_padding, batch_size=self.batch_size, **limits)
-
-    def cost(self, of_device: MicrobatchCost) -> MicrobatchCost:
-        """Returns the cost of a microbatch: that of the device, with the overhead of the config."""
-        if self.microbatch_overhead_slots is None:
-            return of_device
-        return of_device._replace(overhead_slots=self.microbatch_overhead_slots)
+            return partial(plan_packed, max_ranks_per_row=self.max_ranks_per_row, **limits)
+        return partial(plan_least_padding, **limits)
 
     def cost_warnings(self, is_estimated: bool) -> Iterator[str]:
         """Yields a warning if plans depend on an estimated cost."""

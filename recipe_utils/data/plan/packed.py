@@ -44,7 +44,7 @@ def plan_packed(
 
     Arguments and the result are those of :func:`recipe_utils.data.plan.padded.plan_least_padding`;
     a microbatch is one row, ``max_tokens_per_microbatch`` bounds its tokens on each of its ranks,
-    and ``max_ranks_per_row``, a power of two, the number of these. They are neighbours, and the
+    and ``max_ranks_per_row``, a power of two, the number of these. They are neighbors, and the
     first is a multiple of their number. A sample longer than the bound on the most ranks is computed
     on these.
     """

@@ -33,7 +33,7 @@ def plan_least_padding(
 ) -> list[Microbatches]:
     """Sorts the samples by length and cuts them into microbatches for the least cost.
 
-    On one rank no partition of the samples costs less. Over several ranks, each takes neighbouring
+    On one rank no partition of the samples costs less. Over several ranks, each takes neighboring
     samples in every round, which limits padding, and as many as balance the totals. The longest
     samples are first, so that a lack of memory shows in the first microbatch.
 

@@ -1,6 +1,6 @@
 """Plans: assignments of an update step's samples to microbatches and ranks.
 
-A plan is a pure function of lengths and limits. The loss is normalised over the whole update step,
+A plan is a pure function of lengths and limits. The loss is normalized over the whole update step,
 so a plan changes the cost of the gradient and not the gradient. Every rank computes the plan of all
 ranks, so arithmetic is elementwise or in Python's order: no sum may depend on the machine.
 

@@ -5,7 +5,6 @@ Shapes: b rows, s positions per row, n positions of a piece.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -227,14 +226,6 @@ def document_lengths_of(sample: Sample) -> list[int]:
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
-
-
-def num_targets_of(sample: Sample, ignore_index: int) -> int:
-    """Returns the number of target tokens: those with a label that are not the first of their document."""
-    is_target = torch.as_tensor(sample["labels"]) != ignore_index
-    lengths = document_lengths_of(sample)
-    is_target[list(accumulate(lengths[:-1], initial=0))] = False
-    return int(is_target.sum())
 
 
 def num_real_tokens(sample: Sample, ignore_index: int) -> int:

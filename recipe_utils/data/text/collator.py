@@ -20,7 +20,7 @@ from recipe_utils.data.text.collate import (
     collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
-    num_targets_of,
+    piece_of,
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.components import component_at
@@ -79,15 +79,11 @@ class RowCollator(Collator):
         """Upper bound of a row, padding included, also in validation [positions]."""
         if bound is None and self.max_seq_len is not None:
             bound = num_rows * settings.batch_size * self.max_seq_len
-        cost, self.row_multiple = settings.cost(limits.cost), None
+        self.row_multiple: int | None = None
         if settings.is_packed:
             rows = self._shares_prefixes, settings.max_ranks_per_row
             self.row_multiple = limits.multiple_of_packed_rows(bound, *rows)
-        elif num_rows > 1:
-            # Of a padded sample all rows have the longest one's length; the plan counts one.
-            bound = max(bound // num_rows, 1) if bound else None
-            cost = cost._replace(overhead_slots=cost.overhead_slots / num_rows)
-        self.plan = settings.make_plan(bound, cost)
+        self.plan = settings.make_plan(bound, limits.cost, 1 if settings.is_packed else num_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
@@ -192,7 +188,8 @@ class TextCollator(RowCollator):
 
     def num_outputs(self, sample: Sample) -> int:
         """Returns the number of target tokens."""
-        return num_targets_of(sample, self._ignore_index)
+        labels = piece_of(sample, self._ignore_index, has_padding=True).columns[1]
+        return int((labels != self._ignore_index).sum())
 
     def make(self, samples: Sequence[Sample], part: Part = WHOLE) -> Microbatch:
         """Makes a microbatch, see :mod:`recipe_utils.data.text.collate`."""

@@ -11,7 +11,6 @@ from torchtune.utils import get_logger
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")
@@ -61,26 +60,6 @@ def vocab_size_and_max_seq_len(model: nn.Module) -> tuple[int, int]:
     # Llama 3.2 Vision has a second table for its special tokens.
     tables = [m for m in decoder.tok_embeddings.modules() if isinstance(m, nn.Embedding)]
     return sum(table.num_embeddings for table in tables), decoder.max_seq_len
-
-
-def random_rates(model: nn.Module) -> dict[str, float]:
-    """Returns the largest rate of each kind of random noise in training that is above 0, by its name.
-
-    Noise of routers is found by the names of transformers, such as ``router_jitter_noise``.
-    """
-    rates: dict[str, float] = {}
-    adapters = adapters_of(model).modules.values()
-    named = [("lora_dropout", adapter.dropout) for adapter in adapters]
-    for module in model.modules():
-        if type(module) is nn.Dropout and not adapters:
-            named.append(("dropout", module.p))
-        for name, rate in vars(module).items():
-            if name in ("attn_dropout", "attention_dropout") or "jitter" in name:
-                named.append((name, rate))
-    for name, rate in named:
-        if isinstance(rate, float) and rate > rates.get(name, 0):
-            rates[name] = rate
-    return rates
 
 
 def num_outputs(model: nn.Module) -> int:

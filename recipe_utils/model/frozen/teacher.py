@@ -188,8 +188,7 @@ class Teacher(FrozenOutputs):
 
         ``student`` is the whole model; ``context`` are plain values that outputs depend on besides
         weights, precision and samples. Returns fingerprints, so that a resumed training has the
-        same teacher. Raises ConfigError if weights do not fit, or the model cannot
-        be built.
+        same teacher. Raises ConfigError if weights do not fit, or the model cannot be built.
         """
         if not self.is_used:
             return {}

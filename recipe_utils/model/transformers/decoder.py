@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         self.model = model
         self.output: Any
         self.path: str | None = None
-        self.norm = nn.Identity()  # the hidden states are normalised
+        self.norm = nn.Identity()  # the hidden states are normalized
         self.proof = proof
         text: Any = model.config.get_text_config()
         self.max_seq_len = max_seq_len_of(text)

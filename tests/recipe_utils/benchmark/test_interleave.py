@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import tiny_config
 
+from recipe_utils.benchmark.baselines.kinds import TEXT
 from recipe_utils.benchmark.baselines.worker import write_spec
 from recipe_utils.benchmark.interleave import BaselineDiedError, Processes
 from recipe_utils.benchmark.lineup import Baseline
@@ -18,7 +19,8 @@ from recipe_utils.benchmark.lineup import Baseline
 def started(folder, timeout_seconds=60.0):
     logger = {"_component_": "recipe_utils.benchmark.interleave.LossLogger"}
     config = tiny_config(folder, metric_logger=logger, max_steps_per_epoch=8)
-    write_spec(folder / "spec.json", "turns", Baseline("mine", "limit", config), pad_id=0)
+    baseline = Baseline("mine", "limit", TEXT, config, contents=[], draws_adapters=False)
+    write_spec(folder / "spec.json", baseline, pad_id=0)
     return Processes("mine", folder / "spec.json", 1, folder / "{rank}.log", timeout_seconds)
 
 

@@ -12,7 +12,7 @@ from distributed_runs import run_distributed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recipe_utils.checkpoint.load import changed_keys, fingerprint_differences, load
+from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, unwrapped
 from recipe_utils.files import CheckpointError
@@ -279,15 +279,17 @@ def test_a_state_that_no_file_can_hold_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_changed_keys_are_found_within_components_and_not_because_of_a_moved_folder():
-    then = {"output_dir": "/a", "loss": {"_component_": "L", "beta": 0.1}, "path": "/a/x", "lr": 1}
-    now = {"output_dir": "/b", "loss": {"_component_": "L", "beta": 0.5}, "path": "/b/x", "kd": 2}
-    assert changed_keys(then, now) == {
-        "output_dir": ("/a", "/b"),
-        "kd": ("its default", 2),
+def test_differences_are_found_within_components_and_compare_values_as_json():
+    then = {"loss": {"_component_": "L", "beta": 0.1}, "path": None, "lr": 1, "betas": (1, 2)}
+    now = {"loss": {"_component_": "L", "beta": 0.5}, "kd": {"a": [2], "b": {}}, "betas": [1, 2]}
+    assert differences(then, now) == {
+        "kd.a": (None, [2]),
+        "kd.b": (None, {}),
         "loss.beta": (0.1, 0.5),
-        "lr": (1, "its default"),
+        "lr": (1, None),
     }
+    assert differences(then, {**then, "path": "x"}, unset="its default") == {"path": (None, "x")}
+    assert differences({}, {"path": None}, unset="its default") == {"path": ("its default", None)}
 
 
 def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp_path):
@@ -304,4 +306,11 @@ def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
     same = {"shuffle": True, "dataset_length": 32}
     load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=same)
-    assert fingerprint_differences({"a": (1, 2)}, {"a": [1, 2]}) == []
+
+
+def test_the_config_of_a_frozen_model_is_compared_unless_the_checkpoint_is_older(tmp_path):
+    crc, described = {"teacher_checkpointer": "1f"}, "teacher_checkpointer.config.json"
+    _check_frozen(crc, {**crc, described: "2a"}, tmp_path)
+    _check_frozen({**crc, described: "2a"}, {}, tmp_path)  # kd_ratio=0
+    with pytest.raises(CheckpointError, match=f"^teacher_checkpointer: .*weights: {described}"):
+        _check_frozen({**crc, described: "2a"}, {**crc, described: "2b"}, tmp_path)

@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -219,21 +218,6 @@ def in_blocks(message):
 def test_the_table_has_every_pair_of_trl():
     pairs = {path.stem.removesuffix("_training") for path in TEMPLATES.glob("*_training.jinja")}
     assert set(TABLE) == pairs
-    rows = [row.split() for row in TABLE.values()]
-    training, stock = (Counter("".join(column)) for column in zip(*rows, strict=True))
-    assert training == {"E": 24, "W": 50, "P": 20, "B": 74, "H": 4, "R": 10, "L": 81, "X": 16}
-    assert stock == {
-        **training,
-        "E": 16,
-        "W": 46,
-        "P": 17,
-        "B": 65,
-        "R": 23,
-        "L": 77,
-        "X": 20,
-        "S": 8,
-        "O": 3,
-    }
 
 
 @pytest.fixture
@@ -463,6 +447,10 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         tokenizer_of(tmp_path / "dated", dated)
     again = pickle.loads(pickle.dumps(tokenizer_of(tmp_path / "dated", dated, date="2026-01-31")))
     assert again.decode(again({"messages": TWO})["tokens"]).startswith("31 Jan 2026")
+    thinks = CHATML.replace("assistant\n'", "assistant\n' if enable_thinking else 'x'")
+    tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinking": True})
+    with pytest.raises(ValueError, match=r"^tokenizer\.template_variables\.enable_thinkin: "):
+        tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinkin": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())
     Path(write()).write_text('\n{"messages": 3}\n{"mess')
@@ -490,11 +478,3 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
 def test_messages_that_templates_would_misread_are_refused(message, text):
     with pytest.raises(SampleError, match=re.escape(text)):
         _in_openai_format(message)
-
-
-def test_a_template_variable_that_the_template_does_not_use_is_refused(tmp_path):
-    template = "{% if enable_thinking %}<think>{% endif %}"
-    tokenizer_of(tmp_path, template, template_variables={"enable_thinking": True})
-    text = r"^tokenizer.template_variables.enable_thinkin: the chat template of .* does not use it"
-    with pytest.raises(ValueError, match=text):
-        tokenizer_of(tmp_path, template, template_variables={"enable_thinkin": True})

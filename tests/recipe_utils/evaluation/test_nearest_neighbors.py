@@ -1,4 +1,4 @@
-"""Neighbours vote as a plain loop over images says, and over ranks as on one."""
+"""Neighbors vote as a plain loop over images says, and over ranks as on one."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,6 +1,5 @@
 """Cross-entropy and divergence in one kernel, against autograd on whole logits."""
 
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -274,12 +273,10 @@ def test_js_is_trl_s(beta, temperature):
     ("arguments", "text"),
     [
         ({"divergence": "kl"}, "kd_loss.divergence=kl: unknown; set it to one of forward"),
-        ({"temperature": 0.0}, "kd_loss.temperature=0.0: it must be from 0.01"),
-        ({"temperature": math.inf}, "kd_loss.temperature=inf"),
         ({"teacher_temperature": -1.0}, "kd_loss.teacher_temperature=-1.0"),
         ({"mixture": 1.5}, "kd_loss.mixture=1.5: it must be between 0 and 1"),
         ({"divergence": "js", "mixture": 1.0}, "set divergence=forward or reverse"),
-        ({"tokens_per_chunk": 0}, "kd_loss.tokens_per_chunk=0"),
+        ({"num_output_chunks": 0}, "kd_loss.num_output_chunks=0: it must be at least 1"),
     ],
 )
 def test_arguments_out_of_bounds_are_named(arguments, text):

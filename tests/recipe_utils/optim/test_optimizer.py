@@ -95,6 +95,9 @@ def test_arguments_of_optimizer_and_schedule_are_tried():
         (component("torch.optim.AdamW", lr=-1.0), None, ValueError, "Invalid learning rate"),
         (component("torch.optim.SGD", rate=1.0), None, TypeError, "rate"),
         (OPTIMIZER, component(COSINE, warmups=2), TypeError, "warmups"),
+        (OPTIMIZER, component(COSINE, num_warmup_steps=-1), ValueError, "num_warmup_steps=-1: it"),
+        (component("torch.optim.LBFGS"), None, ValueError, "_=LBFGS: its steps compute the loss"),
+        (component("torch.optim.SparseAdam"), None, ValueError, "_=SparseAdam: gradients here"),
     ):
         with pytest.raises(error, match=text):
             try_optimizer(optimizer, schedule)

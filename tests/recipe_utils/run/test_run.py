@@ -12,6 +12,7 @@ from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import ListLogger, keep_messages, recipe_class
 
+from recipe_utils.run.resume import warnings_of
 from recipe_utils.settings.problems import ConfigError
 
 VAL = {"_component_": "tiny.tiny_dataset", "num_samples": 8, "seed": 5}
@@ -94,6 +95,13 @@ def test_intervals_longer_than_the_training_are_reported(start):
         "export_every_n_steps=4",
         "keep_best_checkpoint=True",
     ]
+
+
+def test_random_numbers_of_a_router_are_reported_as_dropout_is(start):
+    router = torch.nn.Linear(2, 2)
+    router.jitter_noise, router.attn_dropout = 0.01, 0.0
+    (text,) = warnings_of(router, start()[0].run.settings)
+    assert text.startswith("model.jitter_noise=0.01: noise depends on microbatches and ranks")
 
 
 # ---- Log ----------------------------------------------------------------------------------------

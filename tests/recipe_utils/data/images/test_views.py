@@ -277,7 +277,7 @@ def test_without_masks_drop_path_and_groups():
     assert alone.counts["koleo_images"] == 0
 
 
-# ---- Skipped images, and labelled ones ------------------------------------------------------------
+# ---- Skipped images, and labeled ones ------------------------------------------------------------
 
 
 def test_a_bad_image_is_named_and_skipped_without_changing_other_groups(one_process, whole_steps):

@@ -89,5 +89,6 @@ def test_a_collate_function_that_does_not_exist_is_a_problem():
 
 def test_the_config_overrides_the_overhead_of_a_microbatch():
     cost = MicrobatchCost(75, 30)
-    assert DataSettings(microbatch_overhead_slots=7.0).cost(cost) == MicrobatchCost(7, 30)
-    assert DataSettings().cost(cost) == cost
+    for given, overhead in (({"microbatch_overhead_slots": 7.0}, 7), ({}, 75)):
+        plan = DataSettings(microbatching="least_padding", **given).make_plan(80, cost)
+        assert plan.keywords["cost"] == MicrobatchCost(overhead, 30)

@@ -11,7 +11,7 @@ from recipe_utils.data.loader.to_device import to_device_ahead
 from recipe_utils.data.text.collate import collate_packed_microbatch
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
 def microbatches_of(samples, refs=None):
@@ -26,6 +26,7 @@ def microbatches_of(samples, refs=None):
         del microbatch
 
 
+@on_devices
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
 def test_every_microbatch_arrives_in_order_and_the_last_is_marked(number, device):
     samples = tiny.make_samples(number)
@@ -39,6 +40,7 @@ def test_every_microbatch_arrives_in_order_and_the_last_is_marked(number, device
         assert microbatch.inputs["document_lengths"] == of_sent.inputs["document_lengths"]
 
 
+@on_devices
 def test_trees_keep_their_structure_and_other_leaves(device):
     (microbatch,) = microbatches_of(tiny.make_samples(1))
     microbatch = microbatch.with_teacher({"log_probs": [torch.ones(3)]})
@@ -55,6 +57,7 @@ def num_alive(refs):
     return sum(ref() is not None for ref in refs)  # without gc, because they are in no cycle
 
 
+@on_devices
 def test_one_is_copied_ahead_and_at_most_two_are_held(device):
     sent, arrived = [], []
     samples = [{"tokens": list(range(1, n)), "labels": list(range(1, n))} for n in range(3, 11)]
@@ -70,3 +73,15 @@ def test_one_is_copied_ahead_and_at_most_two_are_held(device):
     del microbatch
     assert len(arrived) == 16
     assert num_alive(arrived) == 0
+
+
+@needs_cuda
+def test_a_copy_is_pinned_with_the_outputs_of_a_teacher():
+    microbatch = collate_packed_microbatch(tiny.make_samples(3), tiny.IGNORE)
+    pinned = microbatch.with_teacher([torch.ones(2)]).pin_memory()
+    targets = pinned.targets
+    tensors = (pinned.inputs["tokens"], targets.labels, targets.positions, targets.teacher[0])
+    assert all(tensor.is_pinned() for tensor in tensors)
+    assert not microbatch.inputs["tokens"].is_pinned()
+    assert pinned.inputs["document_lengths"] == microbatch.inputs["document_lengths"]
+    assert pinned.counts == microbatch.counts

@@ -24,9 +24,9 @@ SIDES = ("chosen", "rejected")
 LAYOUTS = [("in_order", None), ("packed", True), ("packed", False)]
 
 
-def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, **settings):
-    data = PairSettings(microbatching=microbatching, prefix_sharing=prefix_sharing, **settings)
-    return PairCollator(data, tiny.tiny_tokenizer(), limits)
+def collator_of(microbatching="packed", prefix_sharing=None, limits=LIMITS, cache=None, **settings):
+    keys = {"microbatching": microbatching, "prefix_sharing": prefix_sharing, **settings}
+    return PairCollator(PairSettings(**keys), tiny.tiny_tokenizer(), limits, cache)
 
 
 def prepared(collator, pairs):
@@ -177,7 +177,6 @@ def test_rows_of_a_fixed_length_are_padded_with_a_document_of_their_own():
     assert microbatch.inputs["tokens"].shape == (1, 128)
     *_, padding = microbatch.inputs["document_lengths"][0]
     assert padding == 128 - sum(map(collator.length, samples))
-    assert microbatch.counts["pairs"] == 3
 
 
 class Cache:
@@ -187,17 +186,10 @@ class Cache:
 
 
 def test_a_microbatch_gets_the_outputs_of_its_pairs_from_a_cache():
-    data = PairSettings(microbatching="packed")
-    collator = PairCollator(data, tiny.tiny_tokenizer(), LIMITS, Cache())
+    collator = collator_of(cache=Cache())
     in_worker = pickle.loads(pickle.dumps(collator))  # which prepares samples and reads no cache
     microbatch = collator.collate(prepared(in_worker, tiny.make_pairs(9)))
     assert microbatch.targets.teacher == list(microbatch.targets.pairs.names)
-
-
-@pytest.mark.parametrize("microbatching", ["in_order", "packed"])
-def test_validation_has_batches_of_its_own_size(microbatching):
-    collator = collator_of(microbatching, batch_size=2, batch_size_val=8).for_validation()
-    assert [len(part) for part in collator.plan([5] * 8, 1)[0]] == [8]
 
 
 @pytest.mark.parametrize(
@@ -208,11 +200,7 @@ def test_validation_has_batches_of_its_own_size(microbatching):
             pair([1, 2], [1, 3]) | {"rejected_labels": [1]},
             "sample 3, rejected: 1 labels for 2 tokens",
         ),
-        (pair([], [1, 3]), "sample 3, chosen: it has no tokens"),
-        (pair([1] * 65, [1, 3]), "sample 3, chosen: 65 tokens are more than the model's"),
-        (pair([1, 2], [1, 67]), "sample 3, rejected: token 67 is outside"),
         (pair(["a", "b"], [1, 3]), "sample 3: its 'chosen_input_ids' is no"),
-        (pair([1, 2.5], [1, 3]), "sample 3: its 'chosen_input_ids' is not a list of integers"),
     ],
 )
 def test_a_bad_pair_is_named(sample, text):

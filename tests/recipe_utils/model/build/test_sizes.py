@@ -11,7 +11,6 @@ from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.model.build.sizes import (
     equal_attention_length,
     limits_of,
-    random_rates,
     vocab_size_and_max_seq_len,
 )
 
@@ -44,14 +43,6 @@ def test_attention_costs_as_much_as_the_parameters_at_a_length_that_the_model_se
         expected_cost = costs._replace(equal_attention_length=expected)
         assert limits.cost == pytest.approx(expected_cost)
         assert limits.costs_are_estimated == (device == "cuda")
-
-
-def test_random_noise_is_found_by_name():
-    router = nn.Module()
-    router.router_jitter_noise = 0.01
-    model = nn.Sequential(router, nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.0))
-    assert random_rates(model) == {"dropout": 0.2, "router_jitter_noise": 0.01}
-    assert random_rates(on_meta()) == {}
 
 
 @pytest.mark.parametrize(("compiles", "num_row_lengths"), [(False, None), (True, 1)])
