@@ -58,7 +58,7 @@ from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
+recipe_utils.check_version("0.5", RECIPE_NAME)  # this file was written for it
 PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
