@@ -114,6 +114,8 @@ def weights_normalised_by_microbatch(patches):
     sums = recipe.sums
 
     def sums_by_microbatch(self, m):
+        if not torch.is_grad_enabled():  # a validation has no weights
+            return sums(self, m)
         counts = [m.targets.num_of_dataset(i) for i in range(3)]
         given = [part.get("loss_weight", 1) for part in MIXED]
         return sums(self, m.with_dataset_weights(self.settings.weigh(given, counts)))
