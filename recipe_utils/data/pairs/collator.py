@@ -108,12 +108,11 @@ class PairCollator(RowCollator):
         limits: ModelLimits,
         cache: FrozenCache | None = None,
     ) -> None:
-        self._shares_prefixes = settings.shares_prefixes
+        super().__init__(settings, tokenizer, limits, cache, 2, settings.shares_prefixes)
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
-        if self._shares_prefixes:
+        if settings.shares_prefixes:
             self.layout += ", prefixes shared"
-        super().__init__(settings, tokenizer, limits, cache, 2, self._shares_prefixes)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a pair is truncated, or is not two answers to one prompt."""
