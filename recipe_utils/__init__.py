@@ -4,7 +4,7 @@ The config keys of a package are beside the code that reads them, as settings cl
 imports nothing: PyTorch's start-up calls :mod:`recipe_utils.tune.registry` if torchtune is imported.
 """
 
-__version__ = "0.4.3"
+__version__ = "0.5.0"
 
 
 def check_version(written_for: str, recipe: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtune import config, training
 
 import recipe_utils
-from recipe_utils.checkpoint.dinov3_vit import check_normalisation
+from recipe_utils.checkpoint.dinov3_vit import check_normalization
 from recipe_utils.data.images.collator import ViewSettings
 from recipe_utils.data.images.crop_rows import layout_of
 from recipe_utils.data.loader.loader import UpdateStep
@@ -58,7 +58,7 @@ from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "dinov3_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
+recipe_utils.check_version("0.5", RECIPE_NAME)  # this file was written for it
 PARTS = ("output.dino", "output.ibot")  # clipped separately, besides the backbone
 
 
@@ -122,7 +122,7 @@ class DINOv3Recipe:
         whole = build("model", build_on_meta, make_model, settings)
         transform = build("transform", config.instantiate, cfg.transform)
         self.checkpointer = build("checkpointer", config.instantiate, cfg.checkpointer)
-        build("checkpointer", check_normalisation, self.checkpointer, transform)
+        build("checkpointer", check_normalization, self.checkpointer, transform)
         build("optimizer", try_optimizer, cfg.optimizer, cfg.get("lr_scheduler"))
         build("loraplus_lr_ratio", settings.check_model, whole)
 

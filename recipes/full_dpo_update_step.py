@@ -54,7 +54,7 @@ from recipe_utils.settings.problems import Problem, build, naming
 from recipe_utils.settings.read import read_settings
 
 RECIPE_NAME = "full_dpo_update_step"
-recipe_utils.check_version("0.4", RECIPE_NAME)  # this file was written for it
+recipe_utils.check_version("0.5", RECIPE_NAME)  # this file was written for it
 OfTokenizer = Annotated[dict[str, Any], MadeWith(num_positional=1)]
 
 

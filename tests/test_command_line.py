@@ -42,7 +42,7 @@ def by_name(weights_folder, tmp_path_factory):
 def test_ls_lists_the_recipes_and_their_configs(tmp_path):
     listed = tune("ls", cwd=tmp_path).stdout
     for name, config in CONFIGS.items():
-        assert re.search(rf"^{name} +{config}", listed, re.M)
+        assert re.search(rf"^{name} +{config}", listed, re.M), "one without a download comes first"
     assert "full_finetune_single_device" in listed
 
 

@@ -1,4 +1,4 @@
-"""Summaries and Markdown tables of a benchmark's steps."""
+"""Summary and Markdown table of a benchmark's steps."""
 
 import contextlib
 import os
@@ -19,23 +19,24 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class TimedStep:
-    """Optimizer step of one baseline. Counts are over all ranks."""
+    """Optimizer step of one baseline. Counts are over all ranks, fingerprints of tokens."""
 
     round: int
-    """Number of the round, from 1."""
     step: int
-    """Number of the update step, from 1."""
     baseline: str
     seconds: float
     num_target_tokens: int
     num_real_tokens: int
     num_positions: int
     fingerprint: int
-    """Fingerprint of the tokens that the model computed."""
     expected_fingerprint: int
-    """Fingerprint of the samples."""
     peak_memory_bytes: int
     """Peak so far, maximum over ranks."""
+
+    @property
+    def rate(self) -> float:
+        """Target tokens per second."""
+        return self.num_target_tokens / self.seconds
 
 
 class Quartiles(NamedTuple):
@@ -55,23 +56,17 @@ class Summary:
     target_tokens_per_second: Quartiles
     ratio: Quartiles
     """Target tokens per second divided by the reference's."""
-    ratio_per_round: list[float]
-    """Median ratio of each round."""
     extra_seconds: Quartiles
     """Seconds of an update step minus the reference's."""
-    real_tokens_per_second: float
-    """Median."""
     positions_per_target: float
     padding_fraction: float
     peak_memory_bytes: int
     """Median over the rounds."""
     memory_ratio: float
-    """Peak memory divided by the reference's."""
     loss_deviation: float | None
     """Largest relative difference to the reference's loss; None if losses do not compare."""
     has_same_samples: bool
     """True if the tokens of every update step are the reference's."""
-    has_same_model: bool = True
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
@@ -93,54 +88,38 @@ def summarize(
         steps: timed steps of all baselines and rounds.
         losses: baseline -> round -> losses of all update steps [nats per target token].
         reference: denominator of ratios.
-        other_models: baselines with another model.
+        other_models: baselines with another model, whose losses do not compare.
     """
     of_reference = {(each.round, each.step): each for each in steps if each.baseline == reference}
     reference_memory = _peak_memory(list(of_reference.values()))
     summaries = []
     for name in losses:
-        own = [each for each in steps if each.baseline == name]
-        pairs = [
-            (each, of_reference[each.round, each.step])
-            for each in own
-            if (each.round, each.step) in of_reference
-        ]
+        timed = [each for each in steps if each.baseline == name]
+        places = [(each, of_reference.get((each.round, each.step))) for each in timed]
+        pairs = [(each, other) for each, other in places if other is not None]
         if not pairs:
             continue
-        ratios: dict[int, list[float]] = {}
-        for each, other in pairs:
-            ratios.setdefault(each.round, []).append(_rate(each) / _rate(other))
-        num_positions = max(sum(each.num_positions for each in own), 1)
-        num_targets = max(sum(each.num_target_tokens for each in own), 1)
-        num_real = sum(each.num_real_tokens for each in own)
-        has_same_model = name not in other_models
+        num_positions = max(sum(each.num_positions for each in timed), 1)
+        num_targets = max(sum(each.num_target_tokens for each in timed), 1)
         has_same_samples = all(
-            each.fingerprint == other.fingerprint
-            and each.num_target_tokens == other.num_target_tokens
+            (each.fingerprint, each.num_target_tokens)
+            == (other.fingerprint, other.num_target_tokens)
             for each, other in pairs
         )
+        compares = has_same_samples and name not in other_models
         summaries.append(
             Summary(
                 baseline=name,
-                num_steps=len(own),
-                target_tokens_per_second=quartiles([_rate(each) for each in own]),
-                ratio=quartiles([ratio for of_round in ratios.values() for ratio in of_round]),
-                ratio_per_round=[statistics.median(ratios[number]) for number in sorted(ratios)],
+                num_steps=len(timed),
+                target_tokens_per_second=quartiles([each.rate for each in timed]),
+                ratio=quartiles([each.rate / other.rate for each, other in pairs]),
                 extra_seconds=quartiles([each.seconds - other.seconds for each, other in pairs]),
-                real_tokens_per_second=statistics.median(
-                    each.num_real_tokens / each.seconds for each in own
-                ),
                 positions_per_target=num_positions / num_targets,
-                padding_fraction=1 - num_real / num_positions,
-                peak_memory_bytes=_peak_memory(own),
-                memory_ratio=_peak_memory(own) / reference_memory,
-                loss_deviation=(
-                    _loss_deviation(losses[name], losses[reference])
-                    if has_same_samples and has_same_model
-                    else None
-                ),
+                padding_fraction=1 - sum(each.num_real_tokens for each in timed) / num_positions,
+                peak_memory_bytes=_peak_memory(timed),
+                memory_ratio=_peak_memory(timed) / reference_memory,
+                loss_deviation=_deviation(losses[name], losses[reference]) if compares else None,
                 has_same_samples=has_same_samples,
-                has_same_model=has_same_model,
             )
         )
     return summaries
@@ -151,23 +130,21 @@ def throughput_table(
 ) -> str:
     """Returns the main table in Markdown. ``missing``: baseline without figures -> reason."""
     columns = (
-        "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)", "per round",
-        f"seconds per update step more than {reference} (quartiles)", "real tokens/s", "positions per target",
+        "baseline", "target tokens/s (quartiles)", f"over {reference} (quartiles)",
+        f"seconds per update step more than {reference} (quartiles)", "positions per target",
         "padding", f"peak memory GB (over {reference})", "loss deviation",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for each in summaries:
         rate, ratio, extra = each.target_tokens_per_second, each.ratio, each.extra_seconds
-        deviation = "other samples" if each.has_same_model else "another model"
+        deviation = "another model" if each.has_same_samples else "other samples"
         if each.loss_deviation is not None:
             deviation = f"{each.loss_deviation:.1e}" if each.baseline != reference else "0"
         lines.append(
             f"| {each.baseline} | **{rate.median:.0f}** ({rate.lower:.0f}-{rate.upper:.0f}) | "
             f"**{ratio.median:.2f}** ({ratio.lower:.2f}-{ratio.upper:.2f}) | "
-            f"{' '.join(f'{value:.2f}' for value in each.ratio_per_round)} | "
             f"{extra.median:.3f} ({extra.lower:.3f} to {extra.upper:.3f}) | "
-            f"{each.real_tokens_per_second:.0f} | {each.positions_per_target:.2f} | "
-            f"{each.padding_fraction:.0%} | "
+            f"{each.positions_per_target:.2f} | {each.padding_fraction:.0%} | "
             f"{each.peak_memory_bytes / 1e9:.2f} ({each.memory_ratio:.2f}) | {deviation} |"
         )
     empty = "| " * (len(columns) - 2) + "|"
@@ -203,15 +180,11 @@ def machine_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of installed :data:`PACKAGES`."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def _rate(step: TimedStep) -> float:
-    return step.num_target_tokens / step.seconds
+            installed[package] = version(package)
+    return installed
 
 
 def _peak_memory(steps: Sequence[TimedStep]) -> int:
@@ -221,14 +194,13 @@ def _peak_memory(steps: Sequence[TimedStep]) -> int:
     return int(statistics.median(peaks.values()))
 
 
-def _loss_deviation(
+def _deviation(
     losses: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
 ) -> float | None:
     deviations = [
         abs(loss - other) / abs(other)
-        for own_round, reference_round in zip(losses, reference, strict=False)
-        for loss, other in zip(own_round, reference_round, strict=False)
+        for losses_of_round, others in zip(losses, reference, strict=False)
+        for loss, other in zip(losses_of_round, others, strict=False)
     ]
-    if any(deviation != deviation for deviation in deviations):
-        return float("nan")
-    return max(deviations, default=None)
+    has_nan = any(deviation != deviation for deviation in deviations)
+    return float("nan") if has_nan else max(deviations, default=None)

@@ -82,7 +82,7 @@ _PREPROCESSOR = {
     "rescale_factor": 1 / 255,
     "do_normalize": False,
 }
-"""``preprocessor_config.json`` of published models, without size and normalisation."""
+"""``preprocessor_config.json`` of published models, without size and normalization."""
 
 
 def dinov3_tune_to_hf(weights: Mapping[str, Tensor], num_channels: int = 3) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class DINOv3Checkpointer:
         image_size: size to which users' images are resized [pixels]; None is that of
             ``checkpoint_dir``, otherwise 224.
         image_mean: mean of each channel in [0, 1], which the images' transform subtracts; None is
-            that of ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalisation
+            that of ``checkpoint_dir``, otherwise ImageNet's for three channels and no normalization
             for others.
         image_std: standard deviation of each channel; None as for ``image_mean``.
 
@@ -284,7 +284,7 @@ class DINOv3Checkpointer:
             )
 
 
-def check_normalisation(checkpointer: Any, transform: Any) -> None:
+def check_normalization(checkpointer: Any, transform: Any) -> None:
     """Raises ValueError if exports of a :class:`DINOv3Checkpointer` describe another mean or std than the transform's."""
     described = getattr(checkpointer, "_preprocessor", {})
     for name in ("mean", "std"):

@@ -138,7 +138,7 @@ def load(
 
     Args:
         path: path of a complete checkpoint.
-        model: materialised model, sharded or not, or the pipeline stages of each rank.
+        model: materialized model, sharded or not, or the pipeline stages of each rank.
         optimizer: optimizer of the same class as the saved one; its state is replaced.
         recipe: name of the recipe, which must be the saved one.
         data_fingerprint: compared with the saved one; None accepts any.

@@ -56,7 +56,7 @@ def first_paragraphs(pairs: Pairs) -> Pairs:
     return [(question, answer) for answer, question in found.items()]
 
 
-def exchange_neighbours(text: str, seed: str) -> str:
+def exchange_neighbors(text: str, seed: str) -> str:
     """Returns a text with two different neighboring words exchanged; ``seed`` determines which.
 
     Words are separated by one space, and not all are equal.
@@ -76,7 +76,7 @@ def _tokenized_sides(tokenizer: Any, question: str, answer: str) -> dict[str, An
     question.
     """
     sample: dict[str, Any] = {}
-    sides = {"chosen": answer, "rejected": exchange_neighbours(answer, question)}
+    sides = {"chosen": answer, "rejected": exchange_neighbors(answer, question)}
     for side, content in sides.items():
         messages = [
             Message(role="user", content=question, masked=True),

@@ -34,12 +34,12 @@ def koleo_loss(embeddings: Tensor, groups: Tensor) -> Tensor:
     with torch.no_grad():
         cosines = directions @ directions.transpose(1, 2)  # [v, n, n]
         nearest = cosines.masked_fill_(~is_other, -2).argmax(-1)  # [v, n]
-    neighbours = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
+    neighbors = directions.gather(1, nearest.unsqueeze(-1).expand_as(directions))
     # Without a neighbor the distance could be 0, whose gradient is NaN even if it is not selected.
-    has_neighbour = is_other.any(1)
-    differences = torch.where(has_neighbour[:, None], directions - neighbours, 1)
+    has_neighbor = is_other.any(1)
+    differences = torch.where(has_neighbor[:, None], directions - neighbors, 1)
     losses = -(torch.linalg.vector_norm(differences, dim=-1) + _SMALLEST).log()
-    return torch.where(has_neighbour, losses, 0).sum() / embeddings.size(1)
+    return torch.where(has_neighbor, losses, 0).sum() / embeddings.size(1)
 
 
 def gradient_of_all(

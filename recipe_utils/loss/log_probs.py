@@ -75,11 +75,11 @@ def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1), torch.logsumexp(logits, dim=-1)
 
 
-def _gradient(logits: Tensor, labels: Tensor, normalisers: Tensor, of_token: Tensor) -> Tensor:
+def _gradient(logits: Tensor, labels: Tensor, normalizers: Tensor, of_token: Tensor) -> Tensor:
     """Overwrites logits [c, v] with their gradient, given that of each log-probability [c]."""
     of_token = of_token.unsqueeze(1)
     # d log_prob / d logits = one_hot(label) - softmax(logits)
-    logits.sub_(normalisers.unsqueeze(1)).exp_().mul_(-of_token)
+    logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(-of_token)
     return logits.scatter_add_(1, labels.unsqueeze(1), of_token)
 
 
@@ -98,24 +98,24 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         """Returns log-probabilities [n] for hidden [n, d], weight [v, d], labels [n]."""
         read, ctx.gradient = arithmetic
         picked = hidden.new_empty(len(hidden), dtype=sum_dtype(hidden))
-        normalisers = torch.empty_like(picked)
+        normalizers = torch.empty_like(picked)
         logits = None
         for chunk in chunks_of(len(hidden), tokens_per_chunk):
             del logits
             logits = (hidden[chunk] @ weight.t()).to(picked.dtype)
-            picked[chunk], normalisers[chunk] = read(logits, labels[chunk])
-        ctx.save_for_backward(hidden, weight, labels, normalisers)
+            picked[chunk], normalizers[chunk] = read(logits, labels[chunk])
+        ctx.save_for_backward(hidden, weight, labels, normalizers)
         ctx.tokens_per_chunk = tokens_per_chunk
         # The last chunk's logits are kept for the backward: one chunk fits into memory. An attribute, not a
         # saved tensor: hooks that offload activations must leave it alone.
         ctx.logits = logits if any(ctx.needs_input_grad) else None
-        return picked - normalisers
+        return picked - normalizers
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Takes the gradient of each log-probability [n]."""
-        hidden, weight, labels, normalisers = ctx.saved_tensors
+        hidden, weight, labels, normalizers = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = WeightGradient(weight) if needs_weight else None
@@ -123,7 +123,7 @@ class _ChunkedLinearLogProbs(torch.autograd.Function):
         for chunk in reversed(chunks_of(len(hidden), ctx.tokens_per_chunk)):
             if logits is None:
                 logits = (hidden[chunk] @ weight.t()).to(grad.dtype)
-            grad_logits = ctx.gradient(logits, labels[chunk], normalisers[chunk], grad[chunk])
+            grad_logits = ctx.gradient(logits, labels[chunk], normalizers[chunk], grad[chunk])
             grad_logits, logits = grad_logits.to(hidden.dtype), None
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])

@@ -147,7 +147,7 @@ class ObjectiveSettings(DataSettings):
             return
         if num_images == 1:
             text = (
-                "an image needs neighbours, and an update step has 1 image; set global_batch_size to 2 or "
+                "an image needs neighbors, and an update step has 1 image; set global_batch_size to 2 or "
                 "more, or koleo_loss_weight=0"
             )
             yield Problem("koleo_loss_weight", text, self.koleo_loss_weight)

@@ -21,7 +21,7 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import disable_adapter
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
-from recipe_utils.model.adapters.nf4 import without_quantising
+from recipe_utils.model.adapters.nf4 import without_quantizing
 
 Gradients = Mapping[str, Tensor]
 
@@ -57,7 +57,7 @@ class Double(TorchFunctionMode):
 
 def build_plain(component: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a model as its library builds it, with plain weights in place of NF4."""
-    with training.set_default_dtype(dtype), device, without_quantising():
+    with training.set_default_dtype(dtype), device, without_quantizing():
         model = config.instantiate(component)
     for module in model.modules():
         if isinstance(module, FrozenNF4Linear):

@@ -94,12 +94,12 @@ def build_image_loaders(
     validates = _validates(settings)
     temperature = settings.of_mixture.temperature
     load = partial(load_dataset, check=check_is_image)
-    load_labelled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
+    load_labeled = partial(load_dataset, check=partial(check_is_image, with_labels=True))
     dataset = build("dataset", load, cfg.dataset, temperature=temperature)
     if validates:
         cfg_knn = cfg.get("dataset_knn") or cfg.dataset
-        bank = build("dataset_knn", load_labelled, cfg_knn)
-        images = build("dataset_val", load_labelled, cfg.dataset_val)
+        bank = build("dataset_knn", load_labeled, cfg_knn)
+        images = build("dataset_val", load_labeled, cfg.dataset_val)
     fill = settings.fill(ranks)
     with naming():
         views = Views(dataset, transform, _of_views(settings), layout, settings.data_seed)

@@ -22,10 +22,14 @@ SAME_FILE = {
 
 
 def _recipes() -> dict[str, list[str]]:
-    """Returns the configs of each recipe: a config's header contains its ``tune run`` command."""
+    """Returns the configs of each recipe: a config's header contains its ``tune run`` command.
+
+    Those that run without a download come first.
+    """
     names = {*(path.stem for path in ROOT.glob("recipes/*.py")), *SAME_FILE}
     configs: dict[str, list[str]] = {name: [] for name in sorted(names)}
-    for path in sorted(ROOT.glob("configs/*/*.yaml")):
+    paths = ROOT.glob("configs/*/*.yaml")
+    for path in sorted(paths, key=lambda path: (not path.name.startswith(("5M", "digits")), path)):
         config = f"{path.parent.name}/{path.stem}"
         command = re.search(
             rf"^# .*tune run .*?(\w+) --config {config}$", path.read_text("utf-8"), re.M

@@ -399,7 +399,7 @@ def test_an_export_warns_of_rounding_and_can_avoid_it(world_size, tiny_config):
 
 
 @pytest.mark.slow
-def test_lora_is_trained_for_a_base_that_will_be_quantised(tiny_config):
+def test_lora_is_trained_for_a_base_that_will_be_quantized(tiny_config):
     """The quantizer changes the loss; the adapters still learn."""
     config = curve_config(
         tiny_config,

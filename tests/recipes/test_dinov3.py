@@ -133,7 +133,7 @@ def test_every_term_is_logged(curve):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hsdp-2x2", "pp-2-fsdp-2"])
-def test_terms_and_neighbours_are_those_of_one_process(layout, tiny_config, curve):
+def test_terms_and_neighbors_are_those_of_one_process(layout, tiny_config, curve):
     world_size, dims = LAYOUTS[layout]
     config = config_of(tiny_config, **HELD_OUT, **dims)
     (logged, _), *_ = run_distributed(run_in_float64, world_size, config)

@@ -12,7 +12,7 @@ import torch
 from big_batch import TOLERANCE, error
 from big_batch_of_views import step_of_16
 from distributed_runs import run_distributed
-from recipe_runs import DINO, run_recording_gradients_and_metrics, set_up, slow
+from recipe_runs import DINO, ListLogger, run_recipe_recording_gradients, set_up, slow
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.images.collator import ViewCollator
@@ -42,7 +42,10 @@ def gradients_and_metrics(configs, mutate=None):
     """Returns gradients and logged metrics of each config; :mod:`distributed_runs` undoes ``mutate``."""
     if mutate is not None:
         mutate()
-    return run_recording_gradients_and_metrics(configs, DINO)
+    return [
+        (run_recipe_recording_gradients(config, DINO), list(ListLogger.logged))
+        for config in configs
+    ]
 
 
 def assert_is_one_batch(of_ranks, expected):

@@ -71,9 +71,9 @@ def tiny_model_for(stock, cfg):
     asked = OmegaConf.to_container(OmegaConf.create(asked))
     if "encoder_trainable" in cfg.model:  # vision models name their targets elsewhere
         asked = {"lora_rank": cfg.model.lora_rank, "lora_alpha": cfg.model.lora_alpha}
-    is_quantised = "qlora" in cfg.model._component_ or asked.pop("quantize_base", False)
-    if is_quantised or stock in QAT_LORA:  # wide enough for their blocks and groups
-        return tiny.adapted(tiny.WIDE_MODEL, quantize_base=is_quantised, **asked)
+    is_quantized = "qlora" in cfg.model._component_ or asked.pop("quantize_base", False)
+    if is_quantized or stock in QAT_LORA:  # wide enough for their blocks and groups
+        return tiny.adapted(tiny.WIDE_MODEL, quantize_base=is_quantized, **asked)
     return tiny.adapted(tiny.UNTIED_MODEL, **asked)
 
 

@@ -15,7 +15,7 @@ from recipe_runs import (
 )
 from torch._dynamo.utils import counters
 
-from recipe_utils.model.build import sizes
+from recipe_utils.model.attention import packed_attention
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 160}
 NUM_STEPS = 10
@@ -61,7 +61,7 @@ def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, on
 
 def run_counting_compilations(config):
     """The losses with rows of as many lengths as on CUDA, and how many graphs were compiled after each of them."""
-    sizes._NUM_ROW_LENGTHS_ON_CPU = sizes._NUM_ROW_LENGTHS
+    packed_attention._COMPILED_LENGTHS = dict.fromkeys(("cpu", "cuda"), 4)
     num_graphs = []
 
     class Counting(ListLogger):

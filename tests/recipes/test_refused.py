@@ -206,7 +206,7 @@ REFUSED = {
     (DINO, "weight_decay_end=0.4"): "weight_decay_end=0.4: it starts from optimizer.weight_decay; set that above 0",
     (DINO, "loraplus_lr_ratio=4.0"): "loraplus_lr_ratio=4.0: the model has no LoRA",
     # ---- Models and runs
-    (DINO, "model._component_=tiny.normalised_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
+    (DINO, "model._component_=tiny.normalized_by_batch"): "model: its norm is a BatchNorm1d, .*LayerNorm",
     (DINO, "model.drop_path=3"): r"1 problem .*\n.*model.drop_path=3: it must be at least 0 and below 1",
     (DINO, f"model={json.dumps(tiny.MODEL)}"): "model: it is a TransformerDecoder .*dinov3_vit",
     (DINO, "tensor_parallel_dim=2"): "tensor_parallel_dim=2: not with images; set it to 1",
@@ -215,8 +215,8 @@ REFUSED = {
     (DINO, "keep_best_checkpoint=True " + HELD_OUT.format("tiny_images")): "keep_best_checkpoint=True: .* export_every_n_steps",
     # ---- Nearest neighbors
     (DINO, HELD_OUT.format("tiny_images") + " dataset_knn=${dataset_val}"): "dataset_val: it has the images of dataset_knn, so each would",
-    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn._component_=tiny.unlabelled_images"): "dataset_knn: its images have no",
-    (DINO, HELD_OUT.format("unlabelled_images")): "dataset_val: its images have no labels",
+    (DINO, HELD_OUT.format("tiny_images") + " dataset_knn._component_=tiny.unlabeled_images"): "dataset_knn: its images have no",
+    (DINO, HELD_OUT.format("unlabeled_images")): "dataset_val: its images have no labels",
     (DINO, HELD_OUT.format("tiny_images") + " knn_neighbors=38"): "knn_neighbors=38: dataset_knn has 37 images; set it to fewer",
 }  # fmt: skip
 SEVERAL = ("model={", "tensor_parallel_dim=", "pipeline_parallel_dim=", "device=", "datasets=")

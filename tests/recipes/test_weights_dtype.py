@@ -178,7 +178,7 @@ def losses_and_dtypes(config, recipe):
     parts = optimizer.optim_map.values() if hasattr(optimizer, "optim_map") else [optimizer]
     states = [state for part in parts for state in part.state.values()]
     source = getattr(made, "reference", None) or getattr(made, "teacher", None)
-    frozen = source.outputs.model._model if source else made.model
+    frozen = source._model._model if source else made.model
     of = {
         "trained": [p for p in made.model.parameters() if p.requires_grad],
         "frozen": [p for p in made.model.parameters() if not p.requires_grad],

@@ -143,10 +143,10 @@ def _states(
     tokens = torch.zeros(len(special) + len(pixels), 1 + pixels.size(1))
     tokens[:, 0] = torch.cat([special, kinds])
     tokens[len(special) :, 1:] = pixels
-    centres = factor * (2 * (torch.arange(side).double() + 0.5) / side - 1)
-    centres = centres.float()  # as crops are
+    centers = factor * (2 * (torch.arange(side).double() + 0.5) / side - 1)
+    centers = centers.float()  # as crops are
     positions = torch.zeros(len(tokens), 2)
-    positions[len(special) :] = torch.cartesian_prod(centres, centres)
+    positions[len(special) :] = torch.cartesian_prod(centers, centers)
     if draws is not None:
         positions = torch.cat([positions, torch.as_tensor(draws).expand(len(tokens), -1)], dim=1)
     (states,) = model(tokens[None], input_pos=positions[None])

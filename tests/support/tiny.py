@@ -485,12 +485,12 @@ def tiny_images(num_images=40, num_classes=4):
     return TinyImages(num_images, num_classes)
 
 
-def unlabelled_images(num_images=8):
+def unlabeled_images(num_images=8):
     """Images without labels."""
     return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
 
 
-def normalised_by_batch(**sizes):
+def normalized_by_batch(**sizes):
     """A vision transformer whose last norm couples all tokens of a microbatch."""
     from recipe_utils.model.vision.vision_transformer import dinov3_vit
 

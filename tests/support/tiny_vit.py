@@ -57,8 +57,8 @@ def row_of(model, *groups, masks=None, draws=None):
         special = images.new_zeros(num, 1 + num_registers, 1 + patches.size(-1))
         special[..., 0] = torch.arange(2, 3 + num_registers)
         of_crops = torch.cat((special, torch.cat((kinds, patches), -1)), 1)
-        centres = [(torch.arange(0.5, size) / size) * 2 - 1 for size in (rows, columns)]
-        grid = torch.stack(torch.meshgrid(*centres, indexing="ij"), -1).flatten(0, 1)
+        centers = [(torch.arange(0.5, size) / size) * 2 - 1 for size in (rows, columns)]
+        grid = torch.stack(torch.meshgrid(*centers, indexing="ij"), -1).flatten(0, 1)
         if images.dtype == torch.float64:
             # transformers rounds 2 pi * center to fp32, and not what comes after.
             grid = (2 * math.pi * grid).double() / (2 * math.pi)

@@ -214,7 +214,7 @@ class ViewCollator(Collator):
         )
         is_masked = torch.from_numpy(masks)
         num_masked = is_masked.sum(dim=1)
-        groups, num_neighbours = self._groups_of(samples)
+        groups, num_neighbors = self._groups_of(samples)
         targets: Any = ViewTargets(
             cls_positions=torch.cat([global_cls, local_cls]),
             num_images=len(samples),
@@ -228,7 +228,7 @@ class ViewCollator(Collator):
         )
         counts = {
             "images": len(samples),
-            "koleo_images": num_neighbours,
+            "koleo_images": num_neighbors,
             "masked_patches": int(num_masked.sum()),
             "crop_tokens": inputs["tokens"].size(1),
         }
@@ -238,8 +238,8 @@ class ViewCollator(Collator):
         """Returns each image's group, from 0, and the number of images that are not alone in theirs."""
         size = self._group_size
         if size is None:  # the group is the update step, with images in other microbatches
-            has_neighbours = samples[0]["step_size"] > 1
-            return torch.zeros(len(samples), dtype=torch.int64), len(samples) * has_neighbours
+            has_neighbors = samples[0]["step_size"] > 1
+            return torch.zeros(len(samples), dtype=torch.int64), len(samples) * has_neighbors
         numbers = torch.tensor([sample["position"] // size for sample in samples])
         _, groups, num_images = numbers.unique_consecutive(return_inverse=True, return_counts=True)
         return groups, int(num_images[num_images > 1].sum())

@@ -105,10 +105,10 @@ def row_of(
             of_part[:, first_patch:, 0][part.masks] = MASKED_PATCH
         of_part[:, first_patch:, 1:] = _patches_of(part.crops, patch)
 
-        centres = ((2 * np.arange(side) + 1) / side - 1) * position_factor
+        centers = ((2 * np.arange(side) + 1) / side - 1) * position_factor
         of_part = positions[start:end].reshape(num_crops, length, -1)
-        of_part[:, first_patch:, 0] = centres.repeat(side)
-        of_part[:, first_patch:, 1] = np.tile(centres, side)
+        of_part[:, first_patch:, 0] = centers.repeat(side)
+        of_part[:, first_patch:, 1] = np.tile(centers, side)
         if part.draws is not None:
             of_part[:, :, 2:] = part.draws[:, None]
 

@@ -43,7 +43,7 @@ class MultiCrop:
     """Transform that makes two global and several local crops of an image.
 
     A crop is a box of random area and shape, resized (:func:`resized_boxes`), flipped at random,
-    changed in its colours and normalised. One channel has no saturation, hue and greyscale.
+    changed in its colors and normalized. One channel has no saturation, hue and greyscale.
 
     Args:
         global_crop_size, local_crop_size: sides [pixels].
@@ -116,7 +116,7 @@ class MultiCrop:
     def __call__(
         self, image: np.ndarray, generator: torch.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns global and local crops [n, c, h, h], normalised, of an image [c, h, w] of floats in [0, 1]."""
+        """Returns global and local crops [n, c, h, h], normalized, of an image [c, h, w] of floats in [0, 1]."""
         draws = torch.rand(
             3 + self.num_local_crops, _NUM_DRAWS, generator=generator, dtype=torch.float64
         ).numpy()
@@ -126,12 +126,12 @@ class MultiCrop:
         return global_crops, self._crops(image, draws[2:-1], is_local=True)
 
     def whole(self, image: np.ndarray) -> np.ndarray:
-        """Returns the central square, normalised, [c, global_crop_size, global_crop_size]."""
+        """Returns the central square, normalized, [c, global_crop_size, global_crop_size]."""
         height, width = image.shape[1:]
         side = min(height, width)
         box = ((height - side) / 2, (width - side) / 2, float(side), float(side))
         (crop,) = resized_boxes(image, [box], self.global_crop_size, self.interpolation)
-        return self._normalised(_bounded(crop))
+        return self._normalized(_bounded(crop))
 
     def _transformed(self, image: np.ndarray, seed: int) -> np.ndarray:
         with torch.random.fork_rng(devices=[]):
@@ -156,10 +156,10 @@ class MultiCrop:
         crops = resized_boxes(image, boxes, size, self.interpolation)
         kinds = [2] * len(crops) if is_local else [0, 1]
         changed = map(self._changed, map(_bounded, crops), drawn, kinds)
-        return np.stack([self._normalised(crop) for crop in changed])
+        return np.stack([self._normalized(crop) for crop in changed])
 
     def _changed(self, crop: np.ndarray, drawn: "_Draws", kind: int) -> np.ndarray:
-        """Flips a crop and changes its colours; ``kind`` is its index in ``blur_probability``."""
+        """Flips a crop and changes its colors; ``kind`` is its index in ``blur_probability``."""
         if drawn.flip < self.flip_probability:
             crop = np.ascontiguousarray(crop[:, :, ::-1])
         if drawn.jitter < self.jitter_probability:
@@ -175,19 +175,19 @@ class MultiCrop:
 
     def _jittered(self, crop: np.ndarray, drawn: "_Draws") -> np.ndarray:
         factors = 2 * drawn.factors - 1
-        is_colour = len(crop) == 3
+        is_color = len(crop) == 3
         for change in np.argsort(drawn.order, kind="stable"):
             if change == 0:
                 crop = with_brightness(crop, 1 + self.brightness * factors[0])
             elif change == 1:
                 crop = with_contrast(crop, 1 + self.contrast * factors[1])
-            elif change == 2 and is_colour:
+            elif change == 2 and is_color:
                 crop = with_saturation(crop, 1 + self.saturation * factors[2])
-            elif change == 3 and is_colour and self.hue:
+            elif change == 3 and is_color and self.hue:
                 crop = with_hue(crop, self.hue * factors[3])
         return crop
 
-    def _normalised(self, crop: np.ndarray) -> np.ndarray:
+    def _normalized(self, crop: np.ndarray) -> np.ndarray:
         mean, std = (np.array(of, crop.dtype)[:, None, None] for of in (self.mean, self.std))
         return (crop - mean) / std
 
@@ -255,7 +255,7 @@ def resized_boxes(
     return resized
 
 
-# ---- Colours, as torchvision's --------------------------------------------------------------------
+# ---- Colors, as torchvision's --------------------------------------------------------------------
 
 
 def _bounded(pixels: np.ndarray) -> np.ndarray:

@@ -160,17 +160,17 @@ class DataSettings(RankSettings):
             yield from error.problems
         if most == 1 or any(self._problems_of_spanning()):
             return
-        num_neighbours = math.gcd(dims.dp_degree, most)
-        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbours)
-        if num_neighbours < most:
+        num_neighbors = math.gcd(dims.dp_degree, most)
+        num_local = math.gcd(local_world_size_from_env() // dims.tp, num_neighbors)
+        if num_neighbors < most:
             text = (
                 f"{dims.dp_degree} data-parallel ranks cannot be grouped by {most}; set it to "
-                f"{num_neighbours}"
+                f"{num_neighbors}"
             )
             yield Problem("max_ranks_per_row", text, most)
         elif num_local < most:
             text = (
-                f"the ranks of a row are on one node, which has {num_local} neighbouring "
+                f"the ranks of a row are on one node, which has {num_local} neighboring "
                 f"data-parallel ranks; set it to {num_local}"
             )
             yield Problem("max_ranks_per_row", text, most)

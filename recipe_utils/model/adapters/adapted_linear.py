@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from recipe_utils.model.adapters.nf4 import is_quantised
+from recipe_utils.model.adapters.nf4 import is_quantized
 from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers
 
 
@@ -63,7 +63,7 @@ def _forward_dora(layer: Any, x: Tensor) -> Tensor:
 
 
 def _times_weight(layer: Any, x: Tensor) -> Tensor:
-    if is_quantised(layer):
+    if is_quantized(layer):
         return linear_nf4(input=x, weight=layer.weight)
     return F.linear(x, layer.weight)
 
@@ -74,7 +74,7 @@ def _times_adapted_weight(layer: Any, x: Tensor, scaling: float) -> Tensor:
         return _times_weight(layer, x)
     a, b = layer.lora_a.weight, layer.lora_b.weight
     fuses = (
-        not is_quantised(layer)
+        not is_quantized(layer)
         and isinstance(layer.dropout, nn.Identity)
         and not layer.weight.requires_grad
         and not isinstance(

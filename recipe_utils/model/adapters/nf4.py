@@ -20,7 +20,7 @@ _BLOCK_SIZE, _SCALER_BLOCK_SIZE = 64, 256
 """64 elements share a factor, and by default 256 factors share another."""
 
 
-def is_quantised(module: nn.Module) -> bool:
+def is_quantized(module: nn.Module) -> bool:
     """Returns True if a module's ``weight`` is, or will be, in NF4."""
     return isinstance(module, FrozenNF4Linear) or bool(getattr(module, "_quantize_base", False))
 
@@ -28,11 +28,11 @@ def is_quantised(module: nn.Module) -> bool:
 def scaler_block_size_of(module: Any) -> int:
     """Returns the ``scaler_block_size`` of a module's NF4 weight; 0 for a plain weight."""
     given = getattr(module, "scaler_block_size", None)
-    return (given or _SCALER_BLOCK_SIZE) if is_quantised(module) else 0
+    return (given or _SCALER_BLOCK_SIZE) if is_quantized(module) else 0
 
 
 @contextmanager
-def without_quantising() -> Iterator[None]:
+def without_quantizing() -> Iterator[None]:
     """Makes builders keep weights plain that they would quantize to NF4.
 
     NF4 tensors are not fully implemented on the meta device.

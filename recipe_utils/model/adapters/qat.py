@@ -13,11 +13,11 @@ from torchtune import config
 from torchtune.modules.peft import LoRALinear, get_adapter_params
 from torchtune.training.quantization import get_quantizer_mode
 
-from recipe_utils.model.adapters.nf4 import is_quantised
+from recipe_utils.model.adapters.nf4 import is_quantized
 from recipe_utils.settings.problems import ConfigError
 
 
-def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
+def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> None:
     """Fake-quantizes linear layers and their inputs, in place: LoRA's frozen weights, or without adapters all.
 
     As in torchtune, embeddings stay as they are, and so do output layers that are tied to them.
@@ -37,7 +37,7 @@ def simulate_quantisation(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
         raise ConfigError(
             f"quantizer={path}: it is not for DoRA; take it out, or set model.use_dora=False"
         )
-    if any(is_quantised(module) for module in model.modules()):
+    if any(is_quantized(module) for module in model.modules()):
         raise ConfigError(
             f"quantizer={path}: model.quantize_base=True keeps NF4 weights; set one of the two to null or False"
         )

@@ -18,8 +18,8 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune.utils import get_logger
 
 from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
-from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantising
-from recipe_utils.model.adapters.qat import simulate_quantisation
+from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
+from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
 from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
@@ -196,10 +196,10 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
     are larger than this machine's memory.
     """
     default_dtype = training.set_default_dtype(settings.torch_dtype)
-    with default_dtype, torch.device("meta"), without_quantising():
+    with default_dtype, torch.device("meta"), without_quantizing():
         model = make_model()
         if settings.quantizer is not None:
-            simulate_quantisation(model, settings.quantizer)
+            simulate_quantization(model, settings.quantizer)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Sines and cosines in fp32; on the meta device, scaled RoPE makes no table.
     ropes: list[Any] = [m for m in model.modules() if hasattr(m, "rope_init") and hasattr(m, "dim")]

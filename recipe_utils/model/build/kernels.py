@@ -24,12 +24,12 @@ def fuse_norms_and_rope(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is RMSNorm:
-            module.forward = MethodType(_normalise, module)
+            module.forward = MethodType(_normalize, module)
         elif type(module) in (RotaryPositionalEmbeddings, Llama3ScaledRoPE):
             module.forward = MethodType(_rotate, module)
 
 
-def _normalise(norm: Any, x: Tensor) -> Tensor:
+def _normalize(norm: Any, x: Tensor) -> Tensor:
     """Applies RMSNorm over the last dimension as torchtune does (Zhang and Sennrich, arXiv:1910.07467)."""
     if isinstance(x, DTensor) or isinstance(norm.scale, DTensor):
         return type(norm).forward(norm, x)

@@ -183,20 +183,20 @@ class VisionTransformer(TransformerDecoder):
 
 
 def rotation_of(
-    centres: Tensor, head_dim: int, base: float, dtype: torch.dtype
+    centers: Tensor, head_dim: int, base: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and signed sines of the rotation, [b, s, 1, w] each.
 
     Angles are 2 pi * center * base^(-4 i / w) for i < w / 4, by rows for the first and by columns
     for the second half of the channel pairs, as in transformers' DINOv3ViTModel.
 
-    ``centres`` [b, s, 2] are (row, column) in (-1, 1); ``base`` is that of the wavelengths.
+    ``centers`` [b, s, 2] are (row, column) in (-1, 1); ``base`` is that of the wavelengths.
     """
     # Angles need fp32 for bf16 hidden states, and fp64 for fp64 ones.
-    wide = torch.promote_types(torch.promote_types(dtype, centres.dtype), torch.float32)
-    exponents = torch.arange(0, 1, 4 / head_dim, dtype=wide, device=centres.device)
+    wide = torch.promote_types(torch.promote_types(dtype, centers.dtype), torch.float32)
+    exponents = torch.arange(0, 1, 4 / head_dim, dtype=wide, device=centers.device)
     frequencies = 1 / base**exponents
-    angles = (2 * math.pi * centres.to(wide)[..., None] * frequencies).flatten(-2)
+    angles = (2 * math.pi * centers.to(wide)[..., None] * frequencies).flatten(-2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1)[:, :, None], torch.cat((-sin, sin), -1)[:, :, None]
 

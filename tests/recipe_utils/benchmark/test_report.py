@@ -51,13 +51,6 @@ def test_losses_of_another_model_are_not_compared():
     assert "| another model |" in report.throughput_table([stock, fast], "stock", {})
 
 
-def test_a_ratio_per_round_shows_the_spread_of_processes():
-    second = [replace(each, round=2, seconds=each.seconds / 2) for each in STEPS[:1]]
-    second += [replace(STEPS[1], round=2, seconds=4.0)]
-    fast = summarize([*STEPS, *second], LOSSES, "stock")[1]
-    assert fast.ratio_per_round == [2.5, 0.25]
-
-
 def test_padding_and_positions_are_of_all_steps_and_memory_of_a_round():
     stock, fast = summarize(STEPS, LOSSES, "stock")
     assert stock.padding_fraction == 0.5

@@ -12,7 +12,7 @@ from torchtune.datasets import PreferenceDataset
 from recipe_utils.embedded.stdlib_docs import docstring_tokenizer
 from recipe_utils.embedded.stdlib_preferences import (
     MIN_WORDS,
-    exchange_neighbours,
+    exchange_neighbors,
     first_paragraphs,
     word_order_dataset,
 )
@@ -72,7 +72,7 @@ def test_chosen_is_the_first_paragraph_of_the_docstring(built, validation_texts,
     assert chosen == " ".join(json.dumps.__doc__.split())[: len(chosen)]
 
 
-def test_rejected_is_chosen_with_two_different_neighbours_exchanged(validation_texts):
+def test_rejected_is_chosen_with_two_different_neighbors_exchanged(validation_texts):
     places = Counter()
     for _, chosen, rejected in validation_texts:
         good, bad = chosen.split(" "), rejected.split(" ")
@@ -124,8 +124,8 @@ def test_no_side_is_truncated_to_the_embedded_model_s_512_tokens(built, tmp_path
 
 
 def test_only_different_words_are_exchanged():
-    assert exchange_neighbours("a a b", "any seed") == "a b a"
+    assert exchange_neighbors("a a b", "any seed") == "a b a"
     # Constant, although each process has another hash seed.
-    assert exchange_neighbours("a b c d e f g h", "one") == "a b c d e f h g"
-    assert exchange_neighbours("a b c d e f g h", "two") == "a b c e d f g h"
+    assert exchange_neighbors("a b c d e f g h", "one") == "a b c d e f h g"
+    assert exchange_neighbors("a b c d e f g h", "two") == "a b c e d f g h"
     assert first_paragraphs([("What does `a` do?", "no no no no no")]) == []

@@ -48,7 +48,7 @@ def test_votes_are_those_of_a_plain_loop(num_neighbors, temperature):
         assert found == expected
 
 
-def test_neighbours_are_weighed_by_how_near_they_are():
+def test_neighbors_are_weighed_by_how_near_they_are():
     bank = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.2, 1.0]])
     labels = torch.tensor([0, 1, 1])
     states = torch.tensor([[1.0, 0.1]])

@@ -53,14 +53,14 @@ def test_the_robust_loss_is_that_of_right_labels_in_the_mean(log_probs):
     chosen, rejected, ref_chosen, ref_rejected = log_probs
     noise = 0.2
     loss = RobustDPOLoss(beta=0.3, label_smoothing=noise)
-    as_labelled, *_ = loss(chosen, rejected, ref_chosen, ref_rejected)
+    as_labeled, *_ = loss(chosen, rejected, ref_chosen, ref_rejected)
     exchanged, *_ = loss(rejected, chosen, ref_rejected, ref_chosen)
     of_right_labels, *_ = DPOLoss(beta=0.3)(chosen, rejected, ref_chosen, ref_rejected)
-    mean = (1 - noise) * as_labelled + noise * exchanged
+    mean = (1 - noise) * as_labeled + noise * exchanged
     torch.testing.assert_close(mean, of_right_labels, rtol=1e-12, atol=1e-12)
 
 
-def test_length_normalised_dpo_is_dpo_of_its_inputs(log_probs):
+def test_length_normalized_dpo_is_dpo_of_its_inputs(log_probs):
     ours = NormalizedDPOLoss(5.0, label_smoothing=0.3)(*log_probs)
     torch.testing.assert_close(ours, DPOLoss(5.0, 0.3)(*log_probs), rtol=1e-12, atol=1e-12)
     assert NormalizedDPOLoss.normalizes_length
@@ -106,7 +106,7 @@ def in_order_of_scores(chosen, rejected, ref_chosen, ref_rejected):
     return -F.logsigmoid(delta), chosen, rejected
 
 
-def centred(*log_probs):
+def centered(*log_probs):
     losses, chosen, rejected = DPOLoss()(*log_probs)
     return losses, chosen - chosen.mean(), rejected
 
@@ -117,7 +117,7 @@ def centred(*log_probs):
         (nn.CrossEntropyLoss, "CrossEntropyLoss does not take log-probabilities of pairs"),
         (lambda: mean, "a mean over the pairs must be left to the recipe"),
         (lambda: in_order_of_scores, "of a pair depend on the other pairs of its batch"),
-        (lambda: centred, "of a pair depend on the other pairs of its batch"),
+        (lambda: centered, "of a pair depend on the other pairs of its batch"),
         (lambda: RobustDPOLoss(label_smoothing=0.5), "loss.label_smoothing=0.5"),
         (lambda: SimPOLoss(beta=-1.0), "SimPOLoss teaches the rejected answers"),
         (lambda: RSOLoss(gamma=0), "RSOLoss teaches nothing"),

@@ -1,4 +1,4 @@
-"""Crops of Pillow, colours of torchvision's formulas, and draws that do not shift each other."""
+"""Crops of Pillow, colors of torchvision's formulas, and draws that do not shift each other."""
 
 import colorsys
 import re
@@ -96,7 +96,7 @@ def test_a_box_that_never_fits_is_the_largest_in_the_middle():
     assert random_box((100, 10), (1.0, 1.0), (0.5, 2.0), np.zeros((10, 4))) == (40, 0, 20, 10)
 
 
-# ---- Colours --------------------------------------------------------------------------------------
+# ---- Colors --------------------------------------------------------------------------------------
 
 ENHANCED = {
     "brightness": (with_brightness, ImageEnhance.Brightness),
@@ -107,7 +107,7 @@ ENHANCED = {
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.4])
 @pytest.mark.parametrize("change", ENHANCED)
-def test_colours_change_as_in_pillow(change, factor):
+def test_colors_change_as_in_pillow(change, factor):
     ours, theirs = ENHANCED[change]
     pixels = (picture(3, 9, 7) * 255).astype(np.uint8)
     enhanced = theirs(Image.fromarray(pixels.transpose(1, 2, 0))).enhance(factor)
@@ -145,21 +145,21 @@ def test_a_blur_is_a_convolution_with_a_gaussian(sigma):
 # ---- Draws ---------------------------------------------------------------------------------------
 
 
-def test_crops_without_changes_are_the_normalised_image():
+def test_crops_without_changes_are_the_normalized_image():
     image, wide = picture(3, 32, 32), picture(3, 32, 64)
     whole = {"global_crop_scale": (1.0, 1.0), "aspect_ratio": (1.0, 1.0)}
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
     transform = MultiCrop(**{**PLAIN, **SMALL, **whole, "mean": mean, "std": std})
 
-    def normalised(pixels):
+    def normalized(pixels):
         return (pixels - np.float32(mean)[:, None, None]) / np.float32(std)[:, None, None]
 
     crops = made_by(transform, image)
     assert crops[0].shape == (2, 3, 32, 32)
     assert crops[1].shape == (3, 3, 16, 16)
     for crop in (*crops[0], transform.whole(image)):
-        np.testing.assert_allclose(crop, normalised(image), atol=1e-6)
-    np.testing.assert_array_equal(transform.whole(wide), normalised(wide[:, :, 16:48]))
+        np.testing.assert_allclose(crop, normalized(image), atol=1e-6)
+    np.testing.assert_array_equal(transform.whole(wide), normalized(wide[:, :, 16:48]))
 
 
 CHANGES = {
@@ -221,7 +221,7 @@ def test_crops_depend_only_on_the_generator_and_keep_the_dtype(dtype, image_tran
     np.testing.assert_array_equal(image, kept)
 
 
-def test_images_of_one_channel_have_no_colours_to_change():
+def test_images_of_one_channel_have_no_colors_to_change():
     transform = MultiCrop(**SMALL, mean=[0.5], std=[0.5])
     assert made_by(transform, picture(1, 8, 8))[1].shape == (3, 1, 16, 16)
 

@@ -18,15 +18,15 @@ def test_a_mask_has_exactly_the_given_number_of_patches(side, share, seed):
 
 
 def test_masks_are_blocks():
-    def share_of_equal_neighbours(mask):
+    def share_of_equal_neighbors(mask):
         square = mask.reshape(14, 14)
         return (square[:, 1:] == square[:, :-1]).mean()
 
     of_blocks, scattered = [], []
     for seed in range(50):
         mask = block_mask(14, 60, torch.Generator().manual_seed(seed))
-        of_blocks.append(share_of_equal_neighbours(mask))
-        scattered.append(share_of_equal_neighbours(np.random.default_rng(seed).permutation(mask)))
+        of_blocks.append(share_of_equal_neighbors(mask))
+        scattered.append(share_of_equal_neighbors(np.random.default_rng(seed).permutation(mask)))
     assert np.mean(of_blocks) > 0.8
     assert np.mean(scattered) < 0.62
 

@@ -149,16 +149,16 @@ def test_some_sample_has_targets_or_the_last_cause_is_named(samples, skips_bad, 
 
 def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     samples = tiny.make_samples(5)
-    relabelled = [dict(sample) for sample in samples]
-    relabelled[-1]["labels"] = [1] * len(samples[-1]["labels"])
+    relabeled = [dict(sample) for sample in samples]
+    relabeled[-1]["labels"] = [1] * len(samples[-1]["labels"])
 
     def hashed(samples, lengths=(5,), keys=("tokens", "labels")):
         collator = Checks()
         collator.fingerprint_keys = keys
         return probe(checked(samples), collator, lengths, has_remarks=False).hash_of_samples
 
-    assert hashed(samples) != hashed(relabelled)
-    assert hashed(samples, keys=["tokens"]) == hashed(relabelled, keys=["tokens"])
+    assert hashed(samples) != hashed(relabeled)
+    assert hashed(samples, keys=["tokens"]) == hashed(relabeled, keys=["tokens"])
     changed = [*samples[:3], samples[4], samples[4]]
     assert hashed(changed) == hashed(samples)
     assert hashed(changed, (2, 3)) != hashed(samples, (2, 3))

@@ -51,12 +51,12 @@ SPANNING = {"microbatching": "packed", "max_tokens_per_microbatch": 64}
     [
         (12, 12, {}, "12 data-parallel ranks cannot be grouped by 8; set it to 4"),
         (16, 16, {"pipeline_parallel_dim": 4}, "4 data-parallel ranks .* by 8; set it to 4"),
-        (16, 4, {}, "on one node, which has 4 neighbouring data-parallel ranks; set it to 4"),
-        (16, 8, {"tensor_parallel_dim": 2}, "which has 4 neighbouring .*; set it to 4"),
+        (16, 4, {}, "on one node, which has 4 neighboring data-parallel ranks; set it to 4"),
+        (16, 8, {"tensor_parallel_dim": 2}, "which has 4 neighboring .*; set it to 4"),
         (16, 8, {}, None),
     ],
 )
-def test_rows_span_neighbouring_ranks_of_a_node(world_size, on_this_node, dims, text, monkeypatch):
+def test_rows_span_neighboring_ranks_of_a_node(world_size, on_this_node, dims, text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
     settings = DataSettings(max_ranks_per_row=8, device="cpu", **SPANNING, **dims)

@@ -16,7 +16,7 @@ from recipe_utils.model.adapters.adapters import (
     fresh_adapters,
 )
 from recipe_utils.model.adapters.merge import contents_of_export, merge
-from recipe_utils.model.adapters.nf4 import without_quantising
+from recipe_utils.model.adapters.nf4 import without_quantizing
 from recipe_utils.model.build.build import ModelSettings, build_on_meta
 from recipe_utils.model.build.weights import load_weights
 
@@ -121,17 +121,17 @@ def test_another_base_is_known_by_its_fingerprint():
         assert {key for key in same if same[key] != found[key]} == {name}
 
 
-def test_nothing_is_quantised_on_the_meta_device_and_what_is_not_default_is_refused():
-    quantised = config.instantiate(OmegaConf.create(KINDS["qlora"]))
+def test_nothing_is_quantized_on_the_meta_device_and_what_is_not_default_is_refused():
+    quantized = config.instantiate(OmegaConf.create(KINDS["qlora"]))
     model = tiny.on_meta(KINDS["qlora"])
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
     assert sum(map(bool, find_adapters(model).frozen.values())) == 14
-    assert list(model.state_dict()) == list(quantised.state_dict())
-    with without_quantising(), pytest.raises(ValueError, match="'block_size': 32"):
+    assert list(model.state_dict()) == list(quantized.state_dict())
+    with without_quantizing(), pytest.raises(ValueError, match="'block_size': 32"):
         FrozenNF4Linear(256, 256, block_size=32)
 
 
-def test_a_weight_is_quantised_in_the_blocks_of_its_layer():
+def test_a_weight_is_quantized_in_the_blocks_of_its_layer():
     model = build_on_meta(
         lambda: torch.nn.Sequential(FrozenNF4Linear(80, 160, scaler_block_size=100)),
         ModelSettings(),

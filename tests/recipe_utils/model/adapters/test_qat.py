@@ -34,10 +34,10 @@ def test_all_weights_are_trained_as_by_torchao(sizes):
     targets = Targets(TOKENS + 1, torch.arange(TOKENS.numel()))
     found = gradients(model(TOKENS, targets=targets).squeeze(), model)
 
-    quantised = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(tiny.tiny_model(sizes))
+    quantized = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(tiny.tiny_model(sizes))
     expected, exact = (
         gradients(F.cross_entropy(each(TOKENS).flatten(0, 1), TOKENS.flatten() + 1, reduction="sum"), each)
-        for each in (quantised, plain)
+        for each in (quantized, plain)
     )  # fmt: skip
     assert found.keys() == expected.keys() == exact.keys()
     for name, gradient in expected.items():

@@ -139,7 +139,7 @@ def test_each_kernel_gives_the_same_logits_and_gradients(
         assert_same_as_on_a_cpu(make(kernel=kernel, device=CUDA), make(), lengths)
 
 
-def test_queries_and_keys_are_normalised_as_torchtune_does(flash_attention_on_a_cpu):
+def test_queries_and_keys_are_normalized_as_torchtune_does(flash_attention_on_a_cpu):
     models = make(device=CUDA), make()
     for model in models:
         for attention in self_attentions(model):

@@ -159,9 +159,9 @@ def test_it_computes_in_the_dtype_of_its_weights_and_rotates_by_exact_angles(dty
     assert found.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-5}[dtype]
     assert relative(found.double(), tiny_vit.tiny_vit()(**row).double()) < tolerance
-    centres = row["input_pos"][..., :2]
+    centers = row["input_pos"][..., :2]
     found, in_fp32 = (
-        vision_transformer.rotation_of(centres, 16, 100.0, each) for each in (dtype, torch.float32)
+        vision_transformer.rotation_of(centers, 16, 100.0, each) for each in (dtype, torch.float32)
     )
     for of_found, of_fp32 in zip(found, in_fp32, strict=True):
         if dtype == torch.float64:
