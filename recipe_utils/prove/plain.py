@@ -116,21 +116,20 @@ class Step(NamedTuple):
 
 def gradients_of(step: Step, objective: Any, precision: Precision) -> dict[str, Tensor]:
     """Returns the gradient of each trained parameter on the CPU, a backward for each sample."""
-    gradients: dict[str, Tensor] = {}
     model = load(step.cfg.model, step.weights, precision)
     parameters = {n: p for n, p in model.named_parameters() if n in step.gradients}
     model.requires_grad_(False)
+    sums_dtype = PRECISION_STR_TO_DTYPE[precision.sums]
+    sums = {n: torch.zeros_like(p, dtype=sums_dtype) for n, p in parameters.items()}
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     for loss in objective(step, model, precision):
         loss.backward()
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                own = parameter.grad.to(PRECISION_STR_TO_DTYPE[precision.sums])
-                gradients[name] = gradients[name].add_(own) if name in gradients else own
+                sums[name] += parameter.grad.to(sums_dtype)
                 parameter.grad = None
-    zeros = {n: torch.zeros_like(p, device="cpu") for n, p in parameters.items()}
-    return zeros | {name: gradient.cpu() for name, gradient in gradients.items()}
+    return {name: gradient.cpu() for name, gradient in sums.items()}
 
 
 def load(component: Any, weights: Mapping[str, Tensor], precision: Precision) -> Any:
@@ -172,14 +171,11 @@ def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Te
         in_dtype = precision._replace(forward=precision.teacher)
         teacher = _frozen(cfg, "teacher_checkpointer", cfg.teacher_model, in_dtype)
         divergence = _divergence(cfg.get("kd_loss") or {})
-    documents = [
-        (which, document)
-        for which, item in step.items
-        for document in _documents(item, ignored, precision.device)
-    ]
-    counts: Counter[int] = Counter()
-    for which, (_, labels, _) in documents:
-        counts[which] += int((labels != ignored).sum())
+    documents, counts, device = [], Counter[int](), precision.device
+    for which, item in step.items:
+        for document in _documents(item, ignored, device):
+            documents.append((which, document))
+            counts[which] += int((document[1] != ignored).sum())
     factors = {which: step.loss_weights[which] if step.loss_weights else 1.0 for which in counts}
     if cfg.get("loss_weights") == "datasets":
         factors = {which: factor / counts[which] for which, factor in factors.items()}
