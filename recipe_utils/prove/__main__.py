@@ -19,13 +19,14 @@ import runpy
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,11 @@ from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.prove import cut_component, plain
-from recipe_utils.prove.plain import Precision, Step
+from recipe_utils.prove.plain import Gradients, Precision, Step
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
 from recipe_utils.tune.registry import RECIPES, config_path, recipe_path
-
-Gradients = Mapping[str, Tensor]
 
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
@@ -75,6 +74,7 @@ _UNUSED = (
     "enable_async_checkpointing", "reference_cache_dir", "teacher_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAYOUT = re.compile(
     "fsdp|pipeline_|data_parallel_|tensor_parallel_|ac_|enable_act|custom_sharded|compile|microbatching"
 )
@@ -90,16 +90,6 @@ _GROUPS = {
 """Groups of parameters and what their names contain, the first that fits."""
 
 
-class Recorded(NamedTuple):
-    """Update step of a recipe and, on rank 0, its gradients by exported names."""
-
-    step: Step
-    gradients: Gradients
-    totals: Mapping[str, int]
-    layout: list[str]
-    """Plan of microbatches, and the attention kernel of packed rows."""
-
-
 def class_of(recipe: Mapping[str, Any], name: str) -> Any:
     """Returns the class of a recipe file's names; raises ConfigError if it has none."""
     own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
@@ -109,7 +99,7 @@ def class_of(recipe: Mapping[str, Any], name: str) -> Any:
     return found[0]
 
 
-def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
+def record(recipe_class: Any, cfg: DictConfig) -> Step:
     """Returns the first update step and its gradient as a recipe computes it. All ranks together."""
     recipe = recipe_class(cfg)
     with recipe.run:
@@ -139,15 +129,12 @@ def record(recipe_class: Any, cfg: DictConfig) -> Recorded:
             except SampleError:  # skipped; training has raised any other
                 continue
             items.append((mixture.dataset_of(index) if mixture else 0, dataset[index]))
-        data, layout = recipe.settings, []
-        if TOKENS in step.totals:
-            layout = [data.microbatching]
-        if layout and data.is_packed:
+        layout = [recipe.settings.microbatching] if TOKENS in step.totals else []
+        if layout and recipe.settings.is_packed:
             whole = build_on_meta(partial(config.instantiate, cfg.model), recipe.settings)
             layout += [attention_of(whole, ranks.device).kernel]
         weighs = mixture.loss_weights if mixture and loader.num_sums > 1 else None
-    compared = Step(cfg, items, weighs, weights, frozenset(gradients))
-    return Recorded(compared, gradients, step.totals, layout)
+    return Step(cfg, items, weighs, weights, gradients, step.totals, layout)
 
 
 @torch.no_grad()
@@ -168,32 +155,31 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
     """
     old = str(cfg.output_dir)
 
-    def moved(key: str, value: Any) -> Any:
+    def moved(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: moved(name, each) for name, each in value.items()}
+            own = {key: moved(each) for key, each in value.items()}
+            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
         if isinstance(value, list):
-            return [moved("", each) for each in value]
-        if key == "output_dir":
-            return str(folder)
-        for start in ("${output_dir}/", f"{old}/"):
-            if isinstance(value, str) and value.startswith(start):
-                rest = value.removeprefix(start)
-                return str(Path(old if Path(old, rest).exists() else folder, rest))
-        return value
+            return [moved(each) for each in value]
+        start, slash, rest = str(value).partition("/")
+        if start != "${output_dir}":
+            start, slash, rest = str(value).partition(f"{old}/")
+        if start not in ("", "${output_dir}") or not slash:
+            return value
+        return str(Path(old if Path(old, rest).exists() else folder, rest))
 
-    raw: Any = moved("", OmegaConf.to_container(cfg, resolve=False))
-    cfg = OmegaConf.create({key: value for key, value in raw.items() if key not in _UNUSED})
+    raw: Any = moved(OmegaConf.to_container(cfg, resolve=False))
+    kept = {key: value for key, value in raw.items() if key not in _UNUSED}
+    cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
-    cfg.seed = 0 if cfg.get("seed") is None else cfg.seed
     if "teacher_cache" in cfg or cfg.get("reference") == "cached":
         cfg.epochs = cfg.max_steps_per_epoch = 1  # outputs of one update step
-    dims = [cfg.get(f"{name}_parallel_dim") or 1 for name in ("tensor", "pipeline")]
-    per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // (dims[0] * dims[1]), 1)
+    ranks_per_row = (cfg.get("tensor_parallel_dim") or 1) * (cfg.get("pipeline_parallel_dim") or 1)
+    per_pass = (cfg.get("batch_size") or 1) * max(world_size_from_env() // ranks_per_row, 1)
     steps = cfg.pop("gradient_accumulation_steps", None) or 1
+    most = num_samples if is_text else max(num_samples // per_pass, 1) * per_pass
     size = cfg.get("global_batch_size") or per_pass * steps
-    if size > num_samples:
-        size = num_samples if is_text else max(num_samples // per_pass, 1) * per_pass
-    cfg.global_batch_size = size
+    cfg.global_batch_size = size if size <= num_samples else most
     return cfg
 
 
@@ -246,35 +232,28 @@ def cut(cfg: DictConfig, folder: Path, is_text: bool) -> str:
 # ---- Comparison ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Hides the launcher from recipes: they run on this process alone."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-def references(
-    objective: Any, recorded: Recorded, cfg: DictConfig, is_cut: bool
-) -> tuple[Gradients, Gradients]:
+def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gradients]:
     """Returns the gradient in higher precision, and that in the precision of the config."""
     gc.collect()  # frees the recipe's model
+    cfg = step.cfg
     if objective is not None:
-        keys, cpu = ("dtype", "weights_dtype", "teacher_dtype"), torch.device("cpu")
-        names = [cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys]
-        device = resolve_device(cfg.get("device"))
-        exact = Precision(device if is_cut else cpu, *["fp32" if is_cut else "fp64"] * 3)
+        keys, device = (
+            ("dtype", "weights_dtype", "teacher_dtype"),
+            resolve_device(cfg.get("device")),
+        )
+        own = Precision(device, *[cfg.get(key) or cfg.get("dtype") or "fp32" for key in keys])
+        exact = Precision(torch.device("cpu"), *["fp64"] * 3)
+        if is_cut:
+            exact = Precision(device, *["fp32"] * 3)
         with nullcontext() if is_cut else plain.Double():
-            expected = plain.gradients_of(recorded.step, objective, exact)
-        rounded = plain.gradients_of(recorded.step, objective, Precision(device, *names))
-        return expected, rounded
+            expected = plain.gradients_of(step, objective, exact)
+        return expected, plain.gradients_of(step, objective, own)
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
     one["batch_size"] = cfg.global_batch_size
     recipe_class = class_of(runpy.run_path(str(recipe_path(_IMAGES))), _IMAGES)
-    with alone():
+    with mock.patch.dict(os.environ):
+        for name in _LAUNCHER:  # this process alone
+            os.environ.pop(name, None)
         of_one = record(recipe_class, OmegaConf.create(one)).gradients
         one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
         with plain.Double():
@@ -293,31 +272,27 @@ def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
     return {group: (error / norm if norm else inf) ** 0.5 for group, (error, norm) in pairs.items()}
 
 
-def report(
-    recorded: Recorded, exact: Gradients, rounded: Gradients, cfg: DictConfig, name: str, cuts: str
-) -> int:
+def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: str) -> int:
     """Prints the comparison. Returns the exit code."""
-    dtype, totals, world_size = cfg.get("dtype") or "fp32", recorded.totals, world_size_from_env()
-    is_text, other = "images" not in totals, "single samples"
-    how = [f"{len(recorded.step.items)} samples"] if COUNTED.isdisjoint(totals) else []
+    dtype, totals, world_size = step.cfg.get("dtype") or "fp32", step.totals, world_size_from_env()
+    how = [f"{len(step.items)} samples"] if COUNTED.isdisjoint(totals) else []
     how += [
-        f"{totals[key]:,} {key.replace('_', ' ')}" for key in totals if key in {*COUNTED, TOKENS}
+        f"{n:,} {key.replace('_', ' ')}" for key, n in totals.items() if key in {*COUNTED, TOKENS}
     ]
-    how += [f"{world_size} rank{'s' * (world_size > 1)}"]
-    how += recorded.layout
-    print(
-        f"{cuts}update step 1 of {name}: {', '.join([*how, dtype])}{', compiled' * bool(cfg.get('compile'))}"
-    )
+    how += [f"{world_size} rank{'s' * (world_size > 1)}", *step.layout, dtype]
+    how += ["compiled"] * bool(step.cfg.get("compile"))
+    print(f"{cuts}update step 1 of {name}: {', '.join(how)}")
     print(f"{'':14}difference   of which {dtype}'s rounding")
-    eps = {key: torch.finfo(PRECISION_STR_TO_DTYPE[key]).eps for key in (dtype, "fp32")}
     # A reference in fp32 has the rounding of fp32 itself, and may be bitwise the single samples.
-    floor, wrong = eps[dtype] + (100 * eps["fp32"] if cuts else 0), []
-    roundings = differences(rounded, exact)
-    for group, difference in differences(recorded.gradients, exact).items():
+    floor = torch.finfo(PRECISION_STR_TO_DTYPE[dtype]).eps
+    floor += 100 * torch.finfo(torch.float32).eps if cuts else 0
+    roundings, wrong = differences(rounded, exact), []
+    for group, difference in differences(step.gradients, exact).items():
         print(f"  {group:12}{difference:.1e}      {roundings.get(group, 0):.1e}")
         if not difference <= FACTOR * roundings.get(group, 0) + floor:
             wrong.append(group)
-    if not is_text:
+    other = "single samples"
+    if "images" in totals:
         other = f"one microbatch of all images, which {_IMAGES} computed in fp64,"
     if wrong:
         bound = f"{FACTOR:g} times the rounding of {dtype}"
@@ -338,7 +313,7 @@ def compare(
     refuse(cfg, objective is plain.losses_of_texts)
     cfg = config_of(cfg, folder, num_samples, objective is not None)
     cuts = cut(cfg, folder, objective is not None)
-    recorded = record(recipe_class, cfg)
+    step = record(recipe_class, cfg)
     rank, world_size, code = os.environ.get("RANK", "0"), world_size_from_env(), 1
     make_store: Any = dist.rendezvous("env://") if world_size > 1 else iter([(dist.HashStore(),)])  # type: ignore[attr-defined]
     store = next(make_store)[0]
@@ -348,8 +323,7 @@ def compare(
         store.set(f"{_FOLDER}/{rank}", "")
     else:
         try:
-            found = references(objective, recorded, cfg, bool(cuts))
-            code = report(recorded, *found, cfg, name, cuts)
+            code = report(step, *references(objective, step, bool(cuts)), name, cuts)
         finally:
             store.set(_FOLDER, str(code))
             # Without torchrun, the store ends with this process.

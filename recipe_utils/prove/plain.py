@@ -23,6 +23,8 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
 from recipe_utils.model.adapters.nf4 import without_quantizing
 
+Gradients = Mapping[str, Tensor]
+
 CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 """Losses of tokens that are compared."""
 
@@ -105,26 +107,29 @@ class Step(NamedTuple):
     """Weights of the datasets of a mixture."""
     weights: Mapping[str, Tensor]
     """All weights before the update step, by exported names."""
-    trained: frozenset[str]
+    gradients: Gradients
+    """On rank 0, those of the recipe, by exported names."""
+    totals: Mapping[str, int]
+    layout: Sequence[str]
+    """Plan of microbatches, and the attention kernel of packed rows."""
 
 
 def gradients_of(step: Step, objective: Any, precision: Precision) -> dict[str, Tensor]:
     """Returns the gradient of each trained parameter on the CPU, a backward for each sample."""
-    gradients: dict[str, Tensor] = {}
     model = load(step.cfg.model, step.weights, precision)
-    parameters = {n: p for n, p in model.named_parameters() if n in step.trained}
+    parameters = {n: p for n, p in model.named_parameters() if n in step.gradients}
     model.requires_grad_(False)
+    sums_dtype = PRECISION_STR_TO_DTYPE[precision.sums]
+    sums = {n: torch.zeros_like(p, dtype=sums_dtype) for n, p in parameters.items()}
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     for loss in objective(step, model, precision):
         loss.backward()
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                own = parameter.grad.to(PRECISION_STR_TO_DTYPE[precision.sums])
-                gradients[name] = gradients[name].add_(own) if name in gradients else own
+                sums[name] += parameter.grad.to(sums_dtype)
                 parameter.grad = None
-    zeros = {n: torch.zeros_like(p, device="cpu") for n, p in parameters.items()}
-    return zeros | {name: gradient.cpu() for name, gradient in gradients.items()}
+    return {name: gradient.cpu() for name, gradient in sums.items()}
 
 
 def load(component: Any, weights: Mapping[str, Tensor], precision: Precision) -> Any:
@@ -166,14 +171,11 @@ def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Te
         in_dtype = precision._replace(forward=precision.teacher)
         teacher = _frozen(cfg, "teacher_checkpointer", cfg.teacher_model, in_dtype)
         divergence = _divergence(cfg.get("kd_loss") or {})
-    documents = [
-        (which, document)
-        for which, item in step.items
-        for document in _documents(item, ignored, precision.device)
-    ]
-    counts: Counter[int] = Counter()
-    for which, (_, labels, _) in documents:
-        counts[which] += int((labels != ignored).sum())
+    documents, counts, device = [], Counter[int](), precision.device
+    for which, item in step.items:
+        for document in _documents(item, ignored, device):
+            documents.append((which, document))
+            counts[which] += int((document[1] != ignored).sum())
     factors = {which: step.loss_weights[which] if step.loss_weights else 1.0 for which in counts}
     if cfg.get("loss_weights") == "datasets":
         factors = {which: factor / counts[which] for which, factor in factors.items()}
@@ -191,25 +193,22 @@ def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Te
 
 def _divergence(kd_loss: Mapping[str, Any]) -> Any:
     """Returns a function of logits of student and teacher, [n, v] each, with T^2 D of each row [n]."""
-    name = kd_loss.get("_component_", "LinearDistillationLoss").rpartition(".")[2]
-    kind = kd_loss.get("divergence", "forward")
-    for each in ("forward", "reverse", "symmetric"):
-        kind = each if name.lower().startswith(each) else kind  # torchtune's losses
+    name = kd_loss.get("_component_", "LinearDistillationLoss").rpartition(".")[2].lower()
+    kinds = ("forward", "reverse", "symmetric")  # torchtune's losses begin with them
+    kind = next(filter(name.startswith, kinds), kd_loss.get("divergence", "forward"))
     part = kd_loss.get("mixture", kd_loss.get("sym_kd_ratio", 0.5))
     part = {"forward": 1.0, "reverse": 0.0}.get(kind, part)
-    own = kd_loss.get("temperature", 1.0)
-    others = kd_loss.get("teacher_temperature")
+    own, others = kd_loss.get("temperature", 1.0), kd_loss.get("teacher_temperature")
 
     def divergence(logits: Tensor, of_teacher: Tensor) -> Tensor:
         common = min(logits.size(1), of_teacher.size(1))
         log_q = F.log_softmax(logits[:, :common] / own, dim=1)
         log_p = F.log_softmax(of_teacher[:, :common].to(logits) / (others or own), dim=1)
         p, q = log_p.exp(), log_q.exp()
+        to_q, to_p = log_q, log_p
         if kind == "js":
-            log_m = (part * p + (1 - part) * q).log()
-            each = part * p * (log_p - log_m) + (1 - part) * q * (log_q - log_m)
-        else:
-            each = part * p * (log_p - log_q) + (1 - part) * q * (log_q - log_p)
+            to_q = to_p = (part * p + (1 - part) * q).log()
+        each = part * p * (log_p - to_q) + (1 - part) * q * (log_q - to_p)
         return each.sum(1) * (own**2 if others is None else 1.0)
 
     return divergence
@@ -221,11 +220,10 @@ def losses_of_pairs(step: Step, model: Any, precision: Precision) -> Iterator[Te
     sft_weight = cfg.get("sft_loss_weight", 0.0)
     needs_reference = getattr(loss_fn, "needs_reference", True)
     reference, switched_off = model, disable_adapter
-    if needs_reference and not any("lora_" in name for name in step.trained):
+    if needs_reference and not any("lora_" in name for name in step.gradients):
         switched_off = nullcontext
-        if cfg.get("ref_checkpointer") is None:
-            reference = load(cfg.model, step.weights, precision)
-        else:
+        reference = load(cfg.model, step.weights, precision)
+        if cfg.get("ref_checkpointer") is not None:
             reference = _frozen(cfg, "ref_checkpointer", cfg.model, precision)
     num_chosen = sum(_num_targets(item["chosen_labels"]) for _, item in step.items)
 
