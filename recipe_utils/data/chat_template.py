@@ -166,9 +166,12 @@ class FolderTokenizer:
         tokens, ends = encoded.ids, [end for _, end in encoded.offsets]
         owners: list[int | None] = [None] * len(tokens)
         for index in (i for i, is_trained in enumerate(trains) if is_trained):
+            is_same, is_answer = True, chat[index]["role"] == "assistant"
+            if is_answer and index == 0:  # templates have no generation prompt without a message
+                text = "nothing comes before it, so no prompt shows where it begins"
+                _refuse(chat, index, f"{text}; set its weight to 0, or put a message before it")
             before, alone = render(index) if index else "", render(index + 1)
             start, limit = self._common(before, text), self._common(alone, text)
-            is_same, is_answer = True, chat[index]["role"] == "assistant"
             if is_answer:
                 prompt = render(index, True)
                 history, start = self._common(before, prompt), self._common(prompt, text)
@@ -267,19 +270,41 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         """Returns ``tokens`` and ``labels`` of a conversation; a SampleError names its line."""
         number, line, num_messages = self._rows[index]
         try:
-            row = json.loads(line)
+            row = _conversation(line)
             messages = row["messages"][:num_messages]
             if num_messages is not None:
                 messages[:-1] = [{**message, "weight": 0} for message in messages[:-1]]
             sample = self._tokenize({"messages": messages, "tools": row.get("tools")})
         except Exception as error:  # any: a row may have any form
             kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"line {number} of {self._path}: {kind}{error}") from error
+            raise SampleError(f"line {number} of {self._path}: {kind}{error}") from None
         return {key: sample[key] for key in ("tokens", "labels")}
 
 
 folder_tokenizer = FolderTokenizer
 conversation_dataset = ConversationDataset
+
+
+def _conversation(line: bytes) -> dict[str, Any]:
+    """Returns the object of a line; raises SampleError with what was found instead of ``messages``."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
+        raise SampleError(text) from error
+    except json.JSONDecodeError as error:
+        raise SampleError(f"it is not one JSON object per line ({error})") from error
+    if not isinstance(row, dict):
+        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+    if "messages" not in row:
+        raise SampleError(f"it has no messages (its keys: {', '.join(row)}); rename its column")
+    found = row["messages"]
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        text = "messages is not a list of objects with role and content"
+        raise SampleError(f"{text}: {str(found)[:60]!r}")
+    if not found:
+        raise SampleError("messages is empty; remove the line")
+    return row
 
 
 def _stops_of_generation(path: Path) -> list[int]:

@@ -338,7 +338,7 @@ TAIL = "{% endfor %}{% if not add_generation_prompt %}{{ (messages | last).conte
         (("{% for m", "{{ raise_exception('no') }}{% for m"), TWO[:2], "chat template fails: no"),
         (("", ""), [TWO[0], say("assistant", "a<|im_end|>")], r"turn 1 .* special token <\|im_end\|>"),
         (("", ""), [TWO[0], {**TWO[1], "reasoning_content": "a"}], "leaves its reasoning_content out"),
-        (("", ""), TWO[1:2], "chat template fails"),
+        (("", ""), TWO[1:2], r"turn 0 \(assistant\): nothing comes before it.* set its weight to 0"),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_determine_targets_is_refused(change, chat, error, tmp_path):
@@ -457,10 +457,38 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     for split_turns in (False, True):
         dataset = conversation_dataset(base, str(tmp_path / "rows.jsonl"), split_turns)
         for index, line in enumerate((2, 3)):
-            with pytest.raises(
-                SampleError, match=f"^line {line} of .*: (TypeError|JSONDecodeError): "
-            ):
+            with pytest.raises(SampleError, match=f"^line {line} of .*: "):
                 dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'{"conversations": [], "id": 3}', r"it has no messages \(its keys: conversations, id\)"),
+        (b'[{"messages": []}]', "it is a list; write one JSON object per line"),
+        (b'{"messages": []}', "messages is empty; remove the line"),
+        (b'{"messages": "Who?"}', "messages is not a list of objects .*'Who\\?'"),
+        (b'{"messages": ["Who?"]}', "messages is not a list of objects"),
+        (b'{\n  "messages": []\n}', "it is not one JSON object per line"),
+        ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
+        ('{"messages": []}'.encode("utf-16"), "byte 0 is not UTF-8"),
+    ],
+)
+def test_a_line_without_messages_is_described_by_what_it_contains(content, text, chatml, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SampleError, match=f"^line 1 of .*: {text}") as error:
+        conversation_dataset(chatml, str(path))[0]
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__, "the screen would show a traceback"
+
+
+def test_a_greeting_with_weight_0_is_context(chatml):
+    chat = [{**say("assistant", "Hello"), "weight": 0}, say("user", "Who?"), say("assistant", "I.")]
+    tokens, mask = chatml.tokenize_messages(chat)
+    trained_text = chatml.tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if not m])
+    assert "I." in trained_text
+    assert "Hello" not in trained_text
 
 
 @pytest.mark.parametrize(
