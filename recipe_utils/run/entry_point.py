@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 from yaml import YAMLError
@@ -35,12 +36,15 @@ from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_COD
 
 USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
 """Training errors that are reported without a traceback."""
+_OF_A_LIST = re.compile(r"[^=~]+?\.\d+(\.[^=]+)?=")
+"""Override of an entry of a list, such as ``dataset.0.weight=0.4``."""
 
 
 def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
-    The command line is torchtune's; ``~KEY`` also removes components. One rank prints user errors
+    The command line is torchtune's; ``~KEY`` also removes components, and ``dataset.0.weight=0.4``
+    sets a key of an entry of a list. One rank prints user errors
     once, last and without a traceback; each rank that lost another one prints a line. The exit code is
     2 for errors in the config or a checkpoint, so that the launcher does not retry; otherwise 1 or 3.
     """
@@ -48,7 +52,8 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     @wraps(recipe_main)
     def main() -> Any:
         removed = [word[1:].split("=")[0] for word in sys.argv[1:] if word.startswith("~")]
-        sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("~")]
+        entries = [word for word in sys.argv[1:] if _OF_A_LIST.match(word)]
+        sys.argv[1:] = [w for w in sys.argv[1:] if not w.startswith("~") and w not in entries]
         has_started, text = False, None
         # User components must be importable before torchtune adds the working directory.
         if os.getcwd() not in sys.path:
@@ -57,7 +62,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         def start(cfg: DictConfig) -> Any:
             nonlocal has_started
             has_started = True
-            cfg = without(cfg, removed)
+            cfg = without(with_entries(cfg, entries), removed)
             try:
                 return recipe_main(cfg)
             except Exception as error:
@@ -97,6 +102,29 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     return main
 
 
+def with_entries(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+    """Returns a copy of a config with ``KEY.INDEX.KEY=value`` set, which torchtune's parser cannot merge.
+
+    Raises ConfigError if the config has no such entry.
+    """
+    changed = copy.deepcopy(cfg)
+    problems = []
+    for word in words:
+        path, _, value = word.partition("=")
+        key, index = re.findall(r"(.+?)\.(\d+)(?=\.|$)", path)[0]
+        entries = OmegaConf.select(changed, key)
+        if isinstance(entries, ListConfig) and int(index) >= len(entries):
+            problems.append(f"{word}: {key} has {len(entries)} entries, from {key}.0")
+        elif not isinstance(entries, ListConfig | DictConfig):
+            problems.append(f"{word}: {key} is no list in the config; set {key} there")
+        else:
+            value = OmegaConf.from_dotlist([f"value={value}"]).value
+            OmegaConf.update(changed, path, value, force_add=True)
+    if problems:
+        raise ConfigError(*problems)
+    return changed
+
+
 def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
     """Returns a copy of a config without ``paths``; raises ConfigError if there is no such key."""
     kept = copy.deepcopy(cfg)
@@ -115,11 +143,15 @@ def without(cfg: DictConfig, paths: Sequence[str]) -> DictConfig:
 
 def _next_start(cfg: DictConfig) -> str:
     """Returns whether the launcher starts the ranks again, and from where."""
-    resumes = cfg.get("resume_from_checkpoint")
-    newest = find_newest_whole(Path(cfg.output_dir))[0] if resumes else None
+    newest = find_newest_whole(Path(cfg.output_dir))[0]
+    resumes = bool(cfg.get("resume_from_checkpoint"))
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, allowed = (int(os.environ.get(name, 0)) for name in names)
     who = "the launcher starts" if restarts < allowed else "no restart is left; start"
+    if newest is not None and not resumes:
+        if restarts < allowed:
+            return f"{who} again from scratch; resume_from_checkpoint=auto would use {newest.name}"
+        return f"set resume_from_checkpoint=True to continue from {newest.name}"
     return f"{who} again from {newest.name if newest else 'scratch'}"
 
 
