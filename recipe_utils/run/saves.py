@@ -1,6 +1,8 @@
 """Checkpoints and exports of a run, its summary, and a config that samples from the exported model."""
 
 import inspect
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from recipe_utils.run.resume import TrainingParts
 from recipe_utils.run.settings import RunSettings
 from recipe_utils.settings.components import component_at
 
+_EXPORT = re.compile(r"(epoch|export_step)_\d+")
 _MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -77,6 +80,8 @@ class Saves:
         what = parts.checkpointer, model, name, self._export_dtype, only_adapters, parts.frozen
         folder, error = export_model(*what, self._ranks, self._group, self._log)
         self.last_export = folder or self.last_export
+        if folder is not None and self._settings.keep_last_n_exports is not None:
+            remove_old_exports(folder.parent, self._settings.keep_last_n_exports, self._log)
         return error
 
     def wait(self) -> None:
@@ -144,6 +149,16 @@ def export_model(
     error = gather_objects(error, group)[0]
     log.warn(error or "")
     return folder, error
+
+
+def remove_old_exports(folder: Path, keep_last_n: int, log: Log) -> None:
+    """Removes all but the newest exports of epochs and update steps in a folder; ``best`` is kept."""
+    exports = [each for each in folder.iterdir() if _EXPORT.fullmatch(each.name)]
+    for each in sorted(exports, key=lambda path: path.stat().st_mtime_ns)[:-keep_last_n]:
+        try:
+            shutil.rmtree(each)
+        except OSError as error:
+            log.warn(f"keep_last_n_exports={keep_last_n}: {error}")
 
 
 def log_model(

@@ -60,12 +60,14 @@ class RunSettings(RankSettings):
     save_every_n_minutes: Positive | None = None
     """Minutes between checkpoints, by rank 0's clock."""
     export_every_n_steps: Count | None = None
-    """Update steps between exports within an epoch, in the checkpointer's format. All are kept."""
+    """Update steps between exports within an epoch, in the checkpointer's format."""
     export_dtype: Literal["fp32", "bf16"] | None = None
     """Precision of exported models; null is ``dtype``. Merging adapters into bf16 rounds small
     changes."""
     save_adapter_weights_only: bool = False
     """Exports only the adapters, without the merged model."""
+    keep_last_n_exports: Count | None = None
+    """Number of newest exports to keep besides ``best``; null keeps all."""
     keep_last_n_checkpoints: Count | None = 2
     """Number of newest checkpoints to keep; null keeps all."""
     enable_async_checkpointing: bool = False

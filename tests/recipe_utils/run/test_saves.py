@@ -1,7 +1,13 @@
 """Summary and progress bar name what is counted: tokens or images."""
 
-from recipe_utils.run.log import bar_text
-from recipe_utils.run.saves import summary_of_training, summary_of_validation
+import os
+
+from recipe_utils.run.log import Log, bar_text
+from recipe_utils.run.saves import (
+    remove_old_exports,
+    summary_of_training,
+    summary_of_validation,
+)
 
 
 def test_the_summary_counts_tokens_or_images():
@@ -28,3 +34,15 @@ def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
     assert bar_text(0, 3, of_text, 2) == "epoch 1 of 3 | loss 1.500 | 8.00k tok/s | val 2.25 "
     of_images = {"images_per_second_per_gpu": 35.0, "knn_accuracy": 0.8812}
     assert bar_text(1, 2, of_images, 2) == "epoch 2 of 2 | 70.0 img/s | knn 0.881 "
+
+
+def test_only_the_newest_exports_and_the_best_are_kept(tmp_path):
+    names = ("best", "epoch_0", "export_step_12", "epoch_1", "step_12", "epoch_of_mine")
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    remove_old_exports(tmp_path, 2, Log(tmp_path / "logs", is_shown=True))
+    assert {each.name for each in tmp_path.iterdir()} == {*names} - {"epoch_0"}
+    remove_old_exports(tmp_path, 1, Log(tmp_path / "logs", is_shown=True))
+    assert {each.name for each in tmp_path.iterdir()} == {*names} - {"epoch_0", "export_step_12"}
