@@ -53,6 +53,7 @@ def probe(
         has_remarks: True to read up to 100 samples, evenly spaced, for remarks.
 
     Raises:
+        SampleError: all hashed samples are bad, and bad samples end the training.
         ValueError: no sample has a target.
     """
     num_samples = len(dataset)
@@ -66,6 +67,7 @@ def probe(
 
     digest, remarks, example = hashlib.sha256(), Counter[str](), 0
     has_targets, stops, problem = False, False, "it has no target"
+    num_good_of_hashed, first_error = 0, None
     with torch.random.fork_rng(devices=[]):
         for number, index in enumerate(chain(planned, range(num_samples))):
             is_planned = number < len(planned)
@@ -79,16 +81,22 @@ def probe(
                     digest.update(problem.encode())
                 if not dataset.skips(error):
                     stops = True  # raised again when its update step is prepared
+                    first_error = first_error or error
                 elif is_planned and index in remarked:
                     remarks[f"skipped ({problem.rpartition(': ')[2]})"] += 1
                 continue
             if is_planned and index in hashed:
+                num_good_of_hashed += 1
                 for key in collator.fingerprint_keys:
                     digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
             if is_planned and index in remarked:
                 remarks.update(collator.remarks(sample))
             if not has_targets and _has_targets(sample, collator):
                 has_targets, example = True, index
+    if (
+        first_error is not None and hashed and not num_good_of_hashed
+    ):  # all ranks read the hashed samples
+        raise first_error
     if not has_targets and not stops:
         advice = ""
         if "labels" in collator.fingerprint_keys:

@@ -147,6 +147,12 @@ def test_some_sample_has_targets_or_the_last_cause_is_named(samples, skips_bad, 
         probe(dataset, Checks(), (), has_remarks=False)
 
 
+def test_a_dataset_whose_hashed_samples_are_all_bad_ends_the_run_at_once():
+    with pytest.raises(SampleError, match=r"^sample 0 of .*1 labels for 2 tokens"):
+        probe(checked([BAD, BAD]), Checks(), (2,), has_remarks=False)
+    assert probe(checked([BAD, BAD, GOOD[0]]), Checks(), (3,), has_remarks=True).example == 2
+
+
 def test_the_hash_depends_on_three_samples_of_each_part_and_their_keys():
     samples = tiny.make_samples(5)
     relabeled = [dict(sample) for sample in samples]
