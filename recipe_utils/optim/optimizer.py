@@ -147,8 +147,20 @@ def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
         raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
-    optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
-    name = f"optimizer._component_={type(optimizer).__name__}"
+    name = f"optimizer._component_={cfg._component_.rpartition('.')[2]}"
+    try:
+        optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
+    except ValueError as error:
+        try:
+            config.instantiate(cfg, [nn.Parameter(torch.zeros(2, 2))])
+        except ValueError:
+            raise error from None
+        text = "it takes matrices only, and norms and biases are vectors; set another optimizer"
+        raise ValueError(f"{name}: {text}") from error
+    inner = [each for each, value in vars(optimizer).items() if _contains_optimizer(value)]
+    if inner:
+        text = f"checkpoints do not contain the state of its inner optimizers ({', '.join(inner)})"
+        log_rank_zero(_log, f"{name}: {text}; a resumed training starts it anew", logging.WARNING)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{name}: its steps compute the loss again; set another optimizer")
@@ -160,6 +172,12 @@ def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
     if num_warmup_steps < 0:
         raise ValueError(f"lr_scheduler.{num_warmup_steps=}: it must be at least 0")
     config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
+
+
+def _contains_optimizer(value: Any) -> bool:
+    values = value.values() if isinstance(value, Mapping) else value
+    values = values if isinstance(value, Mapping | list | tuple) else [value]
+    return any(isinstance(each, Optimizer) for each in values)
 
 
 def build_optimizer(

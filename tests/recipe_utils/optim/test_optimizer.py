@@ -98,9 +98,27 @@ def test_arguments_of_optimizer_and_schedule_are_tried():
         (OPTIMIZER, component(COSINE, num_warmup_steps=-1), ValueError, "num_warmup_steps=-1: it"),
         (component("torch.optim.LBFGS"), None, ValueError, "_=LBFGS: its steps compute the loss"),
         (component("torch.optim.SparseAdam"), None, ValueError, "_=SparseAdam: gradients here"),
+        (component("torch.optim.Muon"), None, ValueError, "_=Muon: it takes matrices only"),
     ):
         with pytest.raises(error, match=text):
             try_optimizer(optimizer, schedule)
+
+
+class Two(torch.optim.Optimizer):
+    """Wrapper whose ``state_dict`` lacks the state of its inner optimizers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.by_shape = {"vectors": torch.optim.AdamW(self.param_groups[0]["params"])}
+
+
+def test_an_optimizer_whose_state_is_not_in_checkpoints_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(torch.optim, "Two", Two, raising=False)
+    try_optimizer(component("torch.optim.Two"), None)
+    assert "do not contain the state of its inner optimizers (by_shape)" in caplog.text
+    caplog.clear()
+    try_optimizer(OPTIMIZER, SCHEDULE)
+    assert not caplog.text
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():
