@@ -93,9 +93,9 @@ def probe(
                 remarks.update(collator.remarks(sample))
             if not has_targets and _has_targets(sample, collator):
                 has_targets, example = True, index
-    if (
-        first_error is not None and hashed and not num_good_of_hashed
-    ):  # all ranks read the hashed samples
+    # All ranks read the hashed samples. An error with a cause may be a bug of a dataset, whose
+    # traceback is shown when its update step is prepared.
+    if first_error and hashed and not num_good_of_hashed and first_error.__cause__ is None:
         raise first_error
     if not has_targets and not stops:
         advice = ""
