@@ -145,7 +145,7 @@ class DINOv3Recipe:
         with naming():
             self.model = build_with(self.loss_fn)
             self.teacher = AverageTeacher(build_with, settings, settings, ranks)
-        run.open_log(cfg)
+        run.open_log(cfg, whole, self.loader)
         with naming("checkpointer"):
             weights = fresh_vit_weights(whole, run.seed)
             weights |= self.checkpointer.load_checkpoint()[training.MODEL_KEY]
@@ -241,10 +241,10 @@ class DINOv3Recipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted="images"):
+        for step in self.run.steps(self.loader, "images", self.validate):
             figures = self.figures(step)
             metrics, grad_norm = self.update(step)
-            self.run.finish(step, metrics, grad_norm, validate=self.validate, **figures)
+            self.run.finish(step, metrics, grad_norm, **figures)
 
 
 @entry_point

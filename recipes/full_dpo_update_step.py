@@ -138,7 +138,7 @@ class FullDPORecipe:
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg)
+        run.open_log(cfg, whole, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         dtype, num_sums = settings.torch_dtype, len(METRICS)
         self.pipeline = build_pipeline(self.model, settings, dtype, ranks, num_sums)
@@ -221,10 +221,10 @@ class FullDPORecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted="pairs"):
+        due = {"validate": self.validate, "answer": self.answer}
+        for step in self.run.steps(self.loader, counted="pairs", **due):
             metrics, grad_norm = self.update(step)
-            due = {"validate": self.validate, "answer": self.answer}
-            self.run.finish(step, metrics, grad_norm, **due, num_left_out=step.num_skipped)
+            self.run.finish(step, metrics, grad_norm, num_left_out=step.num_skipped)
 
 
 @entry_point

@@ -124,7 +124,7 @@ class FullFinetuneRecipe:
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg)
+        run.open_log(cfg, whole, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
@@ -194,9 +194,10 @@ class FullFinetuneRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted="target_tokens"):
+        due = {"validate": self.validate, "answer": self.answer}
+        for step in self.run.steps(self.loader, counted="target_tokens", **due):
             metrics, grad_norm = self.update(step)
-            self.run.finish(step, metrics, grad_norm, validate=self.validate, answer=self.answer)
+            self.run.finish(step, metrics, grad_norm)
 
 
 @entry_point

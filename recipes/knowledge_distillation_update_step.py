@@ -144,7 +144,7 @@ class KDRecipe:
 
         with naming():
             self.model = build_model(make_model, prepare, settings, ranks)
-        run.open_log(cfg)
+        run.open_log(cfg, whole, self.loader)
         frozen = load_model(self.model, self.checkpointer, settings, ranks, run.seed)
         if settings.compile:
             compile_loss(loss_fn, verbose=ranks.is_zero)
@@ -221,11 +221,11 @@ class KDRecipe:
 
     def train(self) -> None:
         """Trains until the last epoch or a requested stop."""
-        for step in self.run.steps(self.loader, counted="target_tokens"):
+        due = {"validate": self.validate, "answer": self.answer}
+        for step in self.run.steps(self.loader, counted="target_tokens", **due):
             metrics, grad_norm = self.update(step)
-            due = {"validate": self.validate, "answer": self.answer}
             seconds = self.teacher.read_seconds
-            self.run.finish(step, metrics, grad_norm, **due, teacher_seconds=seconds)
+            self.run.finish(step, metrics, grad_norm, teacher_seconds=seconds)
 
 
 @entry_point

@@ -69,6 +69,8 @@ class TrainingState:
     """Target tokens of all completed update steps."""
     num_images_seen: _Counted = 0
     """Images of all completed update steps, in recipes that count them."""
+    num_samples_skipped: _Counted = 0
+    """Bad samples that all update steps have skipped, over all ranks."""
     best_val_loss: float | None = None
     """Lowest validation loss so far."""
 

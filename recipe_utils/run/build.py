@@ -24,7 +24,6 @@ from recipe_utils.data.images.folders import check_is_image
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.samples import load_dataset
-from recipe_utils.data.loader.start import log_start
 from recipe_utils.data.mixture import Mixture
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.loss.dataset_weights import LossWeightSettings
@@ -71,7 +70,6 @@ def build_loaders(
     fill = settings.fill(ranks)
     drawn = (settings.epochs, run.saved_fingerprint)
     loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, *drawn)
-    log_start(loader)
     if not validates:
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()
@@ -108,7 +106,6 @@ def build_image_loaders(
         loader = UpdateStepLoader(views, collator, settings, ranks, "dataset", fill, *drawn)
         if settings.ibot_loss_weight > 0:
             views.check_masks(loader.global_batch_size)
-        log_start(loader)
         if not validates:
             return loader, None
         data = settings.of_validation()

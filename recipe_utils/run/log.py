@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torchtune.utils import get_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -55,7 +56,14 @@ class Log:
                 self._report(METRICS_FILE, error)
 
     def log_config(self, cfg: Any) -> None:
-        """Passes the config to the loggers."""
+        """Writes the config to ``config.yaml``, on rank 0, and passes it to the loggers."""
+        if self._is_shown:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                text = OmegaConf.to_yaml(cfg, resolve=True)
+                write_atomically(self._folder / "config.yaml", text.encode())
+            except OSError as error:
+                self._report("config.yaml", error)
         for name in self._writers:
             self._call(name, "log_config", cfg)
 
@@ -189,7 +197,7 @@ def set_up_screen() -> None:
 
 @contextmanager
 def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
-    """Shows the progress of an epoch's update steps. ``TQDM_DISABLE=1`` hides it, too."""
+    """Shows the progress of all update steps. ``TQDM_DISABLE=1`` hides it, too."""
     layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
     hidden = {} if shown else {"disable": True}
     with (
@@ -199,14 +207,19 @@ def progress_bar(total: int, initial: int, shown: bool) -> Iterator[tqdm]:
         yield bar
 
 
-def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int) -> str:
-    """Returns a bar's text: ``epoch 1 of 3 | loss 5.732 | lr 1.2e-4 | 12.3k tok/s | val 5.81``.
+def bar_text(
+    epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size: int, peak_bytes: int = 0
+) -> str:
+    """Returns a bar's text.
 
-    Rates in ``metrics`` are per rank.
+    Such as ``epoch 1 of 3 | loss 5.732 | norm 0.84 | lr 1.2e-4 | 12.3k tok/s | 41.2 GiB | val 5.81``.
+    Rates in ``metrics`` are per rank; ``peak_bytes`` is the device's peak memory, 0 on a CPU.
     """
     parts = [f"epoch {epoch + 1} of {num_epochs}"]
     if "loss" in metrics:
         parts.append(f"loss {metrics['loss']:.3f}")
+    if metrics.get("grad_norm") is not None:
+        parts.append(f"norm {metrics['grad_norm']:.3g}")
     if "lr" in metrics:
         mantissa, exponent = f"{metrics['lr']:.1e}".split("e")
         parts.append(f"lr {mantissa}e{int(exponent)}" if metrics["lr"] else "lr 0")
@@ -214,6 +227,8 @@ def bar_text(epoch: int, num_epochs: int, metrics: Mapping[str, Any], world_size
         rate = metrics.get(f"{counted}_per_second_per_gpu")
         if rate is not None:
             parts.append(f"{tqdm.format_sizeof(rate * world_size)} {unit}/s")
+    if peak_bytes:
+        parts.append(f"{peak_bytes / 2**30:.1f} GiB")
     if "val_loss" in metrics:
         parts.append(f"val {metrics['val_loss']:.2f}")
     if "knn_accuracy" in metrics:

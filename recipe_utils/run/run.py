@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune import config, training
 
 from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
+from recipe_utils.data.loader.start import log_start
+from recipe_utils.model.build.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import start_any
@@ -31,6 +34,8 @@ from recipe_utils.settings.problems import naming
 
 _COUNTS = {"target_tokens": "num_tokens", "pairs": "num_pairs"}
 """Totals of an update step that are logged, and their metrics."""
+_Validate = Callable[[], Mapping[str, Tensor]]
+_Answer = Callable[[Sequence[str], int], Sequence[str]]
 
 
 class Run:
@@ -48,7 +53,7 @@ class Run:
     """Update steps of the whole training."""
 
     def __init__(self, recipe: str, settings: RunSettings, ranks: Ranks, cfg: DictConfig) -> None:
-        self.settings = settings
+        self.settings, self._recipe = settings, recipe
         self.seed = training.set_seed(settings.seed, settings.cudnn_deterministic_mode)
         self.stop = threading.Event()  # requests a checkpoint and the end of training
         self._stop_requested: Callable[[], bool] = self.stop.is_set  # of all ranks by advance()
@@ -64,10 +69,10 @@ class Run:
         self.metrics = Metrics(self._log, self._throughput, reads_late=ranks.device.type != "cpu")
         self._most_spanning_samples = 0
         self._unsaved_since_seconds = math.inf  # first update step since, by rank 0's clock
+        self._validate: _Validate | None = None
+        self._answer: _Answer | None = None
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
-        if ranks.is_zero:
-            config.log_config(recipe, cfg)
 
     def __enter__(self) -> "Run":
         self._at_exit.enter_context(self._signals)
@@ -96,14 +101,21 @@ class Run:
         """Fingerprint of the data that training resumes with; see :class:`.Resume`."""
         return self._resume.saved_fingerprint
 
-    def open_log(self, cfg: DictConfig) -> None:
-        """Builds ``metric_logger`` and ``profiler``. Call it after all other checks."""
+    def open_log(self, cfg: DictConfig, model: nn.Module, loader: UpdateStepLoader) -> None:
+        """Logs what will be trained on what. Builds ``metric_logger`` and ``profiler``.
+
+        Call it after all other checks; ``model`` is whole, on the meta device.
+        """
         with naming("profiler"):
             self.profiler = build_profiler(self.settings.profiler, self._ranks)
         if self._ranks.is_zero and self.settings.metric_logger is not None:
             with naming("metric_logger"):
                 self._log.add("metric_logger", config.instantiate(cfg.metric_logger))
-            self._log.log_config(cfg)
+        if self._ranks.is_zero and self.settings.log_config:
+            config.log_config(self._recipe, cfg)
+        self._log.log_config(cfg)
+        self._log.info(describe_model(model, self.settings, self._ranks.device))
+        log_start(loader, self.settings.epochs)
 
     def resume(self, parts: TrainingParts) -> tuple[int, int]:
         """Resumes training if configured, also within an epoch; see :meth:`.Resume.restore`.
@@ -126,33 +138,49 @@ class Run:
         """Completed update steps."""
         return self.state.global_step
 
-    def steps(self, loader: UpdateStepLoader, counted: str) -> Iterator[UpdateStep]:
+    def steps(
+        self,
+        loader: UpdateStepLoader,
+        counted: str,
+        validate: _Validate | None = None,
+        answer: _Answer | None = None,
+    ) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
-        Update steps whose total of ``counted`` is 0 are skipped on all ranks. SIGTERM and SIGINT
-        request a stop from here on. After each epoch the model is exported and a checkpoint saved.
+        SIGTERM and SIGINT request a stop from here on. The model is validated before the first update
+        step; after each epoch it is exported and a checkpoint saved.
+
+        Args:
+            loader: loader of the training.
+            counted: update steps whose total of it is 0 are skipped on all ranks.
+            validate: returns validation metrics.
+            answer: maps prompts and the maximum number of new tokens to answers.
         """
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
         self._log.open_metrics(self.global_step, self.state.run_id)
         self.profiler.start()
-        self._counted, first, began = counted, self.state, time.perf_counter()
-        for _ in range(self.state.epoch, self.settings.epochs):
-            yield from self._steps_of_epoch(loader)
-            if self._is_stopped:
-                return
-            self._finish_epoch()
+        self._counted, self._validate, self._answer = counted, validate, answer
+        if self.global_step == 0 and self.settings.run_val_every_n_steps and validate:
+            found = ", ".join(f"{name} {value:.3f}" for name, value in self._validated().items())
+            self._log.info(f"Before the first update step: {found}")
+        first, began = self.state, time.perf_counter()
+        done = first.epoch * loader.steps_per_epoch
+        done += first.samples_consumed // loader.global_batch_size
+        with progress_bar(total=self.num_steps, initial=done, shown=self._ranks.is_zero) as bar:
+            for _ in range(self.state.epoch, self.settings.epochs):
+                yield from self._steps_of_epoch(loader, bar)
+                if self._is_stopped:
+                    return
+                self._finish_epoch()
         self._log_summary(first, time.perf_counter() - began)
 
-    def _steps_of_epoch(self, loader: UpdateStepLoader) -> Iterator[UpdateStep]:
-        epoch, consumed = self.state.epoch, self.state.samples_consumed
-        initial, shown = consumed // loader.global_batch_size, self._ranks.is_zero
+    def _steps_of_epoch(self, loader: UpdateStepLoader, bar: Any) -> Iterator[UpdateStep]:
+        epoch, consumed, device = self.state.epoch, self.state.samples_consumed, self._ranks.device
+        epochs, world_size = self.settings.epochs, self._ranks.world_size
         self._throughput.restart()
         self._changed_weights.restart()
-        with (
-            loader.epoch(epoch, consumed) as steps,
-            progress_bar(total=loader.steps_per_epoch, initial=initial, shown=shown) as bar,
-        ):
+        with loader.epoch(epoch, consumed) as steps:
             for step in steps:
                 self._wait_seconds = steps.wait_seconds
                 self._lr = self._parts.optimizer.param_groups[0]["lr"]
@@ -166,8 +194,9 @@ class Run:
                     yield step
                 if self._is_stopped:
                     return
-                epochs, world_size = self.settings.epochs, self._ranks.world_size
-                text = bar_text(epoch, epochs, self.metrics.shown, world_size)
+                on_cuda = device.type == "cuda"
+                peak_bytes = torch.cuda.max_memory_allocated(device) if on_cuda else 0
+                text = bar_text(epoch, epochs, self.metrics.shown, world_size, peak_bytes)
                 bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
 
@@ -176,19 +205,17 @@ class Run:
         step: UpdateStep,
         metrics: Mapping[str, Tensor],
         grad_norm: Tensor | None,
-        validate: Callable[[], Mapping[str, Tensor]] | None = None,
-        answer: Callable[[Sequence[str], int], Sequence[str]] | None = None,
         **more: Any,
     ) -> None:
         """Logs, validates, samples, exports, saves and stops, as due after an enqueued update step.
+
+        The last one is always followed by a validation.
 
         Args:
             step: update step whose gradient the optimizer has applied.
             metrics: this rank's parts of metrics, [] each, of one dtype; their means over ranks are
                 logged.
             grad_norm: gradient norm before clipping; None with ``optimizer_in_bwd``.
-            validate: returns validation metrics.
-            answer: maps prompts and the maximum number of new tokens to answers.
             more: further metrics; functions are called if metrics are logged, None is not logged.
 
         Raises:
@@ -199,10 +226,10 @@ class Run:
         if due.log:
             self._log_step(step, metrics, grad_norm, more)
         self._stop_if_nonfinite(due, step)
-        is_best = due.validation and validate is not None and self._is_best(validate())
-        if due.answers and answer is not None:
+        is_best = due.validation and self._validate is not None and self._is_best(self._validated())
+        if due.answers and self._answer is not None:
             prompts = self.settings.sample_prompts or []
-            answers = answer(prompts, self.settings.sample_max_new_tokens)
+            answers = self._answer(prompts, self.settings.sample_max_new_tokens)
             self._log.write_answers(self.global_step, prompts, answers)
             self._throughput.restart()  # training time excludes generation
         self.profiler.step()
@@ -235,6 +262,7 @@ class Run:
             samples_consumed=step.samples_consumed,
             num_tokens_seen=self.state.num_tokens_seen + step.totals.get("target_tokens", 0),
             num_images_seen=self.state.num_images_seen + step.totals.get("images", 0),
+            num_samples_skipped=self.state.num_samples_skipped + step.num_skipped,
         )
         num_spanning = step.totals.get("spanning_samples", 0)
         self._most_spanning_samples = max(self._most_spanning_samples, num_spanning)
@@ -242,7 +270,8 @@ class Run:
 
     def _due(self, step: UpdateStep) -> Due:
         unsaved_minutes = (step.clock_seconds - self._unsaved_since_seconds) / 60
-        return self.settings.due(self.global_step, step.is_last_of_epoch, unsaved_minutes)
+        is_last = step.is_last_of_epoch and self.state.epoch + 1 == self.settings.epochs
+        return self.settings.due(self.global_step, step.is_last_of_epoch, unsaved_minutes, is_last)
 
     # ---- Log ------------------------------------------------------------------------------------
 
@@ -273,11 +302,16 @@ class Run:
         guard = self._parts.nonfinite
         self.metrics.hold(self.global_step, self._position(), sums, guard, metrics)
 
-    def _is_best(self, metrics: Mapping[str, Tensor]) -> bool:
-        """Logs validation metrics. Returns True for a new lowest loss with ``keep_best_checkpoint``."""
-        values = {name: value.item() for name, value in metrics.items()}
+    def _validated(self) -> dict[str, float]:
+        """Returns and logs validation metrics."""
+        assert self._validate is not None
+        values = {name: value.item() for name, value in self._validate().items()}
         self.metrics.write(self.global_step, self._position(), values)
         self._throughput.restart()  # training time excludes the validation
+        return values
+
+    def _is_best(self, values: Mapping[str, float]) -> bool:
+        """Returns True for a new lowest loss with ``keep_best_checkpoint``."""
         val_loss, best = values.get("val_loss", math.nan), self.state.best_val_loss
         is_lower = math.isfinite(val_loss) and (best is None or val_loss < best)
         if is_lower:
@@ -329,11 +363,8 @@ class Run:
 
     def _log_summary(self, first: TrainingState, seconds: float) -> None:
         state, saves = self.state, self._saves
-        num_images = state.num_images_seen - first.num_images_seen
-        num_seen = num_images or state.num_tokens_seen - first.num_tokens_seen
-        counted = "images" if num_images else "target tokens"
-        if num_steps := state.global_step - first.global_step:
-            self._log.info(summary_of_training(num_steps, num_seen, seconds, counted))
+        if state.global_step > first.global_step:
+            self._log.info(summary_of_training(first, state, seconds))
             if most := self._most_spanning_samples:
                 text = f"Rows of several ranks: at most {most} samples of an update step"
                 self._log.info(text)

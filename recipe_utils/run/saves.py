@@ -175,13 +175,25 @@ def log_model(
         log.warn(f"output_dir: {error}")
 
 
-def summary_of_training(
-    num_steps: int, num_seen: int, seconds: float, counted: str = "target tokens"
-) -> str:
-    """Returns a sentence with the number of update steps, their data, time and rate."""
-    time = tqdm.format_interval(seconds)
-    rate, unit = num_seen / max(seconds, 1e-9), counted.split()[-1]
-    return f"{num_steps} update steps, {num_seen:,} {counted} in {time} ({rate:,.0f} {unit}/s)"
+def summary_of_training(first: TrainingState, last: TrainingState, seconds: float) -> str:
+    """Returns a sentence with update steps, data, time and rate from one state to another.
+
+    After a resume, when ``first`` is not the start, it ends with those of the whole training.
+    """
+
+    def seen(state: TrainingState) -> tuple[int, str]:
+        counted = "images" if last.num_images_seen else "target tokens"
+        return state.num_images_seen or state.num_tokens_seen, counted
+
+    (all_seen, counted), time = seen(last), tqdm.format_interval(seconds)
+    num_steps, num_seen = last.global_step - first.global_step, all_seen - seen(first)[0]
+    rate = f"{num_seen / max(seconds, 1e-9):,.0f} {counted.split()[-1]}/s"
+    text = f"{num_steps} update steps, {num_seen:,} {counted} in {time} ({rate})"
+    if first.global_step:
+        text += f"; {last.global_step} and {all_seen:,} in all, before the resume included"
+    if last.num_samples_skipped:
+        text += f"; {last.num_samples_skipped} samples were skipped"
+    return text
 
 
 def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:

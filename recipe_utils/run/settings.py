@@ -39,6 +39,8 @@ class RunSettings(RankSettings):
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count | None = 1
     """Update steps between log lines; null is 1."""
+    log_config: bool = False
+    """Also prints the resolved config, which ``logs/config.yaml`` contains."""
     metric_logger: Component | None = None
     """A torchtune metric logger, such as ``torchtune.training.metric_logging.DiskLogger``."""
     log_peak_memory_stats: bool = False
@@ -46,7 +48,8 @@ class RunSettings(RankSettings):
     profiler: Annotated[dict[str, Any], MadeWith(default=PROFILER)] | None = None
     """torchtune's profiler, stepped once per update step."""
     run_val_every_n_steps: Count | None = None
-    """Update steps between validations on ``dataset_val``; null disables validation."""
+    """Update steps between validations on ``dataset_val``, besides one before and one after the
+    training; null disables them."""
     keep_best_checkpoint: Annotated[bool, OnlyWith("run_val_every_n_steps")] = False
     """Exports the model to ``best`` at each new lowest ``val_loss``."""
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = None
@@ -80,12 +83,15 @@ class RunSettings(RankSettings):
     resume_with_other_model: bool = False
     """Resumes even if ``model`` differs from the checkpoint's, provided that the weights fit."""
 
-    def due(self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float) -> Due:
-        """Returns what is due after update step ``global_step``.
+    def due(
+        self, global_step: int, is_last_of_epoch: bool, unsaved_minutes: float, is_last: bool
+    ) -> Due:
+        """Returns what is due after update step ``global_step``; ``is_last`` is True at the end.
 
         Epochs end with an export and a checkpoint of their own. ``unsaved_minutes`` is the time since
         the first update step that no checkpoint contains.
         """
+        validates = self.run_val_every_n_steps is not None
 
         def is_due(every_n_steps: int | None) -> bool:
             return every_n_steps is not None and global_step % every_n_steps == 0
@@ -93,7 +99,7 @@ class RunSettings(RankSettings):
         is_due_by_clock = unsaved_minutes >= (self.save_every_n_minutes or math.inf)
         return Due(
             log=is_due(self.log_every_n_steps or 1),
-            validation=is_due(self.run_val_every_n_steps),
+            validation=is_due(self.run_val_every_n_steps) or (validates and is_last),
             answers=is_due(self.sample_every_n_steps),
             export=is_due(self.export_every_n_steps) and not is_last_of_epoch,
             save=(is_due_by_clock or is_due(self.save_every_n_steps)) and not is_last_of_epoch,
@@ -105,8 +111,6 @@ class RunSettings(RankSettings):
             every = getattr(self, f"{name}_every_n_steps")
             if every is not None and every > num_steps:
                 yield f"{name}_every_n_steps={every}: the training has only {num_steps} update steps"
-        if self.keep_best_checkpoint and (self.run_val_every_n_steps or 0) > num_steps:
-            yield "keep_best_checkpoint=True: the training ends before its first validation"
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems with the output folder, between keys, and with those of the recipe."""

@@ -77,6 +77,7 @@ def register() -> bool:
             sys.stderr.write(f"{argument}: unknown; did you mean {similar[0]}?\n")
     is_run_of_ours = command == "run" and any(map(_is_ours, arguments))
     if is_run_of_ours:
+        sys.stderr.write("Importing PyTorch, torchtune and the recipe ...\n")  # takes 5 to 10 s
         from recipe_utils.tune.launcher import wait_for_ranks
 
         wait_for_ranks()

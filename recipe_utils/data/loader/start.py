@@ -1,6 +1,7 @@
 """Checks and logs a dataset before training."""
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -24,6 +25,8 @@ _log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
+_MAX_SECONDS = 10.0
+"""Time after which no further sample is read for remarks."""
 _NUM_MEASURED = 1000
 """Maximum number of samples of a dataset that are read for its mean number of target tokens."""
 
@@ -39,6 +42,10 @@ class Probe(NamedTuple):
     """Why samples are skipped or doubtful, and how many of ``num_remarked`` are; empty if training
     will stop at one of them."""
     num_remarked: int
+    lengths: Sequence[int] = ()
+    """Tokens of each good one that was read for remarks."""
+    num_targets: int = 0
+    """Target tokens of all of them."""
 
 
 def probe(
@@ -50,7 +57,7 @@ def probe(
         dataset: at least one sample.
         collator: collator of its samples.
         lengths: lengths of the parts of the dataset that are hashed, see :class:`Probe`.
-        has_remarks: True to read up to 100 samples, evenly spaced, for remarks.
+        has_remarks: True to read up to 100 samples, evenly spaced, for remarks, within 10 s.
 
     Raises:
         SampleError: all hashed samples are bad, and bad samples end the training.
@@ -61,18 +68,23 @@ def probe(
     for length in filter(None, lengths):
         start, end = end, end + length
         hashed |= {start, start + length // 2, end - 1}
-    num_remarked = min(num_samples, _NUM_REMARKED) if has_remarks else 0
+    num_remarked, mixture = min(num_samples, _NUM_REMARKED) if has_remarks else 0, dataset.mixture
     remarked = {i * num_samples // num_remarked for i in range(num_remarked)}
     planned = sorted(hashed | remarked)
 
     digest, remarks, example = hashlib.sha256(), Counter[str](), 0
     has_targets, stops, problem = False, False, "it has no target"
     num_good_of_hashed, first_error = 0, None
+    lengths, num_targets, end_seconds = [], 0, time.monotonic() + _MAX_SECONDS
+    num_read, without_targets = Counter[str](), Counter[str]()
     with torch.random.fork_rng(devices=[]):
         for number, index in enumerate(chain(planned, range(num_samples))):
             is_planned = number < len(planned)
             if not is_planned and (has_targets or stops):
                 break
+            if is_planned and index not in hashed and time.monotonic() > end_seconds:
+                remarked.discard(index)
+                continue
             try:
                 sample = dataset[index]
             except SampleError as error:
@@ -89,10 +101,17 @@ def probe(
                 num_good_of_hashed += 1
                 for key in collator.fingerprint_keys:
                     digest.update(torch.as_tensor(sample[key], dtype=torch.int64).numpy().tobytes())
+            if not is_planned or index in remarked or not has_targets:
+                counts = _counts(sample, collator)
+                if counts[collator.counts[0]] and not has_targets:
+                    has_targets, example = True, index
             if is_planned and index in remarked:
                 remarks.update(collator.remarks(sample))
-            if not has_targets and _has_targets(sample, collator):
-                has_targets, example = True, index
+                lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
+                num_targets += counts.get("target_tokens", 0)
+                name = "" if mixture is None else mixture.names[mixture.dataset_of(index)]
+                num_read[name] += 1
+                without_targets[name] += not counts[collator.counts[0]]
     # All ranks read the hashed samples. An error with a cause may be a bug of a dataset, whose
     # traceback is shown when its update step is prepared.
     if first_error and hashed and not num_good_of_hashed and first_error.__cause__ is None:
@@ -106,14 +125,24 @@ def probe(
         raise ValueError(
             f"none of its {num_samples} samples can be trained on (the last: {problem}){advice}"
         )
-    return Probe(example, digest.hexdigest()[:16], {} if stops else remarks, num_remarked)
+    for name, number in without_targets.items():
+        if number == num_read[name] and name:  # half of each update step may be for nothing
+            remarks[f"of {name}, which has no {collator.counts[0].replace('_', ' ')} there"] = (
+                number
+            )
+        elif number:
+            remarks[f"{f'of {name}, ' if name else ''}no target"] = number
+    found = {} if stops else remarks, len(remarked), lengths, num_targets
+    return Probe(example, digest.hexdigest()[:16], *found)
 
 
-def _has_targets(sample: Any, collator: Collator) -> bool:
+def _counts(sample: Any, collator: Collator) -> Mapping[str, int]:
+    make = getattr(collator, "make", collator.collate)  # without outputs of a frozen model
     try:
-        return collator.collate([sample]).counts[collator.counts[0]] > 0
+        counts: Mapping[str, int] = make([sample]).counts
     except Exception:  # raised again when its update step is prepared
-        return True
+        return {collator.counts[0]: 1}
+    return counts
 
 
 def check_draws(loader: "UpdateStepLoader") -> None:
@@ -162,8 +191,8 @@ def _mean_target_tokens(loader: "UpdateStepLoader", mixture: Mixture) -> dict[st
     return means
 
 
-def log_start(loader: "UpdateStepLoader") -> None:
-    """Logs the size of update steps, warnings and remarks, on rank 0."""
+def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
+    """Logs a dataset, its update steps, warnings and remarks, on rank 0."""
     if not loader.ranks.is_zero:
         return
     for text in loader.collator.warnings():
@@ -180,9 +209,25 @@ def log_start(loader: "UpdateStepLoader") -> None:
         _log.info(
             f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples"
         )
+    found, num_ranks, per_epoch = loader.probe, loader.ranks.dp_degree, loader.steps_per_epoch
+    text = f"Data: {len(loader.dataset):,} samples"
+    if lengths := found.lengths:
+        mean, longest = sum(lengths) / len(lengths), max(lengths)
+        text += (
+            f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
+        )
+        text += f", {found.num_targets / len(lengths):,.0f} targets" * bool(found.num_targets)
+    _log.info(text)
+    on_ranks = (
+        ""
+        if num_ranks == 1
+        else (
+            f" ({'at most ' * is_uneven}{loader.samples_per_rank} on each of {num_ranks} data-parallel ranks)"
+        )
+    )
     _log.info(
-        f"Update step: {'at most ' * is_uneven}{loader.samples_per_rank} samples on each of "
-        f"{loader.ranks.dp_degree} data-parallel ranks, {size} in total; {loader.steps_per_epoch} update steps per epoch"
+        f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
+        f"{size} samples each{on_ranks}, {settings.microbatching}"
     )
     for remark, number in Counter(loader.probe.remarks).most_common():
         _log.info(f"{name}: {number} of {loader.probe.num_remarked} samples read: {remark}")

@@ -24,6 +24,7 @@ from recipe_utils.data.text.collate import (
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.components import component_at
+from recipe_utils.settings.problems import ConfigError, Problem
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index"}
 
@@ -67,6 +68,12 @@ class RowCollator(Collator):
         self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
         self._sequences, self._shares_prefixes = sequences, shares_prefixes
+        if (self.max_seq_len or 0) > limits.max_seq_len:
+            text = (
+                f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
+            )
+            text += f"; set it to {limits.max_seq_len} to truncate them"
+            raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
         self._set(settings)

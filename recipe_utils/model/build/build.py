@@ -17,7 +17,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 from torchtune.utils import get_logger
 
-from recipe_utils.model.adapters.adapters import Adapters, find_adapters, freeze_base
+from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
@@ -232,8 +232,6 @@ def build_model(
     for name in settings.custom_sharded_layers or ():
         if name.rpartition(".")[2] not in names_of_modules:
             raise ValueError(f"custom_sharded_layers={name}: the model has no such module")
-    if ranks.is_zero:
-        _log_adapters(whole, adapters, settings)
     if ranks.dims.pp == 1:
         prepare(whole, True)
         return parallelize_model(whole, settings, ranks)
@@ -269,16 +267,25 @@ def _check_that_all_train(whole: Any, layers: list[range]) -> None:
             )
 
 
-def _log_adapters(whole: nn.Module, adapters: Adapters, settings: ModelSettings) -> None:
-    if not adapters.modules:
-        return
+def describe_model(whole: nn.Module, settings: Any, device: torch.device) -> str:
+    """Returns a line with a model's name, parameters, precision and device."""
+    name, adapters = settings.model["_component_"].rpartition(".")[2], find_adapters(whole)
     num_trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     num_all = sum(p.numel() for p in whole.parameters())
-    _log.info(
-        f"Trains adapters of {len(adapters.modules)} modules: {num_trained:,} of {num_all:,} parameters"
-    )
-    if settings.low_cpu_ram:
-        _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
+    trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
+    if adapters.modules:
+        trained += f" (adapters of {len(adapters.modules)} modules)"
+    dtypes = [settings.dtype or "fp32"]
+    if settings.torch_weights_dtype != settings.torch_dtype:
+        dtypes.append(f"trained weights in {settings.weights_dtype}")
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        device_name = f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+    else:
+        device_name = device.type
+    parts = f"{num_all:,} parameters", trained, *dtypes, f"on {device_name}"
+    compiles = "; compile=True: the first update steps also compile" if settings.compile else ""
+    return f"Model: {settings.model.get('path', name)}, {', '.join(parts)}{compiles}"
 
 
 def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -> nn.Module:
@@ -294,6 +301,8 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
             "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
         )
+    if settings.low_cpu_ram and find_adapters(model).modules and ranks.is_zero:
+        _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
     tp_degree = ranks.dims.tp
     if tp_degree > 1 and hasattr(model, "proof"):
         raise ValueError(

@@ -1,7 +1,9 @@
 """Summary and progress bar name what is counted: tokens or images."""
 
 import os
+from dataclasses import replace
 
+from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.run.log import Log, bar_text
 from recipe_utils.run.saves import (
     remove_old_exports,
@@ -11,10 +13,22 @@ from recipe_utils.run.saves import (
 
 
 def test_the_summary_counts_tokens_or_images():
+    start = TrainingState("recipe", 0, 0, 0, seed=0)
+    tokens = replace(start, global_step=12, num_tokens_seen=4096)
     text = "12 update steps, 4,096 target tokens in 01:01 (67 tokens/s)"
-    assert summary_of_training(12, 4096, 61.0) == text
+    assert summary_of_training(start, tokens, 61.0) == text
+    images = replace(start, global_step=64, num_images_seen=4096)
     text = "64 update steps, 4,096 images in 00:58 (70 images/s)"
-    assert summary_of_training(64, 4096, 58.5, "images") == text
+    assert summary_of_training(start, images, 58.5) == text
+
+
+def test_the_summary_after_a_resume_is_of_both_parts_and_counts_skipped_samples():
+    first = TrainingState("recipe", 36, 0, 0, seed=0, num_tokens_seen=1000)
+    last = replace(first, global_step=93, num_tokens_seen=5096, num_samples_skipped=3)
+    assert summary_of_training(first, last, 61.0) == (
+        "57 update steps, 4,096 target tokens in 01:01 (67 tokens/s); 93 and 5,096 in all, before the "
+        "resume included; 3 samples were skipped"
+    )
 
 
 def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
@@ -30,8 +44,14 @@ def test_the_best_validation_is_the_lowest_loss_or_the_highest_accuracy():
 
 
 def test_the_bar_shows_the_rate_over_all_ranks_of_what_is_counted():
-    of_text = {"loss": 1.5, "tokens_per_second_per_gpu": 4000.0, "val_loss": 2.25}
-    assert bar_text(0, 3, of_text, 2) == "epoch 1 of 3 | loss 1.500 | 8.00k tok/s | val 2.25 "
+    of_text = {
+        "loss": 1.5,
+        "grad_norm": 12.34,
+        "tokens_per_second_per_gpu": 4000.0,
+        "val_loss": 2.25,
+    }
+    text = "epoch 1 of 3 | loss 1.500 | norm 12.3 | 8.00k tok/s | 1.5 GiB | val 2.25 "
+    assert bar_text(0, 3, of_text, 2, 3 << 29) == text
     of_images = {"images_per_second_per_gpu": 35.0, "knn_accuracy": 0.8812}
     assert bar_text(1, 2, of_images, 2) == "epoch 2 of 2 | 70.0 img/s | knn 0.881 "
 
