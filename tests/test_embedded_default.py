@@ -55,10 +55,9 @@ def trained(tmp_path_factory):
 
 def test_train_and_validation_loss_fall(trained):
     losses, val_losses = logged(trained, "loss"), logged(trained, "val_loss")
-    assert len(losses) == 10
+    assert (len(losses), len(val_losses)) == (10, 5)  # before, after 3, 6 and 9, and at the end
     assert losses[0] == pytest.approx(8.4, abs=0.1)  # about ln(4096), that of fresh weights
     assert losses[-1] < 7.5
-    assert len(val_losses) == 3
     assert val_losses[-1] < val_losses[0] - 0.2
 
 
@@ -91,7 +90,6 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
     each = ("max_steps_per_epoch=12", "run_val_every_n_steps=4")
     train(LORA, tmp_path, f"checkpoint_dir={trained}/epoch_0", *each)
     val_losses = logged(tmp_path, "val_loss")
-    assert len(val_losses) == 3
     assert val_losses[-1] < val_losses[0] - 0.2
     folders = (f"checkpoint_dir={tmp_path}/epoch_0", f"output_dir={tmp_path}")
     assert "Write `shlex.join`.\n\n" in answer(

@@ -36,6 +36,10 @@ class ChangedWeights:
         self._is_done, self._num_steps, self._lr = is_done, 0, 0.0
         self._first: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
+    def _rate(self) -> float:
+        lr = self._groups[0]["lr"]
+        return 1.0 if lr is None else float(lr)  # Adafactor finds its rate
+
     def _sample(self, tensor: Tensor) -> Tensor:
         return local(tensor).flatten()[:: self._stride]
 
@@ -52,7 +56,7 @@ class ChangedWeights:
             is_skipped = getattr(optimizer, "found_inf", torch.zeros(1)).to(sample.device) > 0
             counted = (sample != 0) & sample.isfinite() & ~is_skipped
             self._first[p] = self._sample(p).clone(), counted
-            self._num_steps, self._lr = 1, self._groups[0]["lr"]
+            self._num_steps, self._lr = 1, self._rate()
 
     @torch.no_grad()
     def fraction(self, is_last_of_epoch: bool) -> float | None:
@@ -66,7 +70,7 @@ class ChangedWeights:
         num_changed, num_counted = mean_over_ranks(counts).tolist()
         fraction, steps, lr = num_changed / max(num_counted, 1), self._num_steps, self._lr
         is_bf16 = any(p.dtype == torch.bfloat16 for p in self._first)
-        self.restart(is_done=lr > 0 and self._groups[0]["lr"] <= lr)
+        self.restart(is_done=lr > 0 and self._rate() <= lr)
         if num_counted == 0 or not self._is_done:
             return None
         if fraction < 0.5 and is_bf16 and not self._has_warned:

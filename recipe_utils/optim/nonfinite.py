@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings
+from recipe_utils.optim.optimizer import (
+    OptimizerInBackward,
+    OptimizerSettings,
+    inner_optimizers,
+)
 
 
 class NonfiniteError(RuntimeError):
@@ -32,7 +36,9 @@ class NonfiniteGuard:
         """Reason why training must stop; empty if it need not."""
         self._optimizer = optimizer
         self._settings = settings
-        self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        # Inner optimizers would not see found_inf.
+        has_inner = bool(inner_optimizers(optimizer))
+        self._is_fused = not has_inner and all(g.get("fused") for g in optimizer.param_groups)
         self._num_steps = 0
         self._num_skipped, self._num_in_a_row, self._most_in_a_row = torch.zeros(
             3, dtype=torch.int64, device=device

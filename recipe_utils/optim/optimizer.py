@@ -1,14 +1,11 @@
 """Optimizers, including one that steps inside the backward."""
 
-import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import torch
 from omegaconf import DictConfig
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -141,54 +138,31 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def try_optimizer(cfg: DictConfig, cfg_lr_scheduler: DictConfig | None) -> None:
-    """Builds optimizer and schedule for one parameter, so that they fail before weights are loaded."""
-    if not math.isfinite(cfg.get("lr", 0)):
-        raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
-    if cfg.get("maximize"):
-        raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
-    name = f"optimizer._component_={cfg._component_.rpartition('.')[2]}"
-    try:
-        optimizer = config.instantiate(cfg, [nn.Parameter(torch.zeros(1))])
-    except ValueError as error:
-        try:
-            config.instantiate(cfg, [nn.Parameter(torch.zeros(2, 2))])
-        except ValueError:
-            raise error from None
-        text = "it takes matrices only, and norms and biases are vectors; set another optimizer"
-        raise ValueError(f"{name}: {text}") from error
-    inner = [each for each, value in vars(optimizer).items() if _contains_optimizer(value)]
-    if inner:
-        text = f"checkpoints do not contain the state of its inner optimizers ({', '.join(inner)})"
-        log_rank_zero(_log, f"{name}: {text}; a resumed training starts it anew", logging.WARNING)
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{name}: its steps compute the loss again; set another optimizer")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(f"{name}: gradients here are dense; set another optimizer")
-    num_warmup_steps = (
-        0 if cfg_lr_scheduler is None else cfg_lr_scheduler.get("num_warmup_steps", 0)
-    )
-    if num_warmup_steps < 0:
-        raise ValueError(f"lr_scheduler.{num_warmup_steps=}: it must be at least 0")
-    config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=1, last_epoch=-1)
+def inner_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Returns the optimizers among an optimizer's attributes, also in lists and mappings."""
+    values: list[Any] = []
+    for value in vars(optimizer).values():
+        value = list(value.values()) if isinstance(value, Mapping) else value
+        values += value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, Optimizer)]
 
 
-def _contains_optimizer(value: Any) -> bool:
-    values = value.values() if isinstance(value, Mapping) else value
-    values = values if isinstance(value, Mapping | list | tuple) else [value]
-    return any(isinstance(each, Optimizer) for each in values)
+def make_optimizer(cfg: DictConfig, groups: Any) -> Optimizer:
+    """Builds an optimizer; a wrapper and its inner optimizers share one state, which is saved."""
+    optimizer: Optimizer = config.instantiate(cfg, groups)
+    for inner in inner_optimizers(optimizer):
+        optimizer.state.update(inner.state)
+        inner.state = optimizer.state
+    return optimizer
 
 
 def build_optimizer(
     cfg: DictConfig, model: nn.Module, settings: OptimizerSettings
 ) -> Optimizer | OptimizerInBackward:
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
-    make = partial(config.instantiate, cfg)
     if settings.optimizer_in_bwd:
-        return OptimizerInBackward(model, make)
-    optimizer: Optimizer = make(settings.groups(trained_parameters(model)))
-    return optimizer
+        return OptimizerInBackward(model, partial(make_optimizer, cfg))
+    return make_optimizer(cfg, settings.groups(trained_parameters(model)))
 
 
 def single_optimizers(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:

@@ -105,6 +105,12 @@ class RunSettings(RankSettings):
             save=(is_due_by_clock or is_due(self.save_every_n_steps)) and not is_last_of_epoch,
         )
 
+    @property
+    def saves_checkpoints(self) -> bool:
+        """True if training saves checkpoints unless it is stopped, or resumes from one."""
+        every = self.save_every_n_steps or self.save_every_n_minutes
+        return self.epochs > 1 or bool(every or self.resume_from_checkpoint)
+
     def warnings(self, num_steps: int) -> Iterator[str]:
         """Yields warnings of intervals that are longer than a training of ``num_steps``."""
         for name in ("log", "run_val", "sample", "save", "export"):

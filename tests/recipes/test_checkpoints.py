@@ -68,13 +68,18 @@ def keep_only(config, step):
 SYNC_AND_ASYNC = pytest.mark.parametrize(
     ("world_size", "enable_async_checkpointing"), [(1, True), (2, False)], ids=["1-async", "2-sync"]
 )
+WRAPPER = {"optimizer": {"_component_": "tiny.MuonAndAdamW"}}
 
 
-@SYNC_AND_ASYNC
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [(1, {"enable_async_checkpointing": True}), (2, {}), slow(2, WRAPPER)],
+    ids=["1-async", "2-sync", "2-wrapper"],
+)
 def test_it_resumes_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
-    world_size, enable_async_checkpointing, tiny_config
+    world_size, changes, tiny_config
 ):
-    config = config_of(tiny_config, enable_async_checkpointing=enable_async_checkpointing)
+    config = config_of(tiny_config, **changes)
     uninterrupted = losses(run_distributed(run_recipe, world_size, config)[0])
     assert [step for step, _ in uninterrupted] == list(range(1, 11))
     assert saved(config) == ["step_10", "step_3", "step_5", "step_6", "step_9"]

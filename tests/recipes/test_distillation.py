@@ -142,7 +142,7 @@ def test_the_curve_and_validation_are_those_of_one_process(layout, tiny_kd_confi
     found = figures(logged)
     # Equal to fp32's last digits before the first update; afterwards Adam's steps follow the sign of tiny
     # gradients.
-    first = [figure for figure in curve if figure[0] == 1]
+    first = [figure for figure in curve if figure[0] <= 1]
     assert_same(found[: len(first)], first, rel=1e-6)
     assert_same(found, curve, rel=2e-4)
     assert all(m["teacher_seconds"] > 0 for m in logged if "loss" in m)
@@ -303,7 +303,8 @@ def take_teacher_weights(config, folder, weights):
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):
     short = {**tiny.TEACHER_MODEL, "max_seq_len": 16}
     config = curve_config(tiny_kd_config)
-    with pytest.raises(ValueError, match="tokens are more than the teacher_model's max_seq_len=16"):
+    text = "tokenizer.max_seq_len=64: longer samples than the teacher_model's max_seq_len=16 fail"
+    with pytest.raises(ConfigError, match=text):
         run({**config, "teacher_model": short})
 
 

@@ -132,8 +132,10 @@ def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
         tiny_dpo_config, epochs=1, dataset=data, dataset_val=data, run_val_every_n_steps=1,
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.0},
     )  # fmt: skip
-    trained, validated = run(config)
+    before, trained, validated = run(config)
+    assert (before["step"], validated["step"]) == (0, 1)
     for name in (*COMPARED, "sft_loss"):
+        assert before[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)
         assert validated[f"val_{name}"] == pytest.approx(trained[name], rel=1e-5, abs=1e-6)
 
 

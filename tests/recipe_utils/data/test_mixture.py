@@ -203,7 +203,7 @@ def test_weights_of_tokens_are_divided_by_mean_target_tokens_once(one_process):
 
 
 def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
-    log_start(make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5))
+    log_start(make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5), epochs=2)
     rows = [line.split() for line in caplog.messages]
     assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
     assert ["code", "7", "49.2%", "4.21", "8.43"] in rows

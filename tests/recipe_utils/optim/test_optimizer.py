@@ -11,7 +11,6 @@ from recipe_utils.optim.optimizer import (
     OptimizerSettings,
     build_lr_scheduler,
     build_optimizer,
-    try_optimizer,
 )
 
 NUM_STEPS = 6
@@ -83,42 +82,6 @@ def test_the_schedule_sets_the_learning_rate_of_all_parameters(in_backward):
     assert rates[:3] == pytest.approx([0, 0.01, 0.02])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert get_lr(optimizer) == pytest.approx(0, abs=1e-9)
-
-
-# ---- Before any weight is loaded ----------------------------------------------------------------
-
-
-def test_arguments_of_optimizer_and_schedule_are_tried():
-    try_optimizer(OPTIMIZER, SCHEDULE)
-    try_optimizer(OPTIMIZER, None)
-    for optimizer, schedule, error, text in (
-        (component("torch.optim.AdamW", lr=-1.0), None, ValueError, "Invalid learning rate"),
-        (component("torch.optim.SGD", rate=1.0), None, TypeError, "rate"),
-        (OPTIMIZER, component(COSINE, warmups=2), TypeError, "warmups"),
-        (OPTIMIZER, component(COSINE, num_warmup_steps=-1), ValueError, "num_warmup_steps=-1: it"),
-        (component("torch.optim.LBFGS"), None, ValueError, "_=LBFGS: its steps compute the loss"),
-        (component("torch.optim.SparseAdam"), None, ValueError, "_=SparseAdam: gradients here"),
-        (component("torch.optim.Muon"), None, ValueError, "_=Muon: it takes matrices only"),
-    ):
-        with pytest.raises(error, match=text):
-            try_optimizer(optimizer, schedule)
-
-
-class Two(torch.optim.Optimizer):
-    """Wrapper whose ``state_dict`` lacks the state of its inner optimizers."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-        self.by_shape = {"vectors": torch.optim.AdamW(self.param_groups[0]["params"])}
-
-
-def test_an_optimizer_whose_state_is_not_in_checkpoints_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(torch.optim, "Two", Two, raising=False)
-    try_optimizer(component("torch.optim.Two"), None)
-    assert "do not contain the state of its inner optimizers (by_shape)" in caplog.text
-    caplog.clear()
-    try_optimizer(OPTIMIZER, SCHEDULE)
-    assert not caplog.text
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():

@@ -99,7 +99,10 @@ def test_totals_are_those_of_all_ranks_and_prefetching_changes_nothing():
 def test_skipped_and_truncated_samples_are_counted_before_training(one_process, caplog):
     bad = {"tokens": [1, 900], "labels": [1, 1]}
     long = {"tokens": [1] * 64, "labels": [1] * 64}
-    log_start(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"))
+    log_start(make_loader([*SAMPLES, bad, long, long], on_bad_sample="skip"), epochs=2)
+    assert "Data: 15 samples; 14 of them read: " in caplog.text
+    assert "tokens in the mean, 64 at most" in caplog.text
+    assert "Update steps: 16 (2 epochs of 8), 2 samples each, in_order" in caplog.text
     assert "dataset: 2 of 15 samples read: tokenizer.max_seq_len=64 tokens, probably" in caplog.text
     assert "dataset: 1 of 15 samples read: skipped (token 900 is outside" in caplog.text
 
@@ -123,7 +126,7 @@ def describe_epoch(microbatching):
     """Totals, sorted tokens and number of microbatches of each update step, and what is logged."""
     loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
     with keep_messages() as logged:
-        log_start(loader)
+        log_start(loader, epochs=1)
     found = []
     with loader.epoch(0) as steps:
         for step in steps:
@@ -159,7 +162,7 @@ def test_an_update_step_that_depends_on_the_nodes_is_warned_of(
 ):
     monkeypatch.setenv(NUM_NODES, nodes)
     with keep_messages() as logged:
-        log_start(make_loader(SAMPLES, global_batch_size=size))
+        log_start(make_loader(SAMPLES, global_batch_size=size), epochs=1)
     text = "gradient_accumulation_steps=1: another number of nodes would change the update step"
     assert sum(message.startswith(text) for message in logged) == is_warned
 

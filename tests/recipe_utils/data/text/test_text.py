@@ -2,6 +2,7 @@
 
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,7 +347,7 @@ def test_an_untrainable_sample_is_refused_by_name(sample, message):
 @pytest.mark.parametrize("make", [list, torch.tensor])
 def test_samples_are_checked_by_the_limits_of_the_model(make):
     limits = LIMITS._replace(vocab_size=9, max_seq_len=3)
-    collator = TextCollator(DataSettings(), tiny.tiny_tokenizer(), IGNORE, limits)
+    collator = TextCollator(DataSettings(), SimpleNamespace(pad_id=0), IGNORE, limits)
     for labels in ([0, 8, 8], [IGNORE] * 3):
         collator.prepare({"tokens": make([0, 8, 8]), "labels": make(labels)}, "sample")
     for tokens in ([1, 9], [1, 1, 1, 1]):
