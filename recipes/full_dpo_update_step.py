@@ -73,14 +73,14 @@ class Settings(
     """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
-    """A torchtune decoder. With adapters, the base model is the reference."""
+    """A torchtune decoder or transformers folder. The base of adapters is their reference."""
     tokenizer: Component
-    """A torchtune tokenizer. Both sides are truncated to its ``max_seq_len``."""
+    """That of torchtune or a transformers folder. Its ``max_seq_len`` truncates both sides."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
     concatenated, or mixed by ``weight``."""
     checkpointer: Component
-    """A torchtune checkpointer: loads initial weights, saves exported models."""
+    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
     """torchtune's ``DPOLoss`` or ``RSOLoss``, one of ``recipe_utils.loss.preference``, or yours."""
     ref_checkpointer: Component | None = None

@@ -71,14 +71,16 @@ class Settings(
     """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
-    """A torchtune decoder, or a fusion model with a ``decoder``."""
+    """A torchtune decoder, a fusion model with a ``decoder``, or a transformers folder:
+    recipe_utils.model.transformers.causal_lm."""
     tokenizer: Component
-    """A torchtune tokenizer. Samples are truncated to its ``max_seq_len``."""
+    """A torchtune tokenizer, or that of a transformers folder:
+    recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
     checkpointer: Component
-    """A torchtune checkpointer: loads initial weights, saves exported models."""
+    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
     """``recipe_utils.loss.LinearCrossEntropyLoss`` (target positions only, in chunks), or a stock
     loss."""

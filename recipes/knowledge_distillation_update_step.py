@@ -70,22 +70,22 @@ class Settings(
     """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
-    """Student: a torchtune decoder, or a fusion model with a ``decoder``."""
+    """Student: a torchtune decoder or fusion model, or a transformers folder."""
     tokenizer: Component
-    """Tokenizer of both models. Samples are truncated to its ``max_seq_len``."""
+    """Of both models, of torchtune or a transformers folder. ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""
     checkpointer: Component
-    """A torchtune checkpointer: loads initial weights, saves exported models."""
+    """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
     """Cross-entropy: ``recipe_utils.loss.LinearCrossEntropyLoss`` or a loss of torchtune."""
     kd_loss: Component | None = None
     """Divergence: ``recipe_utils.loss.LinearDistillationLoss`` (null) or one of torchtune's six."""
     teacher_model: Component | None = None
-    """Frozen torchtune decoder of any width and depth, with the student's vocabulary."""
+    """Frozen torchtune decoder or transformers folder of any size; the student's vocabulary."""
     teacher_checkpointer: Component | None = None
-    """A torchtune checkpointer that loads the teacher's weights."""
+    """Loads its weights: a torchtune checkpointer, or FolderCheckpointer (transformers)."""
     teacher_tokenizer: Component | None = None
     """Compared with ``tokenizer``; null reads tokenizer.json beside the teacher's weights."""
     dataset_val: OfTokenizer | list[OfTokenizer] | None = None

@@ -6,15 +6,19 @@
 import re
 import shlex
 import subprocess
+import textwrap
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import torchtune
 import yaml
 from omegaconf import OmegaConf
 
+from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.loss.attach_loss import SummedLoss
 from recipe_utils.settings.describe import key_table, settings_of
 from recipe_utils.settings.read import read_settings
 from recipe_utils.tune.registry import RECIPES, SAME_FILE, config_path
@@ -87,12 +91,33 @@ def test_key_tables_are_the_command_s_output(recipe):
     assert found == expected_keys(recipe), "run python tests/test_documents.py"
 
 
-@pytest.mark.parametrize("recipe", ["full_dpo_update_step", "dinov3_update_step"])
+@pytest.mark.parametrize("recipe", [FIRST, "full_dpo_update_step", "dinov3_update_step"])
 def test_a_whole_config_for_own_data_is_accepted(recipe, tmp_path):
     page = (ROOT / "recipes" / f"{recipe}.md").read_text()
     (block,) = re.findall(r"^A whole config .*?^```yaml\n(.*?)^```", page, re.M | re.S)
+    own = {"output_dir": str(tmp_path)}
+    if recipe == FIRST:
+        from decoder_types import tiny_config_of  # not in the path of this file's command
+
+        tiny_config_of("qwen3").save_pretrained(tmp_path)
+        own["folder"] = str(tmp_path)
     cfg = OmegaConf.create(yaml.safe_load(block))
-    read_settings(OmegaConf.merge(cfg, {"output_dir": str(tmp_path)}), settings_of(recipe))
+    read_settings(OmegaConf.merge(cfg, own), settings_of(recipe))
+
+
+def test_the_term_added_to_a_loss_is_a_mean_over_targets():
+    page = (ROOT / "recipes" / f"{FIRST}.md").read_text()
+    (block,) = re.findall(r"^   ```python\n(.*?)^   ```", page, re.M | re.S)
+    names = {"torch": torch}
+    exec(textwrap.dedent(block), names)
+    logits, labels = torch.randn(2, 5, 11), torch.tensor([[3, -100, 4, -100, 1], [-100] * 4 + [7]])
+    summed = SummedLoss(names["ZLoss"]())
+    summed.check(11)
+    z = torch.stack([each.exp().sum().log() for each in logits[labels >= 0]])
+    plain = SummedLoss(torch.nn.CrossEntropyLoss())
+    targets = Targets(labels, (labels.flatten() >= 0).nonzero().squeeze(1))
+    term = (summed(logits, targets) - plain(logits, targets)).item()
+    assert term == pytest.approx(1e-4 * (z**2).sum().item(), rel=1e-2)
 
 
 def test_the_readme_is_short():
