@@ -46,6 +46,9 @@ def _validates(settings: Any) -> bool:
     if not validates and settings.dataset_val is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
         log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+    if validates and settings.dataset_val == settings.dataset:
+        text = "dataset_val: it is dataset, so validation is on samples that are trained on"
+        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
     return validates
 
 

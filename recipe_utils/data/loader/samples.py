@@ -5,6 +5,7 @@ return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -229,6 +230,10 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
     try:
         dataset = config.instantiate(cfg, *given)
     except Exception as error:
+        if isinstance(error, OSError):
+            missing = str(error.filename)
+            for name in (str(key) for key, value in cfg.items() if str(value) == missing):
+                raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
         is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
         if not is_of_datasets and not isinstance(error, StopIteration):
             raise

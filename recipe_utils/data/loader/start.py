@@ -237,8 +237,8 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
             _log.info(line)
         if num_left_over and settings.max_steps_per_epoch is None:
             _log.info(
-                f"{name}: a mixture has no short last update step; its epoch ends at "
-                f"{loader.steps_per_epoch} of {loader.samples_per_epoch} / {size}"
+                f"{name}: an epoch of the mixture is {loader.steps_per_epoch} whole update steps; {num_left_over} of "
+                f"{loader.samples_per_epoch} samples are left for the next one"
             )
     elif settings.last_update_step == "drop" and num_left_over:
         _log.warning(

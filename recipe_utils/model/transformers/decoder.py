@@ -180,8 +180,8 @@ class Decoder(nn.Module):
             refused["shared"] = f"prefix_sharing=True: {text}"
         if not proof.spans_ranks:
             refused["over ranks"] = (
-                f"{name} mixes tokens elsewhere than in causal attention within documents, or "
-                "was not proved to compute parts of rows; leave it out"
+                f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
+                "compute parts of its rows; leave it out"
             )
         return refused
 

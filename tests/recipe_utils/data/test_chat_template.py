@@ -451,6 +451,8 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinking": True})
     with pytest.raises(ValueError, match=r"^tokenizer\.template_variables\.enable_thinkin: "):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinkin": True})
+    with pytest.raises(ValueError, match=r"template_variables\.tokenize: it is no variable"):
+        tokenizer_of(tmp_path / "thinks", thinks, template_variables={"tokenize": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())
     Path(write()).write_text('\n{"messages": 3}\n{"mess')
@@ -459,6 +461,27 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         for index, line in enumerate((2, 3)):
             with pytest.raises(SampleError, match=f"^line {line} of .*: "):
                 dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("<|im_start|>assistant\n", None),
+        (
+            "<|im_start|>assistant\n<think></think>",
+            "prompts end with '<think></think>', which this",
+        ),
+        ("", "no generation prompt, so an answer's header is a target"),
+    ],
+)
+def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
+    prompt, text, tmp_path, caplog
+):
+    template = CHATML.replace("<|im_start|>assistant\n", prompt)
+    tokenizer = tokenizer_of(tmp_path / "chat", template)
+    for _ in range(2):
+        tokenizer({"messages": TWO[:2]})
+    assert [text in line for line in caplog.messages] == [True] * (text is not None)
 
 
 @pytest.mark.parametrize(
