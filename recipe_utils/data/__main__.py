@@ -101,7 +101,7 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
         for side, tokens, labels in zip(
             SIDES if are_pairs else [""], row.inputs["tokens"], row.targets.labels, strict=True
         ):
-            end = len(sample[f"{side}_input_ids" if side else "tokens"])
+            end = min(len(tokens), len(sample[f"{side}_input_ids" if side else "tokens"]))
             are_targets = [False, *(labels[: end - 1] != ignore_index).tolist()]
             name = checked.name_of(index) + (side and f", {side}")
             yield f"\n{name}: {end} tokens, {sum(are_targets)} targets"
