@@ -120,7 +120,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
     path = value.get("_component_", made_with.default) if isinstance(value, dict) else None
     if not isinstance(path, str):
         text = f"it must be a component (_component_: ...); set {key}._component_ to its path"
-        if isinstance(value, dict) and any(":" in str(name) for name in value):
+        if "_component_:" in str(value):
             text = "YAML needs a space after each colon; write {_component_: ..., ...}"
         yield Problem(key, text, value)
         return
