@@ -151,9 +151,7 @@ def try_optimizer(
         return
     problem = f"optimizer._component_={cfg._component_.rpartition('.')[2]}: {problem}"
     if settings.saves_checkpoints:
-        remedy = (
-            "set another optimizer, or epochs=1 without save_every_* and resume_from_checkpoint"
-        )
+        remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
         raise ValueError(f"{problem}; {remedy}")
     log_rank_zero(get_logger("INFO"), f"{problem}; this run saves none", logging.WARNING)
 
