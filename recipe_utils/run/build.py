@@ -145,6 +145,7 @@ def try_optimizer(
         raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
+    device = device if device.type == "cuda" else torch.device("cpu")  # kernels may be CUDA's only
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         problem = _problem_with_steps(cfg, cfg_lr_scheduler, settings, device)
     if problem is None:
