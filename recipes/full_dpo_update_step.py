@@ -75,7 +75,7 @@ class Settings(
     model: Component
     """A torchtune decoder or transformers folder. The base of adapters is their reference."""
     tokenizer: Component
-    """That of torchtune or a transformers folder. Its ``max_seq_len`` truncates both sides."""
+    """A tokenizer of torchtune or a transformers folder. ``max_seq_len`` truncates both sides."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, such as torchtune.datasets.preference_dataset. A list is
     concatenated, or mixed by ``weight``."""

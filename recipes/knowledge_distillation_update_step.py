@@ -72,7 +72,7 @@ class Settings(
     model: Component
     """Student: a torchtune decoder or fusion model, or a transformers folder."""
     tokenizer: Component
-    """Of both models, of torchtune or a transformers folder. ``max_seq_len`` truncates samples."""
+    """Both models': of torchtune or a transformers folder. ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
     """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
     ``weight``."""

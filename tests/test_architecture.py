@@ -24,10 +24,10 @@ LAYERS = (
     ("model",),
     ("loss",),
     ("checkpoint",),
-    ("optim",),
+    ("optim", "embedded"),
     ("data",),
     ("parallel",),
-    ("settings", "tune", "embedded"),
+    ("settings", "tune"),
     ("files",),
 )
 """From the top. A package imports packages of lower layers only."""

@@ -180,8 +180,11 @@ def load(
         before, now = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
         problems += _texts(differences(before, now))
         if data_fingerprint is not None and problems:
+            cause = ""
+            if "hash_of_samples" in str(problems):
+                cause = "; the file, tokenizer, chat template or max_seq_len has changed"
             raise CheckpointError(
-                "; ".join(problems) + f" ({path}); set what it was saved with, or "
+                "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or "
                 "resume_with_other_data=True"
             )
         _check_frozen(state.frozen, frozen, path)

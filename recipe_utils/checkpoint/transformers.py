@@ -13,7 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtune import training
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from recipe_utils.checkpoint.peft import read_peft_of_transformers, write_peft_of_transformers
 
@@ -67,9 +72,12 @@ class FolderCheckpointer:
                 "checkpointer.adapter_checkpoint to the adapters"
             )
         if seed is None and not any(name.endswith(".safetensors") for name in found):
-            raise ValueError(
-                f"{key}: it has no *.safetensors; set another folder, or checkpointer.seed for fresh weights"
-            )
+            remedy = "set another folder, or checkpointer.seed for fresh weights"
+            if found:
+                remedy = (
+                    f"convert {found[0]}: from_pretrained(...).save_pretrained(...) writes them"
+                )
+            raise ValueError(f"{key}: it has no *.safetensors; {remedy}")
         if seed is not None and found:
             raise ValueError(
                 f"checkpointer.seed={seed}: {checkpoint_dir} has weights ({found[0]}); remove this key"
@@ -103,6 +111,9 @@ class FolderCheckpointer:
             try:
                 found |= load_file(path)
             except Exception as error:  # safetensors has a class of its own
+                if path.read_bytes()[:20] == b"version https://git-":
+                    text = f"it is a pointer of Git LFS; run `git lfs pull` in {path.parent}"
+                    raise ValueError(f"{path}: {text}") from None
                 raise ValueError(f"{path}: it cannot be read ({error})") from error
         with torch.device("meta"):
             names = names_of_weights(_new_model(self._checkpoint_dir))
@@ -129,9 +140,14 @@ class FolderCheckpointer:
         """Returns weights that transformers reads or, without files, initializes."""
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype="auto", output_loading_info=True
-            )
+            verbosity = get_verbosity()
+            set_verbosity_error()  # its table of missing keys says that they can be ignored
+            try:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    folder, local_files_only=True, dtype="auto", output_loading_info=True
+                )
+            finally:
+                set_verbosity(verbosity)
             if any(info.values()):
                 what = "; ".join(
                     f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:5])}"

@@ -1,6 +1,8 @@
 """Tokenizer of a transformers folder, whose chat template determines the targets by rendering."""
 
+import inspect
 import json
+import logging
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any, NoReturn
 from torch.utils.data import Dataset
 from torchtune.data import Message, truncate
 from torchtune.datasets._sft import SFTTransform
+from torchtune.utils import get_logger, log_rank_zero
 from transformers import AutoTokenizer
 
 from recipe_utils.data.loader.samples import SampleError
@@ -68,7 +71,11 @@ class FolderTokenizer:
             inner.chat_template = re.sub(
                 call, lambda found: repr(day.strftime(found[2])), inner.chat_template
             )
+        reserved = {"messages", *inspect.signature(inner.apply_chat_template).parameters}
         for name in self._variables:
+            if name in reserved:
+                text = "it is no variable of the chat template, but what the tokenizer passes"
+                raise ValueError(f"tokenizer.template_variables.{name}: {text}; take it out")
             if not re.search(rf"\b{re.escape(name)}\b", str(inner.chat_template)):
                 raise ValueError(
                     f"tokenizer.template_variables.{name}: the chat template of {path} does not use it; correct "
@@ -90,6 +97,14 @@ class FolderTokenizer:
         self._stop, self._control = map(_any_of, (names, [*names, *used]))
         self.decode = partial(inner.decode, skip_special_tokens=True)
         self._proved: set[Any] = set()
+        self._warned: set[str] = set()
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log_rank_zero(
+                get_logger("INFO"), f"tokenizer.path={self._path}: {text}", logging.WARNING
+            )
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one."""
@@ -176,6 +191,14 @@ class FolderTokenizer:
                 prompt = render(index, True)
                 history, start = self._common(before, prompt), self._common(prompt, text)
                 is_same = start >= history
+                if is_same and start < len(prompt):
+                    self._warn(
+                        f"generation prompts end with {prompt[start:]!r}, which this training never shows"
+                    )
+                elif len(prompt) == len(before):
+                    self._warn(
+                        "the chat template has no generation prompt, so an answer's header is a target"
+                    )
                 if is_same and start < len(prompt):  # an answer may begin like the rest by chance
                     parts = re.finditer(rf"\n|{self._control.pattern}", prompt[:start])
                     start = max([history, *(part.end() for part in parts)])

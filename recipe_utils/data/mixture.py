@@ -4,6 +4,7 @@ Shares are rounded by largest remainder with carry, in integers. The samples of 
 on its number alone, so they are the same on any layout and after a resume.
 """
 
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +53,11 @@ class Mixture(ConcatDataset):
         self.max_epochs = tuple(entry.get("max_epochs", inf) for entry in entries)
         weights: list[Any] = [entry.get("weight") for entry in entries]
         if temperature is not None:
-            weights = [f"{length ** (1 / temperature):.6g}" for length in self.lengths]
+            try:
+                weights = [f"{length ** (1 / temperature):.6g}" for length in self.lengths]
+            except OverflowError:
+                text = "only the largest dataset would be taken; set it to 0.1 or more, or weights"
+                raise ValueError(f"mixture.temperature={temperature}: {text}") from None
         self.weigh: Callable[[Sequence[int]], torch.Tensor] | None = None
         """Maps target tokens of an update step by dataset, over all ranks, to the factors of the loss
         of a target by dataset. None: the loss is not summed by dataset."""
@@ -261,13 +266,20 @@ def problems_with_list(key: str, parts: Any, settings: MixtureSettings | None) -
     for name, number in Counter(str(entry["name"]) for entry in entries).items():
         if number > 1 and is_mixture:
             yield Problem(key, f"{number} of its datasets are called {name}; give each a name")
-    for entry in entries:
-        weight, most = entry.get("weight", 1), entry.get("max_epochs", 1)
+    for index, entry in enumerate(entries):
+        weight, most, name = entry.get("weight", 1), entry.get("max_epochs", 1), entry["name"]
         if not _is_weight(weight):
-            text = "it must be above 0, or a schedule such as {0: 0.6, 1000: 0.3}; or take the dataset out"
-            yield Problem(f"{key}.{entry['name']}.weight", text, weight)
+            text = (
+                "it must be a number above 0, or a schedule by update steps from 0 on, such as "
+                "{0: 0.6, 1000: 0.3}; or take the dataset out"
+            )
+            shown = repr(weight) if isinstance(weight, str) else weight
+            yield Problem(f"{key}.{index}.weight", text, shown)
         if not _is_number(most):
-            yield Problem(f"{key}.{entry['name']}.max_epochs", "it must be above 0", most)
+            yield Problem(f"{key}.{index}.max_epochs", "it must be a number above 0", most)
+        if is_mixture and not (isinstance(name, str) and re.fullmatch(r"[^\s/]+", name)):
+            text = "metrics are named by it: set it to a word without / and spaces"
+            yield Problem(f"{key}.{index}.name", text, repr(name))
 
 
 def _is_number(value: Any) -> bool:

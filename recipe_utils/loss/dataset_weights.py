@@ -66,7 +66,7 @@ def refused_weights(
             is_valid = type(weight) in (int, float) and 0 < weight < inf
             if not is_valid or (text and weight != 1):
                 reason = text or "it must be a number above 0"
-                yield Problem(f"{key}[{index}].loss_weight", reason, weight)
+                yield Problem(f"{key}.{index}.loss_weight", reason, weight)
 
 
 def losses_by_dataset(

@@ -83,21 +83,18 @@ class NonfiniteGuard:
         )
         if on_nonfinite == "skip" and most_in_a_row <= max_nonfinite_steps:
             return f"{text} (on_nonfinite=skip)"
+        if num_skipped == global_step:  # no step has ever changed the weights
+            self.problem = (
+                f"no loss or gradient was finite up to update step {global_step}, and the weights are "
+                "unchanged; look at the weights of checkpointer, the data and the scale of the loss"
+            )
+            return ""
         self.problem = (
             f"{text}. {on_nonfinite=!s}: {most_in_a_row} in a row, {max_nonfinite_steps=}. "
-            f"resume_from_checkpoint=True resumes from here; {self._advice(num_skipped, global_step)}, or "
+            f"resume_from_checkpoint=True resumes from here; set a lower learning rate, or "
             "on_nonfinite=skip and a higher max_nonfinite_steps"
         )
         return ""
-
-    @staticmethod
-    def _advice(num_skipped: int, global_step: int) -> str:
-        if num_skipped == global_step:  # no step has ever changed the weights
-            return (
-                "no update step was finite, so look at the weights of checkpointer, the data and the scale of the "
-                "loss, not at the learning rate"
-            )
-        return "set a lower learning rate"
 
     def check(self, global_step: int) -> None:
         """Judges the steps since :meth:`take_counts`. Synchronizes with the device."""

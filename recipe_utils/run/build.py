@@ -37,7 +37,7 @@ from recipe_utils.optim.optimizer import inner_optimizers, make_optimizer, train
 from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.run import Run
-from recipe_utils.settings.problems import build, naming
+from recipe_utils.settings.problems import ConfigError, Problem, build, naming
 
 
 def _validates(settings: Any) -> bool:
@@ -45,6 +45,9 @@ def _validates(settings: Any) -> bool:
     validates = settings.run_val_every_n_steps is not None
     if not validates and settings.dataset_val is not None:
         text = "dataset_val: not used, because run_val_every_n_steps is not set"
+        log_rank_zero(get_logger("INFO"), text, logging.WARNING)
+    if validates and settings.dataset_val == settings.dataset:
+        text = "dataset_val: it is dataset, so validation is on samples that are trained on"
         log_rank_zero(get_logger("INFO"), text, logging.WARNING)
     return validates
 
@@ -188,7 +191,7 @@ def _problem_with_steps(cfg: Any, cfg_schedule: Any, settings: Any, device: Any)
         text = "it takes matrices only, and norms and biases are vectors; wrap it with another"
         raise ValueError(f"{name}: {text} optimizer, as the recipe's page shows") from error
     if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
-        raise ValueError(f"lr_scheduler.num_warmup_steps={num}: it must be at least 0")
+        raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
     config.instantiate(cfg_schedule, optimizers[0], num_training_steps=1, last_epoch=-1)
     (model, other), (optimizer, fresh) = models, [make(model) for model in models]
     try:

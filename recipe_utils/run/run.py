@@ -366,14 +366,15 @@ class Run:
         if state.global_step > first.global_step:
             self._log.info(summary_of_training(first, state, seconds))
             if most := self._most_spanning_samples:
-                text = f"Rows of several ranks: at most {most} samples of an update step"
+                text = f"Up to {most} samples of an update step were computed by several ranks each"
                 self._log.info(text)
         elif saves.last_export is None:
             self._log.info(
                 f"All {state.epoch} epochs are complete; set epochs={state.epoch + 1} to train longer"
             )
         if saves.num_failed:
-            self._log.warn(f"{saves.num_failed} checkpoints could not be saved, see above")
+            many = "1 checkpoint" if saves.num_failed == 1 else f"{saves.num_failed} checkpoints"
+            self._log.warn(f"{many} could not be saved, see above")
         if saves.last_export is not None:  # on rank 0
             output_dir, device = Path(self.settings.output_dir), self._ranks.device.type
             log_model(saves.last_export, output_dir, state.config, device, self._log)

@@ -192,7 +192,7 @@ def summary_of_training(first: TrainingState, last: TrainingState, seconds: floa
     if first.global_step:
         text += f"; {last.global_step} and {all_seen:,} in all, before the resume included"
     if last.num_samples_skipped:
-        text += f"; {last.num_samples_skipped} samples were skipped"
+        text += f"; skipped samples: {last.num_samples_skipped}"
     return text
 
 

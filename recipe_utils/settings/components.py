@@ -111,7 +111,7 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
     if isinstance(value, list):
         for index, part in enumerate(value):
             part = split_entry(part)[0] if isinstance(part, dict) else part
-            yield from check_component(f"{key}[{index}]", part, made_with)
+            yield from check_component(f"{key}.{index}", part, made_with)
         if not value:
             yield Problem(key, "it is empty; set it to a component (_component_: ...)", value)
         return
@@ -120,6 +120,8 @@ def check_component(key: str, value: Any, made_with: MadeWith) -> Iterator[Probl
     path = value.get("_component_", made_with.default) if isinstance(value, dict) else None
     if not isinstance(path, str):
         text = f"it must be a component (_component_: ...); set {key}._component_ to its path"
+        if "_component_:" in str(value):
+            text = "YAML needs a space after each colon; write {_component_: ..., ...}"
         yield Problem(key, text, value)
         return
     try:
@@ -164,11 +166,11 @@ def _check_arguments(
             if get_origin(hint) is None:
                 wanted = getattr(hint, "__name__", wanted)
             yield Problem(f"{key}.{name}", f"{name_of_made} takes {wanted}", repr(argument))
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in made_with.keywords:
-            if name not in by_name:
-                text = f"{name_of_made} does not take {name}, which the recipe gives it"
-                yield Problem(f"{key}._component_", text)
+    lacking = ", ".join(name for name in made_with.keywords if name not in by_name)
+    if lacking and inspect.Parameter.VAR_KEYWORD not in kinds:
+        text = f"{name_of_made} does not take {lacking}, which the recipe gives it; "
+        text += "torchtune.training.lr_schedulers and transformers.get_*_schedule_* do"
+        yield Problem(f"{key}._component_", text)
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in {*arguments, *from_recipe}:
             yield Problem(f"{key}.{name}", f"it is missing; {name_of_made} needs it")

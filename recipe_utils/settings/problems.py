@@ -92,7 +92,8 @@ def naming(key: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        text, cause = str(error), str(error.__cause__ or "")
+        text += f" ({cause})" if cause and cause not in text else ""
         named, separator, rest = text.partition(": ")
         problem = Problem(named, rest)
         if not separator or key not in ("", problem.root):  # it may name an argument of ``key``

@@ -92,7 +92,9 @@ def _set_defaults_of_model(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> I
             cfg[key] = defaults[key](**arguments)
         except Exception as error:  # any: transformers raises many classes for a wrong config.json
             text = str(error) or type(error).__name__
-            yield Problem(key, f"the model chooses it, which cannot be built: {text}")
+            named = text.startswith("model.")
+            yield Problem(*text.split(": ", 1)) if named else Problem("model", text)
+            return  # one for all defaults
 
 
 def _expand_home(cfg: DictConfig, known: Mapping[str, FieldInfo]) -> None:
@@ -143,6 +145,8 @@ def _check_names(given: Any, known: Mapping[str, FieldInfo]) -> Iterator[Problem
         if key not in known and key not in referred:
             similar = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "take it out"
+            if key.startswith("+"):
+                hint = "write it without the +"
             yield Problem(key, f"this recipe has no such key; {hint}")
     for key, spec in known.items():
         if spec.is_required() and given.get(key) is None:

@@ -6,10 +6,13 @@ them saved a checkpoint and exited with code 0.
 
 import logging
 import os
+import re
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +20,10 @@ import torch.distributed.elastic.multiprocessing.api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
+from torchtune.config._parse import TuneRecipeArgumentParser
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
+_SAVED = re.compile(r"step_\d+")
 CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
 REPORTED_EXIT_CODE = 3
@@ -76,7 +82,14 @@ def wait_for_ranks() -> None:
         try:
             return torch_launch(config, *args, **kwargs)
         except ChildFailedError as error:
-            if _exit_codes(error.failures) == {REPORTED_EXIT_CODE}:
+            codes = _exit_codes(error.failures)
+            if not codes:  # torchrun has ended the others, which therefore cannot report it
+                rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+                name = signal.Signals(-first.exitcode).name
+                text = f"rank {rank} was ended by {name}"
+                text += " (is the memory full?)" if name == "SIGKILL" else ""
+                sys.stderr.write(f"{text}{_advice([*map(str, args[-1])])}\n")
+            if codes <= {REPORTED_EXIT_CODE}:
                 raise SystemExit(1) from None
             raise
 
@@ -89,6 +102,19 @@ def wait_for_ranks() -> None:
     logging.getLogger(multiprocessing_api.__name__).addFilter(is_not_reported)
     PContext.start = start  # type: ignore[method-assign, assignment]
     PContext.wait = wait  # type: ignore[method-assign, assignment]
+
+
+def _advice(arguments: Sequence[str]) -> str:
+    """Returns how the command of the ranks continues from its newest checkpoint; empty without one."""
+    with suppress(Exception):  # any: the loss of a rank is reported, whatever the config is
+        given = [each for each in arguments[arguments.index("--config") :] if each[:1] != "~"]
+        cfg = _merge_yaml_and_cli_args(*TuneRecipeArgumentParser().parse_known_args(given))
+        saved = [each for each in Path(cfg.output_dir).iterdir() if _SAVED.fullmatch(each.name)]
+        newest = max(saved, key=lambda path: int(path.name.removeprefix("step_"))).name
+        if cfg.get("resume_from_checkpoint"):
+            return f"; the same command continues from {newest}"
+        return f"; set resume_from_checkpoint=True to continue from {newest}"
+    return ""
 
 
 def _exit_codes(failures: Mapping[int, ProcessFailure]) -> set[int]:

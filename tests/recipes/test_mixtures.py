@@ -66,7 +66,7 @@ def test_weights_by_length_and_epochs_of_any_length(tiny_config, caplog):
     rows = [message.split() for message in caplog.messages]
     assert ["small", "7", "29.2%", "4.00", "4.00"] in rows
     assert (
-        "dataset: a mixture has no short last update step; its epoch ends at 12 of 100 / 8"
+        "dataset: an epoch of the mixture is 12 whole update steps; 4 of 100 samples are left for the next one"
         in caplog.text
     )
 

@@ -43,7 +43,7 @@ def test_the_plan_is_packed_where_that_is_exact_and_padded_otherwise(tiny_config
     text = f"microbatching=packed: {module} mixes the documents of a row; set microbatching=least_padding"
     assert text in refusal({**config, "microbatching": "packed"})
     config["model"]["path"] = "/not/there"
-    text = "microbatching: the model chooses it, which cannot be built: model.path=/not/there: no config.json"
+    text = "model.path=/not/there: no config.json"
     assert text in refusal({**config, "max_tokens_per_microbatch": 64})
 
 

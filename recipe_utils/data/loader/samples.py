@@ -5,6 +5,7 @@ return it; a sample of a packed dataset also has ``input_pos`` and ``seq_lens``.
 """
 
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -131,14 +132,8 @@ class CheckedDataset(Dataset[Sample]):
             set_random_state(state)
 
     def _get(self, at: StepIndex) -> Sample:
-        index, added = at.item, {}
-        place = f"{index} of {self.name}"
-        if self.mixture is not None:
-            which = self.mixture.dataset_of(index)
-            local = index - self.mixture.starts[which]
-            place = f"{local} of {self.name}.{self.mixture.names[which]}"
-            added = {"dataset_index": which}
-        name = f"sample {place}"
+        index = at.item
+        name = self.name_of(index)
         try:
             sample = self.dataset[at if self._takes_step_index else index]
         except SampleError as error:  # from a dataset that checks its files
@@ -147,7 +142,17 @@ class CheckedDataset(Dataset[Sample]):
             text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
             raise SampleError(text) from error
         prepared = self.prepare(sample, name)
-        return {**prepared, **added} if added else prepared
+        if self.mixture is None:
+            return prepared
+        return {**prepared, "dataset_index": self.mixture.dataset_of(index)}
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a sample, such as ``sample 17 of dataset``."""
+        if self.mixture is None:
+            return f"sample {index} of {self.name}"
+        which = self.mixture.dataset_of(index)
+        local = index - self.mixture.starts[which]
+        return f"sample {local} of {self.name}.{self.mixture.names[which]}"
 
     def _row(self, index: int) -> str:
         """Returns the row that torchtune's datasets make a sample of, shortened; empty for others."""
@@ -229,6 +234,10 @@ def _instantiate(cfg: DictConfig, *given: Any) -> Any:
     try:
         dataset = config.instantiate(cfg, *given)
     except Exception as error:
+        if isinstance(error, OSError):
+            missing = str(error.filename)
+            for name in (str(key) for key, value in cfg.items() if str(value) == missing):
+                raise ValueError(f"{name}={missing}: {os.strerror(error.errno or 0)}") from None
         is_of_datasets = type(error).__module__.partition(".")[0] == "datasets"
         if not is_of_datasets and not isinstance(error, StopIteration):
             raise

@@ -1,6 +1,7 @@
 """Checks and logs a dataset before training."""
 
 import hashlib
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ _log = get_logger("INFO")
 
 _NUM_REMARKED = 100
 """Maximum number of samples that are read for remarks."""
+_PLACE = re.compile(r"^sample \d+ of [^:]*: (line \d+ of [^:]*: )?(turn \d+ \(\w+\): )?")
 _MAX_SECONDS = 10.0
 """Time after which no further sample is read for remarks."""
 _NUM_MEASURED = 1000
@@ -95,7 +97,7 @@ def probe(
                     stops = True  # raised again when its update step is prepared
                     first_error = first_error or error
                 elif is_planned and index in remarked:
-                    remarks[f"skipped ({problem.rpartition(': ')[2]})"] += 1
+                    remarks[f"skipped ({_PLACE.sub('', problem)})"] += 1
                 continue
             if is_planned and index in hashed:
                 num_good_of_hashed += 1
@@ -235,10 +237,15 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
     if loader.mixture_order is not None:
         for line in loader.mixture_order.log_lines():
             _log.info(line)
+        schedules = loader.dataset.mixture.schedules or ()  # type: ignore[union-attr]
+        for index, last in enumerate(map(max, schedules)):
+            if last >= epochs * per_epoch:
+                text = f"the training has only {epochs * per_epoch} update steps"
+                _log.warning(f"{name}.{index}.weight from update step {last} on: {text}")
         if num_left_over and settings.max_steps_per_epoch is None:
             _log.info(
-                f"{name}: a mixture has no short last update step; its epoch ends at "
-                f"{loader.steps_per_epoch} of {loader.samples_per_epoch} / {size}"
+                f"{name}: an epoch of the mixture is {loader.steps_per_epoch} whole update steps; {num_left_over} of "
+                f"{loader.samples_per_epoch} samples are left for the next one"
             )
     elif settings.last_update_step == "drop" and num_left_over:
         _log.warning(

@@ -1,6 +1,8 @@
 """Builds a decoder from a local folder of transformers."""
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torchtune.utils import get_logger, log_rank_zero
+from torchtune.utils import get_logger
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -89,8 +91,9 @@ causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-de
 
 @cache
 def log_once(text: str) -> None:
-    """Logs a line on rank 0, once in a process."""
-    log_rank_zero(get_logger("INFO"), text)
+    """Logs a line on rank 0, also before process groups exist, once in a process."""
+    if os.environ.get("RANK", "0") == "0":
+        get_logger("INFO").info(text)
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -118,7 +121,12 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def config_of(path: str) -> Any:
     """Returns the config of a folder. Raises ValueError if it is of no causal language model."""
     if not Path(path, "config.json").is_file():
-        raise ValueError(f"model.path={path}: no config.json; set it to a folder of transformers")
+        hint = "set it to a folder of transformers"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            hint += (
+                f", such as that of `tune download {path} --output-dir /models/{Path(path).name}`"
+            )
+        raise ValueError(f"model.path={path}: no config.json; {hint}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(

@@ -172,8 +172,8 @@ class Decoder(nn.Module):
             refused["trees"] = f"{name} does not compute trees as it computes their sequences"
         if not proof.spans_ranks:
             refused["over ranks"] = (
-                f"{name} mixes tokens elsewhere than in causal attention within documents, or "
-                "was not proved to compute parts of rows; leave it out"
+                f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "
+                "compute parts of its rows; leave it out"
             )
         return refused
 

@@ -122,11 +122,23 @@ def change_weights(folder, change):
         (lambda w: w.update({"lm_head.weight": w["lm_head.weight"] + 1}), "lm_head.weight and model.embed_tokens.weight differ"),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_named(change, text, tiny_config, tmp_path):
+def test_weights_that_do_not_fit_are_named(change, text, tiny_config, tmp_path, capfd):
     config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
     if "lm_head" in text:
         change_config(tmp_path / "in", tie_word_embeddings=True)
     change_weights(tmp_path / "in", change)
+    capfd.readouterr()
+    assert text in refusal(config)
+    assert "can be ignored" not in capfd.readouterr().err  # of transformers, about missing keys
+
+
+def test_weights_that_are_not_there_yet_are_described(tiny_config, tmp_path):
+    config = tiny_config(**save_tiny(tmp_path / "in", "qwen3"))
+    weights = tmp_path / "in" / "model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert f"it is a pointer of Git LFS; run `git lfs pull` in {tmp_path}/in" in refusal(config)
+    weights.rename(tmp_path / "in" / "pytorch_model.bin")
+    text = "no *.safetensors; convert pytorch_model.bin: from_pretrained(...).save_pretrained(...)"
     assert text in refusal(config)
 
 

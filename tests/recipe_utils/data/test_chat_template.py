@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from recipe_runs import run_recipe, slow, tiny_config
+from omegaconf import OmegaConf
+from recipe_runs import SFT, run_recipe, slow, tiny_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from torchtune.data import Message
@@ -22,6 +23,7 @@ from torchtune.datasets import (
     text_completion_dataset,
 )
 
+from recipe_utils.data.__main__ import report
 from recipe_utils.data.chat_template import (
     _in_openai_format,
     conversation_dataset,
@@ -310,6 +312,30 @@ def test_turns_may_be_masked_and_inputs_trained(chatml):
     assert len(tokens) > 50
 
 
+def test_a_report_marks_the_targets_of_conversations_and_builds_no_model(chatml, write, tmp_path):
+    rows = [TWO, [*TWO[:3], {**TWO[3], "weight": 0}], [say("user", "No.")], [say("robot", "2")]]
+    path, folder = write(*({"messages": row} for row in rows)), str(chatml._path)
+    cfg = OmegaConf.create(tiny_config(
+        tmp_path, shuffle=False, device="cuda",
+        model={"_component_": "recipe_utils.model.transformers.causal_lm", "path": "/nowhere"},
+        tokenizer={"_component_": f"{MODULE}.folder_tokenizer", "path": folder},
+        dataset={"_component_": f"{MODULE}.conversation_dataset", "path": path},
+    ))  # fmt: skip
+    out = "\n".join(report(SFT, cfg, 4))
+    for last in ("⟦6, I think.<|im_end|>⟧", "6, I think.<|im_end|>"):
+        assert (
+            "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦It is 4.<|im_end|>⟧\n"
+            f"<|im_start|>user\n3 + 3?<|im_end|>\n<|im_start|>assistant\n{last}\n" in out
+        )
+    assert "1 of 4 samples read: no target (dataset)\n" in out
+    bad = r"bad, which ends the training; the first: sample 3 of dataset: line 4 of .*role='robot'"
+    assert re.search(f"1 of 4 samples read: {bad}", out)
+    cfg.on_bad_sample, cfg.tokenizer.max_seq_len = "skip", 9
+    out = "\n".join(report(SFT, cfg, 0))
+    assert "1 of 4 samples read: skipped; the first: sample 3 of dataset: line 4" in out
+    assert "2 of 4 samples read: tokenizer.max_seq_len=9 tokens, probably truncated" in out
+
+
 def test_the_start_does_not_depend_on_what_an_answer_begins_with(tmp_path):
     """The prompt opens a thought that no answer has; the answer begins with a part of its text."""
     chat = [TWO[0], say("assistant", "[the 4]")]
@@ -451,6 +477,8 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
     tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinking": True})
     with pytest.raises(ValueError, match=r"^tokenizer\.template_variables\.enable_thinkin: "):
         tokenizer_of(tmp_path / "thinks", thinks, template_variables={"enable_thinkin": True})
+    with pytest.raises(ValueError, match=r"template_variables\.tokenize: it is no variable"):
+        tokenizer_of(tmp_path / "thinks", thinks, template_variables={"tokenize": True})
     with pytest.raises(ValueError, match="set tokenizer to a folder_tokenizer"):
         conversation_dataset(object(), write())
     Path(write()).write_text('\n{"messages": 3}\n{"mess')
@@ -459,6 +487,27 @@ def test_a_folder_that_does_not_do_is_refused(tmp_path, write):
         for index, line in enumerate((2, 3)):
             with pytest.raises(SampleError, match=f"^line {line} of .*: "):
                 dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("<|im_start|>assistant\n", None),
+        (
+            "<|im_start|>assistant\n<think></think>",
+            "prompts end with '<think></think>', which this",
+        ),
+        ("", "no generation prompt, so an answer's header is a target"),
+    ],
+)
+def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
+    prompt, text, tmp_path, caplog
+):
+    template = CHATML.replace("<|im_start|>assistant\n", prompt)
+    tokenizer = tokenizer_of(tmp_path / "chat", template)
+    for _ in range(2):
+        tokenizer({"messages": TWO[:2]})
+    assert [text in line for line in caplog.messages] == [True] * (text is not None)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,10 @@ def test_weights_of_tokens_are_divided_by_mean_target_tokens_once(one_process):
 
 
 def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
-    log_start(make_loader(weights=("0.5", "0.49", "0.01"), max_steps_per_epoch=5), epochs=2)
+    loader = make_loader(weights=({0: 0.5, 9: 0.5, 10: 0.5}, "0.49", "0.01"), max_steps_per_epoch=5)
+    log_start(loader, epochs=2)
+    text = "dataset.0.weight from update step 10 on: the training has only 10 update steps"
+    assert text in caplog.messages
     rows = [line.split() for line in caplog.messages]
     assert ["chat", "40", "50.0%", "0.75", "1.50"] in rows
     assert ["code", "7", "49.2%", "4.21", "8.43"] in rows

@@ -27,7 +27,7 @@ def test_the_summary_after_a_resume_is_of_both_parts_and_counts_skipped_samples(
     last = replace(first, global_step=93, num_tokens_seen=5096, num_samples_skipped=3)
     assert summary_of_training(first, last, 61.0) == (
         "57 update steps, 4,096 target tokens in 01:01 (67 tokens/s); 93 and 5,096 in all, before the "
-        "resume included; 3 samples were skipped"
+        "resume included; skipped samples: 3"
     )
 
 

@@ -119,7 +119,7 @@ def test_all_wrong_values_are_in_one_error():
         ({"extra": []}, "extra=[]: it is empty"),
         (
             {"extra": [{**BREAD, "dough": "rye"}, {"minutes": 3}]},
-            "extra[1]={'minutes': 3}: it must be a component",
+            "extra.1={'minutes': 3}: it must be a component",
         ),
         ({"guests": "${gone}"}, "guests: Interpolation key 'gone' not found"),
     ],

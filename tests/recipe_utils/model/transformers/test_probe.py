@@ -131,9 +131,9 @@ def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
     ("model_type", "problem"),
     [
         ("qwen3", None),
-        ("lfm2", "Lfm2ForCausalLM mixes tokens elsewhere than in causal attention"),
-        slow("llama4_text", "Llama4ForCausalLM mixes tokens"),  # chunks
-        slow("gpt_oss", "GptOssForCausalLM mixes tokens"),  # sinks
+        ("lfm2", "Lfm2ForCausalLM has windows, or mixes tokens"),
+        slow("llama4_text", "Llama4ForCausalLM has windows, or mixes tokens"),  # chunks
+        slow("gpt_oss", "GptOssForCausalLM has windows, or mixes tokens"),  # sinks
         slow("gemma3_text", None),  # windows
         slow("deepseek_v3", None),  # keys are wider than values
         slow("smollm3", None),
