@@ -18,7 +18,7 @@ from recipe_runs import DPO, recipe_class, slow
 
 from recipe_utils.data.loader.loader import UpdateStep
 from recipe_utils.data.pairs.collator import PairCollator
-from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.documents import Documents, length_of
 from recipe_utils.loss import preference
 from recipe_utils.model.frozen import model as frozen_model
 
@@ -76,6 +76,8 @@ ROWS = [
     *(Row("one", name, objective="ipo") for name in ("qwen3", "gpt_oss", "llama4_text", "gemma2")),
     *(Row("one", name, objective="ipo", changes=APART) for name in ("qwen3_moe", "gemma3_text")),
     Row("one", "cohere2", *PADDED, None, "ipo"),
+    Row("one", "lfm2", objective="ipo"),
+    Row("fsdp-2", "qwen3", objective="ipo", changes=spanning(2, 28)),
     *(Row("fsdp-2", name, objective="ipo", changes=RECOMPUTED) for name in ("gemma3_text", "gpt_oss")),
     Row("pp-2", "gemma3_text", objective="ipo"),
 ]  # fmt: skip
@@ -95,7 +97,7 @@ def rejected_sees_chosen(patches):
 
     def one_document(_, args, kwargs):
         rows = kwargs["document_lengths"]
-        plain = [[sum(d) if isinstance(d, tuple) else d for d in row] for row in rows]
+        plain = [list(map(length_of, row)) for row in rows]
         return args, {**kwargs, "document_lengths": Documents(plain)}
 
     def attend_to_both(decoder, *args):

@@ -138,7 +138,7 @@ def scale_of_one_rank(patches):
 
 def documents_seen_by_each_other(patches):
     def of_row(q, k, v, _, dropout_p):
-        return document_mask._attend_causally(q, k, v, dropout_p)
+        return document_mask._attend(q, k, v, dropout_p)
 
     patches.setattr(document_mask, "_attend_by_document", of_row)
 

@@ -24,6 +24,9 @@ from tiny_transformers import save_tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from recipe_utils.data.text.documents import chains as chains_of
+from recipe_utils.data.text.documents import length_of
+from recipe_utils.model.attention import chains
 from recipe_utils.model.transformers import decoder, documents, probe
 
 PACKED = {"microbatching": "packed", "batch_size": 4, "max_tokens_per_microbatch": 64}
@@ -138,18 +141,27 @@ def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monke
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_model_that_runs_by_document_shares_no_prefix(tiny_dpo_config, tmp_path):
-    keys = save_tiny(tmp_path, "lfm2")
+def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_path):
+    keys = save_tiny(tmp_path, "bloom")
     config = tiny_dpo_config(**keys, ref_checkpointer=keys["checkpointer"], microbatching="packed")
     text = refusal(config, DPO)
-    assert "prefix_sharing=True: not with Lfm2ForCausalLM: Lfm2ShortConv" in text
+    assert "prefix_sharing=True: BloomForCausalLM does not compute trees" in text
     assert text.strip().endswith("set prefix_sharing=False")
 
 
-@pytest.mark.parametrize(("model_type", "shares"), [("bloom", False), slow("gpt2", True)])
-def test_sharing_is_proved(model_type, shares):
-    """Bloom's biases are of places in a row, which the rejected answer's are not."""
-    assert probe.prove(tiny_config_of(model_type), "sdpa").shares_prefixes is shares
+@pytest.mark.parametrize(
+    ("model_type", "computes_trees"),
+    [
+        ("bloom", False),
+        ("lfm2", True),
+        *(slow(name, True) for name in ("gpt2", "mamba2", "falcon_h1", "qwen3_next", "granite")),
+        *(slow(name, True) for name in ("olmo3", "deepseek_v3")),
+        slow("mpt", False),
+    ],
+)
+def test_trees_are_proved(model_type, computes_trees):
+    """Biases of Bloom and MPT are of places in a row, which a branch's are not."""
+    assert probe.prove(tiny_config_of(model_type), "sdpa").computes_trees is computes_trees
 
 
 def windows_of_places_in_the_row(patches):
@@ -160,30 +172,51 @@ def one_mask_for_all_layers(patches):
     patches.setattr(documents, "and_masks", lambda of_documents, _: of_documents)
 
 
-def rejected_sees_chosen(patches):
-    sees = documents.sees
+def ancestors_beyond_the_window(patches):
+    mask_of = documents.mask_of_chain
 
-    def sees_whole_pairs(rows):
-        plain = [[sum(d) if isinstance(d, tuple) else d for d in row] for row in rows]
-        return sees(documents.Documents(plain))
+    def mask_of_chain(q, k, window):
+        return mask_of(q, k, window if q.size(2) == k.size(2) else None)
 
-    patches.setattr(documents, "sees", sees_whole_pairs)
+    patches.setattr(documents, "mask_of_chain", mask_of_chain)
+
+
+def siblings_that_see_each_other(patches):
+    of_chains = documents.chains
+
+    def one_chain_for_each_tree(row):
+        return of_chains(list(map(length_of, row)))
+
+    patches.setattr(documents, "chains", one_chain_for_each_tree)
+    patches.setattr(chains, "chains", one_chain_for_each_tree)
+
+
+def ancestors_but_the_nearest(patches):
+    def without_the_nearest(row):
+        for chain in chains_of(row):
+            yield chain._replace(ancestors=chain.ancestors[:-1])
+
+    patches.setattr(documents, "chains", without_the_nearest)
+    patches.setattr(chains, "chains", without_the_nearest)
 
 
 @pytest.mark.parametrize(
     ("mutate", "model_type"),
     [
-        (windows_of_places_in_the_row, "gemma3_text"),
-        (one_mask_for_all_layers, "gemma3_text"),
-        (rejected_sees_chosen, "qwen3"),
-        slow(windows_of_places_in_the_row, "gpt_oss"),
+        (ancestors_beyond_the_window, "gemma3_text"),
+        (siblings_that_see_each_other, "qwen3"),
+        (ancestors_but_the_nearest, "qwen3"),
+        (siblings_that_see_each_other, "lfm2"),
+        slow(ancestors_but_the_nearest, "gemma3_text"),
+        slow(ancestors_but_the_nearest, "mamba2"),
+        slow(siblings_that_see_each_other, "gpt_oss"),
         slow(windows_of_places_in_the_row, "llama4_text"),
         slow(one_mask_for_all_layers, "llama4_text"),
     ],
 )
 def test_a_wrong_mask_is_not_proved(mutate, model_type, monkeypatch):
     mutate(monkeypatch)
-    assert not probe.prove(tiny_config_of(model_type), "sdpa").shares_prefixes
+    assert not probe.prove(tiny_config_of(model_type), "sdpa").computes_trees
 
 
 def test_a_teacher_with_other_tokens_is_refused(tiny_kd_config, tmp_path):

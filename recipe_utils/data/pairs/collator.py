@@ -27,6 +27,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import Piece, cut_part, packed, padded, piece_of
 from recipe_utils.data.text.collator import FrozenCache, RowCollator, check_sample
+from recipe_utils.data.text.documents import tree
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.keys import STRICT
 from recipe_utils.settings.problems import Problem
@@ -108,7 +109,10 @@ class PairCollator(RowCollator):
         limits: ModelLimits,
         cache: FrozenCache | None = None,
     ) -> None:
-        super().__init__(settings, tokenizer, limits, cache, 2, settings.shares_prefixes)
+        trees = ("prefix_sharing=True", "set prefix_sharing=False")
+        super().__init__(
+            settings, tokenizer, limits, cache, 2, trees if settings.shares_prefixes else None
+        )
         self.layout = "packed" if settings.is_packed else "padded"
         """Layout of rows; the rounding of log-probabilities depends on it."""
         if settings.shares_prefixes:
@@ -147,7 +151,7 @@ class PairCollator(RowCollator):
         num_shared = num_shared_tokens(pair)
         if num_shared is None:
             raise SkippedSampleError(f"{name}: its sides are equal")
-        pair["num_shared"] = num_shared if self._shares_prefixes else 0
+        pair["num_shared"] = num_shared if self._trees else 0
         return pair
 
     def length(self, sample: Sample) -> int:
@@ -167,7 +171,7 @@ class PairCollator(RowCollator):
     def make(
         self, samples: Sequence[Sample], part: Part = WHOLE, token: Sample | None = None
     ) -> Microbatch:
-        """Makes a row of three segments for each pair, or two padded rows, chosen before rejected.
+        """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
 
         ``token`` is one more document.
         """
@@ -205,7 +209,7 @@ def _segments_of(chosen: Sample, rejected: Sample, num_shared: int) -> tuple[Ten
 
 def _piece_of(segments: Sequence[Tensor]) -> Piece:
     shared, chosen, rejected = (segment.size(1) for segment in segments)
-    lengths = [(shared, chosen, rejected)] if shared else [chosen, rejected]
+    lengths = [tree(shared, chosen, rejected)] if shared else [chosen, rejected]
     return Piece(torch.cat(list(segments), dim=1), lengths)
 
 

@@ -47,7 +47,7 @@ class RowCollator(Collator):
         limits: limits of the model.
         cache: cached outputs of a frozen model, added to microbatches.
         sequences: rows of a sample if padded; the plan counts them as one.
-        shares_prefixes: True if packed rows have documents of several segments.
+        trees: if packed rows have trees, the ``key=value`` that makes them and what to set instead.
 
     Raises:
         ConfigError: the model does not support ``microbatching: packed``.
@@ -63,11 +63,11 @@ class RowCollator(Collator):
         limits: ModelLimits,
         cache: FrozenCache | None,
         sequences: int = 1,
-        shares_prefixes: bool = False,
+        trees: tuple[str, str] | None = None,
     ) -> None:
         self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
-        self._sequences, self._shares_prefixes = sequences, shares_prefixes
+        self._sequences, self._trees = sequences, trees
         if (self.max_seq_len or 0) > limits.max_seq_len:
             text = (
                 f"longer samples than {limits.limits_length} max_seq_len={limits.max_seq_len} fail"
@@ -88,7 +88,7 @@ class RowCollator(Collator):
             bound = num_rows * settings.batch_size * self.max_seq_len
         self.row_multiple: int | None = None
         if settings.is_packed:
-            rows = self._shares_prefixes, settings.max_ranks_per_row
+            rows = self._trees, settings.max_ranks_per_row
             self.row_multiple = limits.multiple_of_packed_rows(bound, *rows)
         self.plan = settings.make_plan(bound, limits.cost, 1 if settings.is_packed else num_rows)
 

@@ -1,23 +1,38 @@
 """Document boundaries of packed rows, as numbers on the host and as tensors on the device.
 
-Shapes: b rows, s positions per row, p segments in all rows. A segment is a plain document, or one
-of the three parts of a prefix-shared pair.
+Shapes: b rows, s positions per row, p segments in all rows.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-Document: TypeAlias = int | tuple[int, int, int]
-"""Tokens of a document, or of the parts of a prefix-shared pair: the shared prefix and two answers,
-which do not attend to each other."""
+Tree: TypeAlias = tuple[tuple[int, int], ...]
+"""Segments of a tree in depth-first order: tokens of each, and tokens of it and all its descendants."""
+
+Document: TypeAlias = int | Tree
+"""Tokens of a document, or a tree of segments. A token attends to the earlier ones of its segment and
+to all of the segment's ancestors, and continues their positions."""
 
 DocumentLengths: TypeAlias = Sequence[Sequence[Document]]
-"""Tokens of each document, for each row; rows of one microbatch have the same number of positions."""
+"""Documents of each row; rows of one microbatch have the same number of positions."""
+
+
+class Chain(NamedTuple):
+    """Segments of which each is the parent of the next: consecutive positions of a row."""
+
+    start: int
+    stop: int
+    ancestors: tuple[tuple[int, int], ...]
+    """Ranges of earlier positions that all of its positions attend to."""
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Returns the positions of one sequence: those of the ancestors, then the chain's."""
+        return [*self.ancestors, (self.start, self.stop)]
 
 
 class Documents(Sequence[Sequence[Document]]):
@@ -30,52 +45,46 @@ class Documents(Sequence[Sequence[Document]]):
     lengths: DocumentLengths
     boundaries: Tensor
     """[p + 1], int32: start of each segment in the flattened [b * s] positions, and end of the
-    last. No segment is empty, which FlashAttention's backward does not support. Without
-    prefix-shared pairs these are cumulative sequence lengths."""
-    segments: Tensor | None
-    """[2, p], int32: document and branch of each segment; branch 0 is a shared prefix or a plain
-    document, 1 and 2 are answers. None without prefix-shared pairs."""
+    last. No segment is empty, which FlashAttention's backward does not support. Without trees
+    these are cumulative sequence lengths."""
+    ends: Tensor | None
+    """[p], int32: end in its row of each segment's last descendant; None without trees."""
     longest: int
-    """Tokens of the longest document, including both answers of a pair."""
+    """Tokens of the longest document, all segments of a tree included."""
     num_ranks: int
     """Ranks that compute the row together, each a part of the positions; documents are the whole row's."""
 
     def __init__(self, lengths: DocumentLengths, num_ranks: int = 1) -> None:
         self.lengths = lengths
         self.num_ranks = num_ranks
-        self.longest = max(sum(segment_lengths([each])) for row in lengths for each in row)
-        documents = [
-            segments
-            for row in lengths
-            for document in row
-            for segments in _without_empty_segments(document)
-        ]
-        sizes = list(chain.from_iterable(documents))
+        self.longest = max(length_of(each) for row in lengths for each in row)
+        segments = [each for row in lengths for each in spans(row)]
+        sizes = [stop - start for start, stop, _ in segments]
         self.boundaries = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-        self.segments = None
-        if len(sizes) > len(documents):
-            pairs = [(i, branch) for i, part in enumerate(documents) for branch in range(len(part))]
-            self.segments = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
+        self.ends = None
+        if any(end > stop for _, stop, end in segments):
+            self.ends = torch.tensor([end for *_, end in segments], dtype=torch.int32)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Returns rows b and positions s."""
-        return len(self.lengths), sum(segment_lengths(self.lengths[0]))
+        return len(self.lengths), sum(map(length_of, self.lengths[0]))
 
-    def of_positions(self) -> tuple[Tensor, Tensor | None]:
-        """Returns document and branch of each position, both [b, s] int32 on the device of the tensors.
+    def last_queries(self) -> Tensor:
+        """Returns for each position the end in its row of those that attend to it, [b, s] int32.
 
-        Documents are numbered over all rows. Branches are None without prefix-shared pairs. There
-        is no device synchronization.
+        A query q attends to a key k if ``k <= q < end[k]``. On the device of the tensors, without a
+        synchronization.
         """
+        num_rows, row_length = self.shape
         positions = torch.arange(
-            self.shape[0] * self.shape[1], dtype=torch.int32, device=self.boundaries.device
+            num_rows * row_length, dtype=torch.int32, device=self.boundaries.device
         )
         segments = torch.searchsorted(self.boundaries[1:], positions, right=True, out_int32=True)
-        if self.segments is None:
-            return segments.view(self.shape), None
-        documents, branches = self.segments.index_select(1, segments)
-        return documents.view(self.shape), branches.view(self.shape)
+        if self.ends is not None:
+            return self.ends[segments].view(self.shape)
+        ends = self.boundaries[1:][segments].view(self.shape)
+        return ends - positions[::row_length, None]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -92,32 +101,61 @@ class Documents(Sequence[Sequence[Document]]):
         return f"Documents({self.lengths})"
 
 
-def segment_lengths(row: Sequence[Document]) -> list[int]:
-    """Returns the tokens of each segment of a row."""
-    parts = (document if isinstance(document, tuple) else (document,) for document in row)
-    return list(chain.from_iterable(parts))
+def tree(first: int, *children: Document) -> Tree:
+    """Returns a segment with its children, numbers or trees."""
+    below = [segment for child in children for segment in segments_of(child)]
+    return ((first, first + sum(length for length, _ in below)), *below)
 
 
-def _without_empty_segments(document: Document) -> Iterator[tuple[int, ...]]:
-    """Yields equivalent documents of one or three segments, none of them empty."""
-    prefix, *answers = document if isinstance(document, tuple) else (document,)
-    if prefix and all(answers):
-        yield (prefix, *answers)
-    elif prefix:  # and at most one answer
-        yield (prefix + sum(answers),)
-    else:
-        yield from ((answer,) for answer in answers if answer)
+def segments_of(document: Document) -> Tree:
+    """Returns the segments of a document."""
+    return ((document, document),) if isinstance(document, int) else document
+
+
+def length_of(document: Document) -> int:
+    """Returns the positions of a document."""
+    return sum(length for length, _ in segments_of(document))
+
+
+def spans(row: Sequence[Document]) -> Iterator[tuple[int, int, int]]:
+    """Yields start and end of each segment that is not empty, and the end of its last descendant."""
+    start = 0
+    for document in row:
+        for length, reach in segments_of(document):
+            if length:
+                yield start, start + length, start + reach
+            start += length
+
+
+def chains(row: Sequence[Document]) -> Iterator[Chain]:
+    """Yields the chains of a row, one for each leaf; a plain document is one without ancestors."""
+    path: list[tuple[int, int, int]] = []  # segments down to the current one
+    begins_chain = True
+    for segment in spans(row):
+        start, stop, end = segment
+        if begins_chain:
+            while path and path[-1][2] <= start:
+                path.pop()
+            first, ancestors = start, list[tuple[int, int]]()
+            for low, high, _ in path:
+                if ancestors and ancestors[-1][1] == low:
+                    low = ancestors.pop()[0]
+                ancestors.append((low, high))
+        path.append(segment)
+        begins_chain = end == stop
+        if begins_chain:
+            yield Chain(first, stop, tuple(ancestors))
 
 
 def _flatten(documents: Documents) -> tuple[list[Any], tuple[DocumentLengths, int, int]]:
     numbers = documents.lengths, documents.longest, documents.num_ranks
-    return [documents.boundaries, documents.segments], numbers
+    return [documents.boundaries, documents.ends], numbers
 
 
 def _unflatten(tensors: Any, numbers: tuple[DocumentLengths, int, int]) -> Documents:
     documents = Documents.__new__(Documents)
     documents.lengths, documents.longest, documents.num_ranks = numbers
-    documents.boundaries, documents.segments = tensors
+    documents.boundaries, documents.ends = tensors
     return documents
 
 

@@ -15,8 +15,8 @@ from recipe_utils.settings.problems import ConfigError, Problem
 _log = get_logger("INFO")
 
 Kernel = Literal["varlen", "flex", "by_document", "dense"]
-Layout = Literal["packed", "shared", "over ranks", "shared over ranks"]
-"""Packed rows, with prefix-shared pairs (``shared``), computed by several ranks."""
+Layout = Literal["packed", "trees", "over ranks"]
+"""Packed rows, with trees, computed by several ranks."""
 
 _NUM_FLEX_LENGTHS = 4
 """Lengths of packed rows for flex attention, which compiles for each. More lengths cost
@@ -30,8 +30,8 @@ class PackedAttention:
     kernel: Kernel = "by_document"
     why: str = ""
     """Reason for the kernel, for the log."""
-    kernel_of_pairs: Kernel | None = None
-    """Kernel of rows with prefix-shared pairs; None for the same."""
+    kernel_of_trees: Kernel | None = None
+    """Kernel of rows with trees; None for the same."""
     refused: Mapping[Layout, str] = field(default_factory=dict)
     """Reasons against layouts that are not computed, and keys to set instead."""
     other_attention: str | None = None
@@ -47,26 +47,26 @@ class PackedAttention:
         """Returns the reason against the first of ``layouts`` that is refused; None if none is."""
         return next((self.refused[each] for each in layouts if each in self.refused), None)
 
-    def num_row_lengths(self, shares_prefixes: bool = False) -> int | None:
+    def num_row_lengths(self, has_trees: bool = False) -> int | None:
         """Returns the number of lengths that packed rows may have; None for any."""
         if self.runs_by_document or self.num_compiled_lengths is not None:
             return None if self.runs_by_document else self.num_compiled_lengths
-        kernel = self.kernel_of_pairs if shares_prefixes else None
+        kernel = self.kernel_of_trees if has_trees else None
         return _NUM_FLEX_LENGTHS if (kernel or self.kernel) == "flex" else None
 
-    def refusals(self, shares_prefixes: bool, num_ranks: int) -> Iterator[Problem | str]:
-        """Yields reasons against packed rows with ``shares_prefixes``, over ``num_ranks`` each."""
-        of_pairs: tuple[Layout, ...] = ("shared",) if shares_prefixes else ()
+    def refusals(self, trees: tuple[str, str] | None, num_ranks: int) -> Iterator[Problem | str]:
+        """Yields reasons against packed rows over ``num_ranks`` each, with ``trees``."""
         if self.other_attention is not None:
             text = f"the model's {self.other_attention} cannot keep the documents of a row apart"
             text += "; set microbatching=least_padding"
             yield Problem("microbatching", text, "packed")
-        elif reason := self.reason_against(*of_pairs, "packed"):
+        elif reason := self.refused.get("packed"):
             yield reason
+        elif trees and (reason := self.refused.get("trees")):
+            yield f"{trees[0]}: {reason}; {trees[1]}"
         if num_ranks == 1:
             return
-        of_pairs = ("shared over ranks",) if shares_prefixes else ()
-        if reason := self.reason_against("over ranks", *of_pairs):
+        if reason := self.refused.get("over ranks"):
             yield f"max_ranks_per_row={num_ranks}: {reason}"
         for key, num_heads in self.num_heads:
             if num_heads % num_ranks:
@@ -78,11 +78,11 @@ class PackedAttention:
         """Returns the kernel of a microbatch; logs it once on an accelerator. Raises ConfigError if it is refused."""
         kernel, why = self.kernel, self.why
         layouts: tuple[Layout, ...] = ("packed",)
-        if documents.segments is not None:
-            layouts = ("packed", "shared")
-            if self.kernel_of_pairs is not None:
-                why = f"pairs share prefixes, and {kernel} has no mask that hides one answer from the other"
-                kernel = self.kernel_of_pairs
+        if documents.ends is not None:
+            layouts = ("packed", "trees")
+            if self.kernel_of_trees is not None:
+                why = f"rows contain trees, and {kernel} has no mask for them"
+                kernel = self.kernel_of_trees
         if reason := self.reason_against(*layouts):
             raise ConfigError(reason)
         if documents.boundaries.device.type != "cpu":
@@ -128,14 +128,17 @@ class ModelLimits(NamedTuple):
         return (max_tokens or 0) + most_samples * self.max_seq_len + (self.row_multiple or 0)
 
     def multiple_of_packed_rows(
-        self, row_length: int | None, shares_prefixes: bool = False, max_ranks_per_row: int = 1
+        self,
+        row_length: int | None,
+        trees: tuple[str, str] | None = None,
+        max_ranks_per_row: int = 1,
     ) -> int | None:
         """Returns the divisor of all lengths of packed rows [positions]; None for any length.
 
         Args:
             row_length: longest row with more than one sample, on each of its ranks [tokens]; None for no
                 bound.
-            shares_prefixes: True for rows of prefix-shared pairs.
+            trees: for rows with trees, the ``key=value`` that makes them and what to set instead.
             max_ranks_per_row: most ranks that compute a row together.
 
         Raises:
@@ -143,9 +146,9 @@ class ModelLimits(NamedTuple):
         """
         problems: list[Problem | str] = []
         for attention in self.attentions:
-            refusals = attention.refusals(shares_prefixes, max_ranks_per_row)
+            refusals = attention.refusals(trees, max_ranks_per_row)
             problems += [each for each in refusals if each not in problems]
-        lengths = [each.num_row_lengths(shares_prefixes) for each in self.attentions]
+        lengths = [each.num_row_lengths(trees is not None) for each in self.attentions]
         num_lengths = min((each for each in lengths if each is not None), default=None)
         if num_lengths is not None and row_length is None:
             text = (

@@ -6,6 +6,7 @@ Shapes: b rows, s positions per row, n blocks of :data:`BLOCK` positions in s.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -18,25 +19,17 @@ BLOCK = 128
 def sees(documents: Documents, window: int | None = None) -> Callable[..., Tensor]:
     """Returns flex attention's ``mask_mod``.
 
-    A query attends to keys up to its own position in its own document, of the shared prefix or of
-    its own answer. With a ``window`` [positions] only to the last ones, its own included; there are
-    no prefix-shared pairs then.
+    A query attends to keys up to its position in its segment and in that one's ancestors. With a
+    ``window`` [positions] only to the last ones of the row, its position included; without trees.
     """
-    document_of, branch_of = documents.of_positions()
+    ends = documents.last_queries()
 
-    def of_plain(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (document_of[b, k] == document_of[b, q])
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < ends[b, k])
 
-    if window is not None:
-        return lambda b, h, q, k: of_plain(b, h, q, k) & (q - k < window)
-    if branch_of is None:
-        return of_plain
-    branches = branch_of
-
-    def of_prefix_shared(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return of_plain(b, h, q, k) & ((branches[b, k] == 0) | (branches[b, k] == branches[b, q]))
-
-    return of_prefix_shared
+    if window is None:
+        return is_seen
+    return lambda b, h, q, k: is_seen(b, h, q, k) & (q - k < window)
 
 
 def dense_mask(documents: Documents) -> Tensor:
@@ -51,32 +44,22 @@ def dense_mask(documents: Documents) -> Tensor:
 def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
     """Returns a microbatch's mask on the documents' device, equal to ``create_block_mask`` of :func:`sees`.
 
-    ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions.
-    Documents increase along a row and branches within a document, so first and last position determine
-    a block: O(n^2) numbers, without a device synchronization.
+    ``create_block_mask`` computes all [s, s] pairs, several times 4.3 GB for 65536 positions. The
+    least and the greatest end of a block of keys tell which later blocks of queries see all or some of
+    it: O(n^2) numbers, without a device synchronization.
     """
     _, row_length = documents.shape
-    document_of, branch_of = documents.of_positions()
-    first, last = _at_blocks(document_of)
-    num_blocks = first.size(1)
-    index = torch.arange(num_blocks, device=first.device)
+    ends, padding = documents.last_queries(), -row_length % BLOCK
+    first, last = (
+        F.pad(ends, (0, padding), value=fill).unflatten(1, (-1, BLOCK)) for fill in (row_length, 0)
+    )
+    first, last = first.amin(2)[:, None, :], last.amax(2)[:, None, :]  # [b, 1, key block]
+    index = torch.arange(first.size(2), device=first.device)
+    begin = index[:, None] * BLOCK
     is_before = index < index[:, None]  # [query block, key block]
     is_whole = (index < row_length // BLOCK)[:, None]  # False for a partial last block
-
-    # [b, query block, key block]. An earlier block contains a query's document iff that is its last document.
-    is_seen = is_before & (first[:, :, None] == last[:, None, :])
-    is_seen_by_all = is_before & is_whole & (last[:, :, None] == first[:, None, :])
-    if branch_of is not None:
-        first_branch, last_branch = _at_blocks(branch_of)
-        # If a block's last document begins in it, its first position of that document is a shared one.
-        first_of_last = torch.where(first == last, first_branch, 0)[:, None, :]
-        of_keys = last_branch[:, None, :]
-        of_query = first_branch[:, :, None]
-        is_seen &= (first_of_last == 0) | (of_keys == of_query)
-        # Keys are all shared, or all of the one answer of all queries, with none of the other answer between them.
-        is_plain = (first_of_last == of_keys) | ((first_of_last == 0) & (of_keys == 1))
-        is_own = (of_query == last_branch[:, :, None]) & (of_query == of_keys) & is_plain
-        is_seen_by_all &= (of_keys == 0) | is_own
+    is_seen = is_before & (last > begin)  # if any query sees a key, the block's first one does
+    is_seen_by_all = is_before & is_whole & (first >= begin + BLOCK)
     if window is not None:
         distance = index[:, None] - index  # in blocks; of positions one block more or less
         is_seen &= (distance - 1) * BLOCK + 1 < window
@@ -90,14 +73,6 @@ def block_mask(documents: Documents, window: int | None = None) -> BlockMask:
         mask_mod=sees(documents, window),
         seq_lengths=(row_length, row_length),
     )
-
-
-def _at_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values [b, s] at the first and last position of each block, [b, n] each."""
-    last = values[:, BLOCK - 1 :: BLOCK]
-    if values.size(1) % BLOCK:
-        last = torch.cat([last, values[:, -1:]], dim=1)
-    return values[:, ::BLOCK], last
 
 
 def _in_order(is_block: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,12 @@
 """Attention within documents: a token of a packed row attends to preceding tokens of its own document.
 
-In a document that is a prefix-shared pair, both answers attend to the shared prefix, and not to
-each other.
+In a document that is a tree, it attends to its segment and to that one's ancestors.
 
 Shapes: b rows, s positions per row, h heads, d head width.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import MappingProxyType, MethodType
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtune.modules import MultiHeadAttention
 
-from recipe_utils.data.text.documents import Documents, segment_lengths
+from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
+from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
 from recipe_utils.model.attention.packed_attention import (
     attention_of,
     raise_recompile_limit,
@@ -54,7 +54,7 @@ def attend_within_documents(
             module._attention_call = _within_documents(module._attention_call)
             if attention.kernel == "varlen" or row_groups:
                 module.forward = MethodType(_forward(attention.kernel == "varlen"), module)
-    if "flex" in (attention.kernel, attention.kernel_of_pairs):
+    if "flex" in (attention.kernel, attention.kernel_of_trees):
         raise_recompile_limit()
 
     decoder: Any = getattr(model, "decoder", model)
@@ -206,37 +206,16 @@ def compile_flex_attention(backend: Any = "inductor") -> Callable[..., Tensor]:
 def _attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float
 ) -> Tensor:
-    """Applies attention to q, k, v [b, h, s, d], document by document."""
+    """Applies attention to q, k, v [b, h, s, d], chain by chain; a plain document is one."""
     rows = []
-    for lengths, *row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
-        # split and cat, because the backward of a slice fills a gradient of the whole row.
-        parts = zip(*(tensor.split(segment_lengths(lengths), dim=2) for tensor in row), strict=True)
-        attended = []
-        for document in lengths:
-            if isinstance(document, tuple):
-                prefix, first, second = next(parts), next(parts), next(parts)
-                attended += _attend_from_shared_prefix(prefix, first, second, dropout_p)
-            else:
-                q, k, v = next(parts)
-                attended.append(_attend_causally(q, k, v, dropout_p))
+    for row, *of_row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
+        chains = parts_of_chains(row, *of_row)
+        attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in chains]
         # Concatenated as [b, s, h, d], the layout that the caller needs next.
         rows.append(torch.cat([part.transpose(1, 2) for part in attended], dim=1))
     return torch.cat(rows).transpose(1, 2)
 
 
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
-
-
-def _attend_from_shared_prefix(
-    shared: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dropout_p: float
-) -> list[Tensor]:
-    """Applies attention to q, k, v of each part; one causal call computes the prefix and the first answer."""
-    q, k, v = (torch.cat(parts, dim=2) for parts in zip(shared, first, strict=True))
-    of_shared_and_first = _attend_causally(q, k, v, dropout_p)
-    q = second[0]
-    k, v = (torch.cat(parts, dim=2) for parts in zip(shared[1:], second[1:], strict=True))
-    sees = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device)
-    sees = sees.tril(k.size(2) - q.size(2))
-    of_second = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=dropout_p)
-    return [of_shared_and_first, of_second]
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    mask = None if q.size(2) == k.size(2) else mask_of_chain(q, k)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None)

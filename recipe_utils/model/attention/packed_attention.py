@@ -114,9 +114,7 @@ def attention_of(
 
 def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> PackedAttention:
     """Returns the capability of a decoder of transformers, with a kernel that is exact on ``device``."""
-    chosen = choose_kernel(
-        decoder.attention_needs, device, configured, shares_prefixes_by_mask=True
-    )
+    chosen = choose_kernel(decoder.attention_needs, device, configured)
     refused: dict[Layout, str] = {**chosen.refused, **decoder.refused_layouts()}
     if device.type == "cuda" and "packed" not in refused:
         error, name = decoder.error_on(device, chosen.kernel), type(decoder.model).__name__
@@ -134,22 +132,15 @@ def _exact_on(device: torch.device, decoder: Any, configured: Kernel | None) -> 
 
 
 def choose_kernel(
-    needs: AttentionNeeds,
-    device: torch.device,
-    configured: Kernel | None = None,
-    shares_prefixes_by_mask: bool = False,
+    needs: AttentionNeeds, device: torch.device, configured: Kernel | None = None
 ) -> PackedAttention:
-    """Returns the attention for what a model needs, on a device; a pure function but for Triton and capabilities.
-
-    With ``shares_prefixes_by_mask`` prefix-shared pairs need a mask, also on a CPU.
-    """
+    """Returns the attention for what a model needs, on a device; a pure function but for Triton and capabilities."""
     if not needs.can_split:
         return PackedAttention(
             "dense", "it was not proved that its attention computes documents one by one"
         )
     if device.type != "cuda":
-        of_pairs: Kernel | None = "dense" if shares_prefixes_by_mask else None
-        return PackedAttention("by_document", f"the device is {device.type}", of_pairs)
+        return PackedAttention("by_document", f"the device is {device.type}")
 
     against_varlen = _reason_against("varlen", needs, device)
     against_flex = _reason_against("flex", needs, device)
@@ -157,19 +148,17 @@ def choose_kernel(
     if configured is not None:
         kernel, why = configured, "packed_attention is set to it"
     key = f"packed_attention={configured or 'null'}: "
-    of_pairs, refused = None, dict[Layout, str | None]()
+    of_trees: Kernel | None = None
+    refused = dict[Layout, str | None]()
     if kernel == "flex":
         reason = "" if configured else f"{why}, and "
         refused["packed"] = _problem_of_flex(key + reason, against_flex)
-    elif shares_prefixes_by_mask and (against_flex or missing_for_triton()):
-        of_pairs = "dense"
-    elif shares_prefixes_by_mask or kernel == "varlen":
-        text = f"{key}pairs with prefix_sharing use flex attention, and "
-        of_pairs, refused["shared"] = "flex", _problem_of_flex(text, against_flex)
+    elif kernel == "varlen":
+        of_trees = "by_document" if against_flex or missing_for_triton() else "flex"
     if kernel == "varlen" and against_varlen is not None:
         refused["packed"] = f"{key}{against_varlen}; set packed_attention=flex, or remove the key"
     reasons = {layout: text for layout, text in refused.items() if text is not None}
-    return PackedAttention(kernel, why, of_pairs, reasons)
+    return PackedAttention(kernel, why, of_trees, reasons)
 
 
 def _reason_against(

@@ -96,9 +96,7 @@ class Decoder(nn.Module):
             has_flash=attention == "sdpa",
         )
         cpu = torch.device("cpu")
-        self.attention = choose_kernel(
-            self.attention_needs, cpu, None, shares_prefixes_by_mask=True
-        )
+        self.attention = choose_kernel(self.attention_needs, cpu)
         model.set_attn_implementation(attention_within_documents(attention, proof.splits_attention))
         self.axes = {} if proof.axes is None else proof.axes
         for module in model.modules():
@@ -132,13 +130,13 @@ class Decoder(nn.Module):
         """Returns logits [b, s, v] of tokens [b, s]. Packed rows have positions that restart [b, s].
 
         Pipeline stages take hidden states [b, s, d] instead of tokens, or return them; see :meth:`cut_to_stage`.
-        Raises ValueError for prefix-shared pairs of a model that is not proved to compute them.
+        Raises ValueError for trees if the model is not proved to compute them.
         """
         documents = document_lengths
         rows = Rows()
         if documents is not None:
-            if documents.segments is not None and not self.proof.shares_prefixes:
-                raise ValueError(f"{type(self.model).__name__} cannot share prefixes of pairs")
+            if documents.ends is not None and not self.proof.computes_trees:
+                raise ValueError(f"{type(self.model).__name__} cannot compute trees")
             if documents.num_ranks > 1 and not self.proof.splits_attention:
                 raise ValueError(f"{type(self.model).__name__} cannot compute a part of a row")
             exchange = self.exchanges.get(documents.num_ranks)
@@ -166,18 +164,12 @@ class Decoder(nn.Module):
     def refused_layouts(self) -> dict[Layout, str]:
         """Returns the layouts of packed rows that the model was not proved to compute, with the reasons."""
         proof, name = self.proof, type(self.model).__name__
-        refused: dict[Layout, str] = {
-            "shared over ranks": "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
-        }
+        refused: dict[Layout, str] = {}
         if proof.problem:
             text = f"{proof.problem} mixes the documents of a row; set microbatching=least_padding"
             refused["packed"] = f"microbatching=packed: {text}"
-        if not proof.shares_prefixes:
-            why = "it does not compute pairs with a shared prefix as it computes them without"
-            if proof.modules:
-                why = f"{', '.join(proof.modules)} computes one document after the other"
-            text = f"not with {name}: {why}; set prefix_sharing=False"
-            refused["shared"] = f"prefix_sharing=True: {text}"
+        if not proof.computes_trees:
+            refused["trees"] = f"{name} does not compute trees as it computes their sequences"
         if not proof.spans_ranks:
             refused["over ranks"] = (
                 f"{name} has windows, or mixes tokens elsewhere than in causal attention, so ranks do not "

@@ -1,7 +1,7 @@
 """Keeps the documents of packed rows apart in models of transformers: in their attention, or module by module.
 
-Documents are passed beside the forward, never inferred from positions. In prefix-shared pairs neither
-answer attends to the other, and both continue the positions of the prefix.
+Documents are passed beside the forward, never inferred from positions. Trees are computed chain by chain,
+each behind its ancestors; a plain document is one chain.
 
 Shapes: b rows, s positions, h heads, d width of a head.
 """
@@ -27,9 +27,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from recipe_utils.data.text.documents import Documents, segment_lengths
+from recipe_utils.data.text.documents import Chain, Documents, chains
 from recipe_utils.data.text.limits import Kernel
 from recipe_utils.model.attention.block_mask import block_mask, sees
+from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
 from recipe_utils.model.attention.document_mask import attend_by_varlen
 
 
@@ -138,17 +139,15 @@ def _mask(
             mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **kwargs
         )
     is_causal, window = mask_function is causal_mask_function, _window_of(mask_function)
-    if (is_causal or window is not None) and documents.segments is None:
-        if kernel == "flex":
+    if is_causal or window is not None:
+        if kernel == "flex" and (is_causal or documents.ends is None):
             return block_mask(documents, window)
-        if kernel != "dense":
+        if kernel not in ("flex", "dense"):
             return None if window is None else Window(window)
     if exchange is not None:
         raise ValueError(
             "only causal masks and windows are those of a whole row on each of its ranks"
         )
-    if is_causal and kernel == "flex":
-        return block_mask(documents)
     if not is_causal:
         mask_function = remap_positions_for_packed_sequence(mask_function, positions)
     mask_function = and_masks(sees(documents), mask_function)
@@ -187,7 +186,7 @@ def _attend(
     if isinstance(mask, BlockMask):
         flex = ALL_ATTENTION_FUNCTIONS["flex_attention"]
         return flex(module, query, key, value, mask, **kwargs)
-    if kernel == "dense" or documents.segments is not None:
+    if kernel == "dense":
         return attend(module, query, key, value, mask, **kwargs)
     if kernel == "varlen":
         if kwargs.get("dropout"):
@@ -222,37 +221,29 @@ def _attend_by_document(
     if kwargs.get("position_bias") is not None:
         raise ValueError("a bias of positions is not split")
     rows = []
-    for index, (row, *tensors) in enumerate(
+    for index, (row, q, k, v) in enumerate(
         zip(documents, query.split(1), key.split(1), value.split(1), strict=True)
     ):
-        lengths, outputs, start = segment_lengths(row), [], 0
-        # split and cat, because the backward of a slice fills a gradient of the whole row.
-        for part in zip(*(each.split(lengths, dim=2) for each in tensors), strict=True):
-            length = part[0].size(2)
-            if isinstance(mask, Tensor):
-                own = slice(start, start + length)
-                of_document: Tensor | None = mask[index % len(mask), None, :, own, own]
-            else:
-                of_document = _mask_of_document(part[0], mask, base)
-            outputs.append(attend(module, *part, of_document, **kwargs)[0])
-            start += length
+        of_row = mask[index % len(mask), None] if isinstance(mask, Tensor) else None
+        outputs = []
+        for *part, of_chain in parts_of_chains(row, q, k, v, of_row):
+            if not isinstance(mask, Tensor):
+                of_chain = _mask_of_chain(part[0], part[1], mask, base)
+            outputs.append(attend(module, *part, of_chain, **kwargs)[0])
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows)
 
 
-def _mask_of_document(query: Tensor, window: Window | None, base: str) -> Tensor | None:
-    """Returns the mask [1, 1, s, s] of one document; None for SDPA's own causal mask."""
-    length = query.size(2)
-    if base == "sdpa" and (window is None or length <= window.length):
+def _mask_of_chain(query: Tensor, key: Tensor, window: Window | None, base: str) -> Tensor | None:
+    """Returns the mask [1, 1, n, m] of one chain; None for SDPA's causal mask."""
+    length = window.length if window is not None and window.length < key.size(2) else None
+    if base == "sdpa" and length is None and query.size(2) == key.size(2):
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if window is not None:
-        seen = seen.triu(1 - window.length)
+    seen = mask_of_chain(query, key, length)
     if base == "eager":  # its masks are added
-        seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill(
-            ~seen, torch.finfo(query.dtype).min
-        )
-    return seen[None, None]
+        lowest = torch.finfo(query.dtype).min
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+    return seen
 
 
 Axes = dict[str, list[int]]
@@ -260,9 +251,9 @@ Axes = dict[str, list[int]]
 
 
 def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
-    """Makes a module compute one document after the other, in place.
+    """Makes a module compute one chain after the other, each behind its ancestors, in place.
 
-    Exact for whatever mixes positions, at the price of one call for each document. Tensors are cut
+    Exact for whatever mixes positions and is causal, at the price of one call for each. Tensors are cut
     along ``axes`` and joined again. A row can be as long as the model is wide, so the axes cannot be
     told by their sizes: the proof, whose row and documents have lengths of their own, learns them.
     Raises RuntimeError where documents are unknown, as in a recomputation without those of its forward.
@@ -275,7 +266,8 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
         if rows.documents is None or len(rows.documents.boundaries) < 3:
             return whole(*args, **kwargs)
         (row,) = rows.documents
-        lengths = segment_lengths(row)
+        found = list(chains(row))
+        lengths = [sum(high - low for low, high in chain.ranges) for chain in found]
 
         def learn(place: str, path: Any, *tensors: Any, sizes: Sequence[int]) -> None:
             if not learns or not isinstance(tensors[0], Tensor):
@@ -285,25 +277,29 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
             if found and axes.setdefault(name + place + keystr(path), found) != found:
                 raise ValueError(f"positions are axes {found} and others of {place}{keystr(path)}")
 
-        def cut(path: Any, value: Any, start: int, length: int) -> Any:
+        def cut(path: Any, value: Any, chain: Chain) -> Any:
             if isinstance(value, Tensor):
                 for axis in axes.get(f"{name} input {keystr(path)}", ()):
-                    value = value.narrow(axis, start, length)
+                    parts = [value.narrow(axis, low, high - low) for low, high in chain.ranges]
+                    value = torch.cat(parts, dim=axis) if chain.ancestors else parts[0]
             return value
 
         def join(path: Any, *values: Any) -> Any:
             learn(" output ", path, *values, sizes=lengths)
             axis = axes.get(f"{name} output {keystr(path)}")
             # Without positions it is a state after the last document.
-            return values[-1] if axis is None else torch.cat(values, dim=axis[0])
+            if axis is None:
+                return values[-1]
+            sizes = [chain.stop - chain.start for chain in found]
+            of_chains = [
+                value.narrow(axis[0], length - size, size) if size < length else value
+                for value, length, size in zip(values, lengths, sizes, strict=True)
+            ]
+            return torch.cat(of_chains, dim=axis[0])
 
         tree_map_with_path(partial(learn, " input ", sizes=[sum(lengths)]), (args, kwargs))
-        parts, start = [], 0
-        for length in lengths:
-            own = tree_map_with_path(partial(cut, start=start, length=length), (args, kwargs))
-            parts.append(whole(*own[0], **own[1]))
-            start += length
-        return tree_map_with_path(join, *parts)
+        own = [tree_map_with_path(partial(cut, chain=chain), (args, kwargs)) for chain in found]
+        return tree_map_with_path(join, *(whole(*args, **kwargs) for args, kwargs in own))
 
     # Compiled, it would be compiled again for each length.
     module.forward = torch.compiler.disable(forward)

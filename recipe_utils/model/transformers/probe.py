@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchtune.training import set_default_dtype
 
-from recipe_utils.data.text.documents import Document, Documents, segment_lengths
+from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import write_atomically
 from recipe_utils.model.transformers.decoder import (
@@ -48,8 +48,8 @@ _LENGTHS = (17, 29, 1, 22)
 """Tokens of the documents that are compared: more than the copy's windows, chunks and selections."""
 _TIMES_ON_DEVICE = 16
 """Factor of their lengths on a device, for several blocks of a kernel."""
-_SHARED: tuple[Document, ...] = ((11, 17, 20), 7)
-"""A prefix-shared pair, and a document behind it."""
+_FOREST: list[Document] = [tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tree(4, 3, 9)]
+"""A plain document between trees, with a depth of 5 and segments shorter and longer than the windows."""
 _WINDOW = 6
 _WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks")
 """Names of lengths that a copy has shorter than the documents."""
@@ -80,7 +80,7 @@ class Proof:
         splits_attention: attention computes one document after the other, else by a mask [b, s, s].
         head_dims: widths of keys and values.
         attention_needs: see :attr:`.AttentionNeeds.others`.
-        shares_prefixes: the sides of a pair may share their prefix in a packed row.
+        computes_trees: sequences may share what they begin with in a packed row.
         can_be_cut: pipeline stages of any layers compute packed rows.
         spans_ranks: ranks may compute parts of a row; all but attention is computed token by token.
     """
@@ -95,7 +95,7 @@ class Proof:
     splits_attention: bool = False
     head_dims: tuple[tuple[int, int], ...] = ()
     attention_needs: tuple[str, ...] = ()
-    shares_prefixes: bool = False
+    computes_trees: bool = False
     can_be_cut: bool = False
     spans_ranks: bool = False
 
@@ -294,8 +294,8 @@ def _compare(
                 head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
                 attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
             )
-            sharing = replace(proof, shares_prefixes=way != "by_document")
-            if sharing.shares_prefixes and _error_of_shared(make, documents, sharing) <= _BOUND:
+            sharing = replace(proof, computes_trees=True)
+            if _error_of_trees(make, documents, sharing) <= _BOUND:
                 proof = sharing
             can_be_cut = _error_of_stages(make, documents, proof, expected) <= _BOUND
             spans_ranks = _error_of_parts(make, documents, proof, expected) <= _BOUND
@@ -440,19 +440,21 @@ def _of_row(decoder: Decoder, documents: Sequence[Tensor], hidden: Any = None) -
     return logits
 
 
-def _error_of_shared(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> float:
-    """Compares a row with a prefix-shared pair with its sides one at a time."""
-    sizes = segment_lengths(_SHARED)
-    prefix, chosen, rejected, other = parts = torch.cat(list(documents))[: sum(sizes)].split(sizes)
-    alone = [torch.cat([prefix, chosen]), torch.cat([prefix, rejected]), other]
-    starts = (0, len(prefix), len(prefix), 0)
-    ranges = [torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]
-    row = {"input_pos": torch.cat(ranges)[None], "document_lengths": Documents([_SHARED])}
-    decoder = Decoder(make(), proof)
+def _error_of_trees(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> float:
+    """Compares a row with trees with their sequences one at a time."""
+    tokens = torch.cat(list(documents))[: sum(map(length_of, _FOREST))]
+    places = [
+        torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(_FOREST)
+    ]
+    positions = torch.empty_like(tokens)
+    for place in places:
+        positions[place] = torch.arange(len(place))
+    row = {"input_pos": positions[None], "document_lengths": Documents([_FOREST])}
+    decoder, alone = Decoder(make(), proof), [tokens[place] for place in places]
 
     def forward() -> Sequence[Tensor]:
-        shared, *answers, last = decoder(torch.cat(parts)[None], **row)[0].split(sizes)
-        return [*(torch.cat([shared, answer]) for answer in answers), last]
+        logits = decoder(tokens[None], **row)[0]
+        return [logits[place] for place in places]
 
     expected = gradients(make(), partial(_logits_one_by_one, documents=alone), alone)
     return _error([decoder], forward, alone, expected)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from forests import sequences_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
@@ -68,18 +69,12 @@ def targets_read_back(microbatch):
     if "document_lengths" not in inputs:
         sides = [(row, labels) for row, labels in rows]
     else:
-        ((row, labels),), start, sides = list(rows), 0, []
+        ((row, labels),), sides = list(rows), []
         positions = inputs["input_pos"][0].tolist()
-        for document in inputs["document_lengths"][0]:
-            shared, *answers = document if isinstance(document, tuple) else (0, document)
-            at = start + shared
-            for length in answers:
-                indices = [*range(start, start + shared), *range(at, at + length)]
-                assert [positions[i] for i in indices] == list(range(len(indices)))
-                sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
-                at += length
-            start = at
-        assert start == len(row)
+        for indices in sequences_of(inputs["document_lengths"][0]):
+            assert [positions[i] for i in indices] == list(range(len(indices)))
+            sides.append(([row[i] for i in indices], [labels[i] for i in indices]))
+        assert indices[-1] == len(row) - 1
     found = [
         [(tokens[: i + 1], label) for i, label in enumerate(labels) if label != tiny.IGNORE]
         for tokens, labels in sides

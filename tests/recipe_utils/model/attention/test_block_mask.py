@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
+from forests import some_tree
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchtune.modules.attention_utils import create_block_causal_mask
 
-from recipe_utils.data.text.documents import Documents, segment_lengths
+from recipe_utils.data.text.documents import Documents, length_of, tree
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask, sees
 
 SIZES = [1, 2, 5, 64, 127, 128, 129, 255, 256, 257, 300, 2048]
@@ -19,22 +20,17 @@ TENSORS = (
 )  # fmt: skip
 
 
-def some_documents(row_length, with_shared_prefixes, draw):
+def some_documents(row_length, with_trees, draw):
     """Documents of all sizes, the last of which is padding, that fill a row."""
     row = []
-    while (left := row_length - sum(segment_lengths(row))) > 0:
+    while (left := row_length - sum(map(length_of, row))) > 0:
         size = min(draw.choice(SIZES), left)
-        if with_shared_prefixes and size >= 3 and draw.random() < 0.7:
-            shared = draw.choice([1, size // 3 or 1, size - 2])
-            first = draw.choice([1, (size - shared) // 2 or 1, size - shared - 1])
-            row.append((shared, first, size - shared - first))
-        else:
-            row.append(size)
+        row.append(some_tree(size, draw) if with_trees and draw.random() < 0.7 else size)
     return row
 
 
 def assert_is_mask_of_all_pairs(rows, window=None):
-    documents, size = Documents(rows), sum(segment_lengths(rows[0]))
+    documents, size = Documents(rows), sum(map(length_of, rows[0]))
     ours = block_mask(documents, window)
     expected = create_block_mask(sees(documents, window), len(rows), None, size, size, "cpu")
     for name in TENSORS:
@@ -46,16 +42,13 @@ def assert_is_mask_of_all_pairs(rows, window=None):
     return ours
 
 
-@pytest.mark.parametrize("with_shared_prefixes", [False, True], ids=["plain", "prefix_shared"])
-def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_shared_prefixes):
+@pytest.mark.parametrize("with_trees", [False, True], ids=["plain", "trees"])
+def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_trees):
     draw = random.Random(0)
     kinds = {"partial": 0, "full": 0}
     for index in range(40):
         row_length = draw.choice([128, 384, 640, 1000, 1024, 2048, 2049, 3000])
-        rows = [
-            some_documents(row_length, with_shared_prefixes, draw)
-            for _ in range(1 if index % 4 else 3)
-        ]
+        rows = [some_documents(row_length, with_trees, draw) for _ in range(1 if index % 4 else 3)]
         mask = assert_is_mask_of_all_pairs(rows)
         kinds["partial"] += int(mask.kv_num_blocks.sum())
         kinds["full"] += int(mask.full_kv_num_blocks.sum())
@@ -63,7 +56,8 @@ def test_it_is_the_mask_of_all_pairs_in_eighty_rows(with_shared_prefixes):
 
 
 PLAIN = [[4096], [2048, 2048], [127, 1, 128, 129, 2048, 15], [1] * 256]
-PAIRS = [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 127)]
+SIZES_OF_PAIRS = [(200, 300, 12), (128, 128, 128), (1, 1, 1), (100, 1, 500), (384, 129, 127)]
+PAIRS = [tree(*sizes) for sizes in SIZES_OF_PAIRS]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("row", [[2048] * 64, [(1024, 512, 512)] * 64], ids=["one", "two"])
+@pytest.mark.parametrize("row", [[2048] * 64, [tree(1024, 512, 512)] * 64], ids=["one", "two"])
 def test_it_is_made_without_a_number_from_the_device_and_without_all_pairs(row):
     """On the meta device, where reading a number raises; 131072 positions, whose pairs are 17 billion."""
     documents = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), Documents([row]))

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import tiny
 import torch
+from forests import FOREST, sequences_of
 from torch import nn
 from torch.nn.attention import varlen as varlen_module
 from torchtune.modules import RMSNorm
 
-from recipe_utils.data.text.documents import Documents
+from recipe_utils.data.text.documents import Documents, length_of, tree
 from recipe_utils.model.attention.block_mask import block_mask
 from recipe_utils.model.attention.document_mask import (
     attend_within_documents,
@@ -20,11 +21,11 @@ from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = [5, 1, 17, 2]
-PREFIX_SHARED = [(5, 3, 7), 4, (1, 6, 2), (9, 1, 1), 1]
+PAIRS = [tree(5, 3, 7), 4, tree(1, 6, 2), tree(9, 1, 1), 1]
 MODELS = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2_MODEL}
 
 
-def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=64):
+def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=80):
     """A model in float64 on the CPU with the attention of a bf16 model on ``device``."""
     model = tiny.tiny_model(sizes)
     first = next(model.parameters())
@@ -35,25 +36,12 @@ def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=64):
     return model.double()
 
 
-def answers_of(lengths):
-    """Positions in the row of each plain document, and of each answer of a pair with its prefix."""
-    start = 0
-    for document in lengths:
-        shared, *answers = document if isinstance(document, tuple) else (0, document)
-        at = start + shared
-        for length in answers:
-            yield [*range(start, start + shared), *range(at, at + length)]
-            at += length
-        start = at
-
-
 def row_of(lengths, seed=3):
-    answers = list(answers_of(lengths))
-    size = answers[-1][-1] + 1
+    size = sum(map(length_of, lengths))
     generator = torch.Generator().manual_seed(seed)
     positions = torch.zeros(1, size, dtype=torch.long)
-    for answer in answers:
-        positions[0, answer] = torch.arange(len(answer))
+    for sequence in sequences_of(lengths):
+        positions[0, sequence] = torch.arange(len(sequence))
     return {
         "tokens": torch.randint(1, tiny.VOCAB_SIZE, (1, size), generator=generator),
         "input_pos": positions,
@@ -71,17 +59,25 @@ def assert_close_with_gradients(model, logits, other, expected):
 
 @pytest.mark.parametrize(
     ("lengths", "mixed"),
-    [(PLAIN, [25]), (PREFIX_SHARED, [15, 4, 9, 11, 1])],
-    ids=["plain", "pairs"],
+    [
+        (PLAIN, [25]),
+        (PAIRS, [15, 4, 9, 11, 1]),
+        (FOREST, [39, 6, 16, 1, 11]),
+        # Siblings that see each other, and a segment below its aunt.
+        (FOREST, [tree(7, tree(3, tree(1, 21, 2)), 5), *FOREST[1:]]),
+        (FOREST, [*FOREST[:4], tree(1, tree(1, 2), 5, 1, 1)]),
+    ],
+    ids=["plain", "pairs", "forest", "siblings", "ancestors"],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_gives_the_logits_and_gradients_of_its_documents_alone(name, lengths, mixed):
     model, alone, row = make(MODELS[name]), make(MODELS[name]), row_of(lengths)
     with tiny.float64_throughout():
-        expected = [alone(row["tokens"][:, answer])[0] for answer in answers_of(lengths)]
+        sequences = list(sequences_of(lengths))
+        expected = [alone(row["tokens"][:, sequence])[0] for sequence in sequences]
         logits = model(**row)[0]
         of_mixed = model(**{**row, "document_lengths": Documents([mixed])})[0]
-        found = [logits[answer] for answer in answers_of(lengths)]
+        found = [logits[sequence] for sequence in sequences]
         assert_close_with_gradients(model, found, alone, expected)
     assert not torch.allclose(of_mixed, logits, rtol=1e-2)
 
@@ -130,7 +126,7 @@ def assert_same_as_on_a_cpu(model, on_cpu, lengths):
         assert_close_with_gradients(model, list(model(**row)), on_cpu, list(on_cpu(**row)))
 
 
-@pytest.mark.parametrize("lengths", [PLAIN, PREFIX_SHARED], ids=["plain", "pairs"])
+@pytest.mark.parametrize("lengths", [PLAIN, PAIRS, FOREST], ids=["plain", "pairs", "forest"])
 @pytest.mark.parametrize("kernel", ["varlen", "flex", "by_document"])
 def test_each_kernel_gives_the_same_logits_and_gradients(
     kernel, lengths, flash_attention_on_a_cpu, flex_attention_on_a_cpu

@@ -8,6 +8,7 @@ import torch
 from tiny import on_meta
 from torch import nn
 
+from recipe_utils.model.attention import packed_attention
 from recipe_utils.model.attention.packed_attention import (
     attention_of,
     missing_for_triton,
@@ -15,7 +16,6 @@ from recipe_utils.model.attention.packed_attention import (
 )
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.sizes import limits_of
-from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -55,12 +55,17 @@ def test_deterministic_algorithms_select_flex():
     assert "cudnn_deterministic_mode" in selected.why
 
 
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "of_pairs"), [("varlen", "flex"), ("flex", None), ("by_document", None)]
+    ("kernel", "of_trees"), [("varlen", "flex"), ("flex", None), ("by_document", None)]
 )
-def test_a_configured_kernel_is_used_and_flex_for_pairs_of_varlen(kernel, of_pairs):
+def test_a_configured_kernel_is_used_and_flex_for_trees_of_varlen(kernel, of_trees, with_triton):
     selected = attention_of(on_meta(dtype="bf16", packed_attention=kernel), CUDA)
-    assert (selected.kernel, selected.kernel_of_pairs) == (kernel, of_pairs)
+    assert (selected.kernel, selected.kernel_of_trees) == (kernel, of_trees)
 
 
 def test_other_attention_than_torchtune_s_is_named():
@@ -71,7 +76,7 @@ def test_other_attention_than_torchtune_s_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "compiles", "num_row_lengths", "of_pairs"),
+    ("kernel", "compiles", "num_row_lengths", "of_trees"),
     [
         ("varlen", False, None, 4),
         ("varlen", True, 4, 4),
@@ -80,12 +85,12 @@ def test_other_attention_than_torchtune_s_is_named():
     ],
 )
 def test_rows_have_few_lengths_where_each_is_compiled_for(
-    kernel, compiles, num_row_lengths, of_pairs
+    kernel, compiles, num_row_lengths, of_trees, with_triton
 ):
     model = on_meta(dtype="bf16", packed_attention=kernel)
     attention = attention_of(model, CUDA, compiles)
     assert attention.num_row_lengths() == num_row_lengths
-    assert attention.num_row_lengths(shares_prefixes=True) == of_pairs
+    assert attention.num_row_lengths(has_trees=True) == of_trees
     assert limits_of(model, CUDA, compiles).row_multiple == 128
     assert limits_of(on_meta(), CPU, False).row_multiple is None
 
@@ -128,10 +133,8 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
     assert flex.endswith("set packed_attention=by_document")
     varlen = limits_of(on_meta(dtype="bf16"), CUDA, False)
     assert varlen.multiple_of_packed_rows(1000) == 128
-    with pytest.raises(
-        ConfigError, match="packed_attention=null: pairs with prefix_sharing use flex"
-    ):
-        varlen.multiple_of_packed_rows(1000, shares_prefixes=True)
+    assert varlen.multiple_of_packed_rows(1000, ("prefix_sharing=True", "")) == 128
+    assert varlen.attentions[0].kernel_of_trees == "by_document"
     assert not attention_of(on_meta(packed_attention="by_document"), CUDA).refused
 
 

@@ -60,18 +60,18 @@ def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
             has_flex=make._supports_flex_attn,
             has_flash=make._supports_sdpa,
         )
-        choose = partial(choose_kernel, needs, shares_prefixes_by_mask=True)
+        choose = partial(choose_kernel, needs)
         on_cpu, on_cuda = choose(CPU), choose(CUDA)
         assert on_cpu.kernel == ("by_document" if can_split else "dense"), name
-        assert (on_cpu.kernel_of_pairs or on_cpu.kernel) == "dense", name
-        expected, of_pairs = "dense", "dense"
+        assert on_cpu.kernel_of_trees is None, name
+        expected, of_trees = "dense", None
         if can_split:
             has_flex = make._supports_flex_attn and dtype != torch.float64
             has_flash = make._supports_sdpa and dtype == torch.bfloat16 and not others
             expected = "varlen" if has_flash else "flex" if has_flex else "by_document"
-            of_pairs = "flex" if has_flex else "dense"
-        kernels = (on_cuda.kernel, on_cuda.kernel_of_pairs or on_cuda.kernel)
-        assert kernels == (expected, of_pairs), name
+            if has_flash:
+                of_trees = "flex" if has_flex else "by_document"
+        assert (on_cuda.kernel, on_cuda.kernel_of_trees) == (expected, of_trees), name
         assert not on_cuda.refused
 
 

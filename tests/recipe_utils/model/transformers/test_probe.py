@@ -143,11 +143,12 @@ def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
     save_tiny(tmp_path, model_type)
     with torch.device("meta"):
         limits = limits_of(causal_lm(str(tmp_path)), torch.device("cpu"), False)
+    of_pairs = ("prefix_sharing=True", "set prefix_sharing=False")
     if problem is None:
-        limits.multiple_of_packed_rows(64, False, 2)
-        problem = "pairs that share a prefix are computed on one rank; set prefix_sharing=False"
+        limits.multiple_of_packed_rows(64, of_pairs, 2)
+        return
     with pytest.raises(ConfigError, match=f"max_ranks_per_row=2: {problem}"):
-        limits.multiple_of_packed_rows(64, True, 2)
+        limits.multiple_of_packed_rows(64, of_pairs, 2)
 
 
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
