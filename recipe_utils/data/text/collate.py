@@ -102,6 +102,8 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
     )
     if targets.dataset_indices is not None:
         targets = targets._replace(dataset_indices=targets.dataset_indices[is_own])
+    if targets.sample_positions is not None and targets.pairs is None:
+        targets = targets._replace(sample_positions=targets.sample_positions[is_own])
     if targets.pairs is not None:
         of_row = targets.pairs.segment_lengths
         segments = torch.arange(len(of_row)).repeat_interleave(of_row)[is_own]
@@ -197,12 +199,15 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
 def _with_datasets(
     microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
 ) -> Microbatch:
-    """Adds the dataset of each target, for samples that have one; their lengths are in positions."""
-    if "dataset_index" not in samples[0]:
-        return microbatch
-    indices = torch.tensor([sample["dataset_index"] for sample in samples])
-    indices = indices.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
-    return replace(microbatch, targets=microbatch.targets._replace(dataset_indices=indices))
+    """Adds dataset and sample of each target, if samples have them; ``lengths`` are in positions."""
+    targets = microbatch.targets
+    for key, name in (("dataset_index", "dataset_indices"), ("step_position", "sample_positions")):
+        if key in samples[0]:
+            numbers = torch.tensor([sample[key] for sample in samples])
+            numbers = numbers.repeat_interleave(torch.tensor(lengths))[targets.positions]
+            added: dict[str, Any] = {name: numbers}
+            targets = targets._replace(**added)
+    return microbatch if targets is microbatch.targets else replace(microbatch, targets=targets)
 
 
 def collate_dummy(
@@ -213,7 +218,7 @@ def collate_dummy(
     Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
     samples (images, packed rows) keep their shape.
     """
-    if set(sample) <= {"tokens", "labels", "mask", "dataset_index"}:
+    if set(sample) <= {"tokens", "labels", "mask", "dataset_index", "step_position"}:
         sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
         ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)

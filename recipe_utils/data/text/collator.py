@@ -26,7 +26,7 @@ from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index"}
+_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index", "step_position"}
 
 _log = get_logger("INFO")
 
