@@ -129,10 +129,12 @@ class Run:
         self.sample_losses = None
         if parts.loader.settings.sample_losses:
             self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
+            parts.nonfinite.highest_losses = self.sample_losses.highest
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
         self.state = self._resume.restore(parts, self.seed)
+        parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class Run:
         """Counts an enqueued update step and writes the metrics of the previous one."""
         self.metrics.write_held()
         if self.sample_losses is not None:
-            self.sample_losses.take(step, self.state.epoch)
+            self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
         # All ranks get the same answer, while the device computes. Earlier, and a request during
         # the update step would cost another one.
         self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
@@ -342,7 +344,7 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        self._saves.save(self.state)
+        self._saves.save(replace(self.state, grad_norms=self._parts.nonfinite.norms()))
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:

@@ -63,6 +63,7 @@ REFUSED = {
     (SFT, "balance_over_ranks=True"): "balance_over_ranks=True: ",
     (SFT, "run_val_every_n_steps=2"): "run_val_every_n_steps=2: set dataset_val, too",
     (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
+    (SFT, "on_spike=skip optimizer_in_bwd=True gradient_accumulation_steps=1"): "on_spike=skip: with optimizer_in_bwd=True weights change before",
     (SFT, "sample_losses=True loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"): "sample_losses=True: .* does not sum by sample; set loss._component_",
     (DINO, "sample_losses=True"): "sample_losses=True: losses of views are not by image; leave it out",
     (SFT, "collate_fn=torchtune.data.left_pad_sequence"): "collate_fn=torchtune.data.left_pad_sequence",
