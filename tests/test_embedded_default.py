@@ -124,7 +124,9 @@ def test_preferences_of_held_out_pairs_are_learned(tmp_path):
     assert len(losses) == 25
     assert losses[0] == pytest.approx(math.log(2))  # model and reference are one
     assert (tmp_path / "epoch_0" / "model-00001-of-00001.safetensors").exists()
-    (loss,), (accuracy,) = logged(tmp_path, "val_loss"), logged(tmp_path, "val_rewards/accuracies")
+    before, loss = logged(tmp_path, "val_loss")
+    _, accuracy = logged(tmp_path, "val_rewards/accuracies")
+    assert before == pytest.approx(math.log(2))
     assert float(loss) < math.log(2) - 0.02
     assert float(accuracy) > 0.59  # of 200 pairs; guessing has a standard deviation of 0.035
 
@@ -134,8 +136,9 @@ def test_the_student_approaches_its_teacher_and_has_its_tokenizer(trained, tmp_p
     each = ("max_steps_per_epoch=20", "run_val_every_n_steps=10")
     train(KD, tmp_path, f"teacher_dir={trained}/epoch_0", *each)
     divergences = logged(tmp_path, "val_kd_loss")
-    assert len(divergences) == 2
-    assert divergences[1] < divergences[0] / 2
+    assert len(divergences) == 3
+    assert divergences[2] < divergences[1] < divergences[0]
+    assert divergences[2] < divergences[1] / 2
     tokenizers = [each / "epoch_0" / "tokenizer.model" for each in (tmp_path, trained)]
     assert tokenizers[0].read_text() == tokenizers[1].read_text()
     question = "What does `os.path.join` do?"

@@ -79,6 +79,8 @@ class Gate:
             os._exit(0)
 
     def _end_turn(self, _: Optimizer, __: Any, ___: Any) -> None:
+        if self._fed_tokens.is_empty:  # an optimizer that is tried before training
+            return
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._report()

@@ -226,6 +226,15 @@ def _zeros_like(
     """Returns zeros for a saved optimizer state, on the parameter's device and sharded as it is."""
     if key != "step" and saved.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    has_rows = saved.ndim == parameter.ndim > 1 and saved.shape[:-1] == parameter.shape[:-1]
+    if isinstance(parameter, DTensor) and has_rows:
+        # Values of whole rows: sharded as the parameter, whose last dimension never is.
+        rows, own = parameter.shape[:-1], local(parameter)
+        empty = torch.zeros(*own.shape[:-1], saved.size(-1), dtype=saved.dtype, device=own.device)
+        if not any(shard.is_shard(len(rows)) for shard in parameter.placements):
+            layout: dict[str, Any] = {"shape": saved.shape, "stride": saved.stride()}
+            mesh = parameter.device_mesh, parameter.placements
+            return DTensor.from_local(empty, *mesh, run_check=False, **layout)
     if isinstance(parameter, DTensor) and saved.numel() != 1:
         raise CheckpointError(
             f"optimizer: its state {key} of {name} has shape {tuple(saved.shape)}, the parameter "

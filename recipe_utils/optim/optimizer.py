@@ -22,6 +22,7 @@ from recipe_utils.settings.problems import Problem
 
 _log = get_logger("INFO")
 
+_ADAMW_8BIT = "recipe_utils.optim.AdamW8bit"
 _FASTER = (".lora_b.weight", ".magnitude")
 
 OnNonfinite = Literal["stop", "skip"]
@@ -70,6 +71,9 @@ class OptimizerSettings(DataSettings):
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems between the keys."""
+        if self.tensor_parallel_dim > 1 and self.optimizer.get("_component_") == _ADAMW_8BIT:
+            text = "its blocks are of whole rows; set torch.optim.AdamW, or tensor_parallel_dim=1"
+            yield Problem("optimizer._component_", text, _ADAMW_8BIT)
         if self.tensor_parallel_dim > 1 and self.optimizer.get("fused"):
             yield Problem("optimizer.fused", "tensor parallelism needs it False", True)
         if self.loraplus_lr_ratio is not None and "lr" not in self.optimizer:

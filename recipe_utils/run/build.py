@@ -148,15 +148,14 @@ def try_optimizer(
         raise ValueError(f"optimizer.lr={cfg.lr}: it must be finite")
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
+    device = device if device.type == "cuda" else torch.device("cpu")  # kernels may be CUDA's only
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         problem = _problem_with_steps(cfg, cfg_lr_scheduler, settings, device)
     if problem is None:
         return
     problem = f"optimizer._component_={cfg._component_.rpartition('.')[2]}: {problem}"
     if settings.saves_checkpoints:
-        remedy = (
-            "set another optimizer, or epochs=1 without save_every_* and resume_from_checkpoint"
-        )
+        remedy = "set recipe_utils.optim.AdamW8bit or another one, or epochs=1 without save_every_* and resume_from_checkpoint"
         raise ValueError(f"{problem}; {remedy}")
     log_rank_zero(get_logger("INFO"), f"{problem}; this run saves none", logging.WARNING)
 

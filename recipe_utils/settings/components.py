@@ -53,6 +53,8 @@ def component_at(path: str) -> Any:
         text = " ".join(line for line in str(error).splitlines() if line)
         if "No module named 'transformers'" in text:
             text = "it needs transformers; pip install -e '.[hf]'"
+        if "No module named 'bitsandbytes'" in text:
+            text = "pip install bitsandbytes, or set it to recipe_utils.optim.AdamW8bit"
         raise ValueError(text) from error
 
 

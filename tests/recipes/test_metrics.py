@@ -37,8 +37,11 @@ def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(reads_late, recip
     config = make(**changes, weights_dtype="fp32")
     logged = without_times(run_recipe(config, recipe))
     expected = metrics_of(config)
-    assert [line["step"] for line in expected] == [1, 2, 3, 4, 5, 6]
-    assert [line["loss"] for line in expected] == [m["loss"] for m in logged if "loss" in m]
+    first = 1 if recipe == DPO else 0
+    assert [line["step"] for line in expected] == [*range(first, 7)]
+    assert [line["loss"] for line in expected if "loss" in line] == [
+        m["loss"] for m in logged if "loss" in m
+    ]
     if recipe != DPO:
         assert expected[-1]["num_tokens_seen"] == sum(m.get("num_tokens", 0) for m in logged)
     if reads_late:  # as on an accelerator

@@ -65,7 +65,7 @@ def assert_same_curve(found, expected):
 @pytest.mark.slow
 def test_the_curve_is_that_of_one_process_also_resumed_on_fewer_ranks(trained, tmp_path):
     alone = curve(run_distributed(run_recipe, 1, trained(1))[0])
-    assert len(alone) == 12
+    assert len(alone) == 13
     config = writing_to(tmp_path / "four", trained(4))
     assert_same_curve(curve(run_distributed(run_recipe, 4, config)[0]), alone)
     resumed = resuming_in(tmp_path / "two", trained(2))

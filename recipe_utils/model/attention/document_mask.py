@@ -19,7 +19,12 @@ from torchtune.modules import MultiHeadAttention
 
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
-from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
+from recipe_utils.model.attention.chains import (
+    MergedAttention,
+    can_merge,
+    mask_of_chain,
+    parts_of_chains,
+)
 from recipe_utils.model.attention.packed_attention import (
     attention_of,
     raise_recompile_limit,
@@ -209,6 +214,9 @@ def _attend_by_document(
     """Applies attention to q, k, v [b, h, s, d], chain by chain; a plain document is one."""
     rows = []
     for row, *of_row in zip(documents, q.split(1), k.split(1), v.split(1), strict=True):
+        if not all(isinstance(each, int) for each in row) and can_merge(q, v, dropout_p):
+            rows.append(MergedAttention.apply(*of_row, row).transpose(1, 2))
+            continue
         chains = parts_of_chains(row, *of_row)
         attended = [_attend(q, k, v, dropout_p) for q, k, v, _ in chains]
         # Concatenated as [b, s, h, d], the layout that the caller needs next.

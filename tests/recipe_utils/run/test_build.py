@@ -77,6 +77,7 @@ TAKEN = {
     "torch.optim.ASGD": {},
     "transformers.Adafactor": {"lr": None},
     "tiny.MuonAndAdamW": {},
+    "recipe_utils.optim.AdamW8bit": {"fused": True},
 }
 
 

@@ -1,0 +1,182 @@
+"""AdamW with 8-bit states whose blocks do not depend on how parameters are sharded.
+
+Shapes: r rows (all dimensions but the last), w width, c blocks per row.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torchao.optim.quant_utils import (
+    create_dynamic_map,
+    dequant_with_qmap,
+    quantize_8bit_with_qmap,
+    scale_tensor,
+)
+
+from recipe_utils.parallel.fsdp import local
+
+_BLOCK = 256
+"""Maximum number of elements that share a scale."""
+_MIN_ELEMENTS = 4096
+"""Smaller parameters have fp32 states, as in bitsandbytes; counted over all shards."""
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with moments of 8 bits (https://arxiv.org/abs/2110.02861): 2.03 bytes per parameter.
+
+    Blocks are parts of a row of the whole parameter, so any number of FSDP2's ranks makes the same
+    update, and a checkpoint holds the states as plain tensors: codes of the parameter's shape and
+    scales [r, c]. Vectors and small parameters have fp32 states.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay rates of both moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        fused: ``found_inf`` skips a step without a device synchronization.
+
+    Raises:
+        ValueError: an argument is out of bounds, or (in a step) a parameter is sharded within rows.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        fused: bool = False,
+    ) -> None:
+        are_valid = {
+            "lr": lr >= 0,
+            "betas": all(0 <= beta < 1 for beta in betas),
+            "eps": eps >= 0,
+            "weight_decay": weight_decay >= 0,
+        }
+        for name, is_valid in are_valid.items():
+            if not is_valid:
+                raise ValueError(f"optimizer.{name}={locals()[name]}: it is out of bounds")
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Makes one step; none on the device where ``found_inf`` is above 0."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= _new_state(p, group["fused"])
+                numbers = (
+                    torch.tensor(group["lr"]),
+                    *group["betas"],
+                    group["eps"],
+                    group["weight_decay"],
+                )
+                tensors = [local(each) for each in (p, p.grad, *state.values())]
+                if local(p).numel() == 0:  # a rank without rows counts the step only
+                    tensors[3:] = tensors[:1] * 2
+                update = _compiled() if local(p).is_cuda else _update
+                update(getattr(self, "found_inf", None), numbers, *tensors)
+
+
+def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
+    """Returns the state of a parameter before its first step, sharded as it is."""
+    own = local(p)
+    step = torch.zeros((), device=own.device if is_fused else "cpu")
+    zeros = torch.zeros_like(own, dtype=_float_of(own))
+    if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
+        return {"step": step} | {
+            name: _like(p, zeros.clone()) for name in ("exp_avg", "exp_avg_sq")
+        }
+    if isinstance(p, DTensor) and any(
+        isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements
+    ):
+        raise ValueError(
+            "optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1"
+        )
+    state = {"step": step}
+    for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        codes, scales = _quantized(zeros, is_signed)
+        state |= {name: _like(p, codes), f"{name}_scales": _like(p, scales)}
+    return state
+
+
+def _like(p: Tensor, own: Tensor) -> Tensor:
+    """Returns this rank's rows of a state as a part of a tensor that is sharded as ``p``."""
+    if not isinstance(p, DTensor):
+        return own
+    is_whole = own.shape == local(p).shape
+    shape = p.shape if is_whole else (*p.shape[:-1], own.size(-1))
+    stride = torch.empty(shape, device="meta").stride()
+    layout: dict[str, Any] = {"shape": torch.Size(shape), "stride": stride, "run_check": False}
+    return DTensor.from_local(own, p.device_mesh, p.placements, **layout)
+
+
+def _float_of(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@cache
+def _table(is_signed: bool, device: torch.device) -> Tensor:
+    """Returns the values of the 256 codes."""
+    return torch.tensor(create_dynamic_map(signed=is_signed), device=device)
+
+
+def _quantized(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
+    """Returns codes [r, w] and scales [r, c] of values [r, w]."""
+    width = values.size(-1)
+    block, table = min(_BLOCK, width), _table(is_signed, values.device)
+    if values.numel() == 0:  # a rank without rows
+        return values.to(torch.uint8), values[..., : -(-width // block)].float()
+    scaled, scales = scale_tensor(F.pad(values.float(), (0, -width % block)), block)
+    codes = quantize_8bit_with_qmap(scaled, table)[..., :width].contiguous()
+    if not is_signed:  # a second moment of 0 beside a first one that is none would be a huge step
+        codes = codes.clamp(min=1).where(values > 0, codes)
+    return codes, scales.view(*values.shape[:-1], -1)
+
+
+def _dequantized(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+    """Returns values [r, w] of codes [r, w] and scales [r, c]."""
+    width = codes.size(-1)
+    padded = F.pad(codes, (0, -width % min(_BLOCK, width)))
+    values: Tensor = dequant_with_qmap(padded, _table(is_signed, codes.device), scales.flatten())
+    return values[..., :width]
+
+
+def _update(
+    found_inf: Tensor | None, numbers: Any, p: Tensor, grad: Tensor, step: Tensor, *moments: Tensor
+) -> None:
+    """Steps a parameter in place. ``moments`` are both, each with its scales if it is in codes."""
+    lr, beta1, beta2, eps, weight_decay = numbers
+    has_codes = len(moments) == 4
+    first, second = moments[:: len(moments) // 2]
+    if has_codes:
+        first = _dequantized(first, moments[1], is_signed=True)
+        second = _dequantized(second, moments[3], is_signed=False)
+    gradient, value = grad.to(first.dtype), p.to(first.dtype)
+    first = first.lerp(gradient, 1 - beta1)
+    second = second.lerp(gradient.square(), 1 - beta2)
+    count = step + 1
+    root = (second / (1 - beta2**count)).sqrt() + eps
+    stepped = value * (1 - lr * weight_decay) - lr / (1 - beta1**count) * first / root
+    kept: tuple[Tensor, ...] = (first, second)
+    if has_codes:
+        kept = (*_quantized(first, True), *_quantized(second, False))
+    for old, new in zip((p, step, *moments), (stepped, count, *kept), strict=True):
+        new = new.to(old.dtype)
+        old.copy_(new if found_inf is None else torch.where(found_inf.to(old.device) > 0, old, new))
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    compiled: Callable[..., None] = torch.compile(_update, fullgraph=True, dynamic=False)
+    return compiled
