@@ -162,6 +162,7 @@ def _answer(dataset: Any, tokenizer: Any, index: int) -> str:
     """Returns the first characters of a sample's targets."""
     try:
         sample = dataset[index]
+        sample = sample["sequences"][-1] if "sequences" in sample else sample
         labels = sample["labels"] if "labels" in sample else sample["chosen_labels"]
         text = tokenizer.decode(
             [int(label) for label in labels if label >= 0][: 2 * _NUM_CHARACTERS]

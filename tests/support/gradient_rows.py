@@ -103,12 +103,14 @@ def preferred(kind, loss, sft_loss_weight=0.0):
     return Objective(DPO, big_batch.preference, (loss, sft_loss_weight), keys)
 
 
+TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 19}
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
 DPO_LOSS = {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3}
 OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),
     "tokens": weighted("tokens"),
     "datasets": weighted("datasets"),
+    "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
     "kd alone": distilled(1.0, 2.0, "forward"),
     "reverse": distilled(0.3, 1.0, "reverse"),
@@ -253,6 +255,15 @@ def reference(row, folder):
         data = row.kind.config["dataset"]
         if row.kind.recipe == DPO:
             steps = steps_of(tiny.make_pairs(NUM_PAIRS, data["kind"]), PAIRS_PER_STEP)
+        elif data is TREES:
+            steps = [
+                [
+                    {**s, "dataset": None, "weight": 1.0}
+                    for group in step
+                    for s in group["sequences"]
+                ]
+                for step in steps_of(tiny.make_trees(data["num_samples"]))
+            ]
         else:
             steps = steps_of(samples_of(*(data if isinstance(data, list) else [data])))
         with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():

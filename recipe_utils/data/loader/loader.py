@@ -139,7 +139,9 @@ class UpdateStepLoader:
                 rows = exchange(samples)
             with reporting_failure(together.count):
                 # Only plans over several ranks have rounds without samples.
-                microbatches = [self._collate(*row) if row[0] else dummy for row in rows]
+                microbatches: list[Microbatch] = []
+                for row in rows:
+                    microbatches += self._collate(*row) if row[0] else [dummy]
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
@@ -304,6 +306,8 @@ class UpdateStepLoader:
         steps = self._prepare(first, indices_per_step, closed)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
-    def _collate(self, samples: Sequence[Sample], part: Part) -> Microbatch:
+    def _collate(self, samples: Sequence[Sample], part: Part) -> list[Microbatch]:
         collate: Any = self.collator.collate
-        return collate(samples) if part == WHOLE else collate(samples, part)
+        if part == WHOLE:
+            return [collate(each) for each in self.collator.split(samples)]
+        return [collate(samples, part)]

@@ -13,7 +13,8 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.documents import Document, Documents
+from recipe_utils.data.text.documents import Document, Documents, length_of
+from recipe_utils.data.text.trees import OF_TREES
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
@@ -176,6 +177,11 @@ def collate_packed_microbatch(
     pieces = [piece_of(sample, ignore_index) for sample in samples]
     row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
     row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
+    if any("documents" in sample for sample in samples):
+        num_shared = sum(sum(sample.get("num_shared", ())) for sample in samples)
+        num_real = row.counts["real_tokens"] + num_shared
+        counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
+        row = replace(row, counts=counts)
     return cut_part(row, part, len(samples))
 
 
@@ -192,7 +198,7 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
         for each in (sample["tokens"], sample["labels"], positions)
     )
     labels = labels.roll(-1)
-    labels[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
+    labels[torch.tensor(list(map(length_of, lengths))).cumsum(0) - 1] = ignore_index
     return Piece(torch.stack([tokens, labels, positions]), lengths)
 
 
@@ -215,9 +221,11 @@ def collate_dummy(
 ) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
-    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
-    samples (images, packed rows) keep their shape.
+    Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
+    other samples (images, packed rows) keep their shape.
     """
+    if "documents" in sample:
+        sample = {key: value for key, value in sample.items() if key not in OF_TREES}
     if set(sample) <= {"tokens", "labels", "mask", "dataset_index", "step_position"}:
         sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
@@ -226,8 +234,11 @@ def collate_dummy(
     return replace(collate([sample]), counts={})
 
 
-def document_lengths_of(sample: Sample) -> list[int]:
-    """Returns the tokens of each document, one unless the sample is packed; padding is the last."""
+def document_lengths_of(sample: Sample) -> Sequence[Document]:
+    """Returns documents, one unless the sample is packed or a tree was cut; padding is the last."""
+    if "documents" in sample:
+        documents: Sequence[Document] = sample["documents"]
+        return documents
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
@@ -241,7 +252,7 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     """
     if "seq_lens" not in sample:
         return len(sample["tokens"])
-    last = document_lengths_of(sample)[-1]
+    last = length_of(document_lengths_of(sample)[-1])
     tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
     is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
     return len(sample["tokens"]) - (last if is_padding else 0)
