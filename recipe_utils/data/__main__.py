@@ -31,7 +31,9 @@ from recipe_utils.data.mixture import problems_with_list
 from recipe_utils.data.pairs.collator import SIDES, PairCollator, PairSettings, check_is_pair
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.documents import chains
 from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.trees import makes_trees
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, build, naming
@@ -79,7 +81,11 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     ignore_index = values["loss"].get("ignore_index", -100)
     make: Any = PairCollator if are_pairs else partial(TextCollator, ignore_index=ignore_index)
     limits = ModelLimits(sys.maxsize, sys.maxsize, MicrobatchCost())
+    has_trees = makes_trees(dataset)
+    settings = replace(settings, microbatching="packed") if has_trees else settings
     collator = make(settings, tokenizer, limits=limits)
+    if has_trees:
+        collator.take_trees()
     checked = CheckedDataset(dataset, "dataset", collator.prepare, settings.on_bad_sample == "skip")
     yield from _statistics(checked, collator)
     order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)
@@ -98,6 +104,14 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
             yield f"\n{error}"
             continue
         row = collator.make([sample])
+        for number, branch in enumerate(chains(sample.get("documents", ()))):
+            places = [place for each in branch.ranges for place in range(*each)]
+            tokens, labels = row.inputs["tokens"][0, places], row.targets.labels[0, places]
+            are_targets = [False, *(labels[:-1] == tokens[1:]).tolist()]
+            yield f"\n{checked.name_of(index)}, branch {number}: {len(places)} tokens, {sum(are_targets)} targets"
+            yield _marked(tokenizer, tokens.tolist(), are_targets)
+        if "documents" in sample:
+            continue
         for side, tokens, labels in zip(
             SIDES if are_pairs else [""], row.inputs["tokens"], row.targets.labels, strict=True
         ):

@@ -38,6 +38,10 @@ class Collator(Protocol):
     def length(self, sample: Sample) -> int:
         """Returns what ``plan`` takes of a sample: its length, or for views its position."""
 
+    def split(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """Returns the samples of each microbatch that one of the plan becomes."""
+        return [samples]
+
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> Microbatch:
         """Makes a microbatch."""

@@ -229,6 +229,20 @@ def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
     return None if isinstance(weight, DTensor) else weight
 
 
+def losses_by_target(targets: Targets, hidden: Tensor) -> Tensor | None:
+    """Returns the place for each target's loss [n], which a recomputation overwrites; or None."""
+    if targets.sample_sums is None or targets.sample_positions is None:
+        return None
+    return hidden.new_zeros(len(targets.positions), dtype=sum_dtype(hidden))
+
+
+def add_by_sample(targets: Targets, losses: Tensor | None) -> None:
+    """Adds losses of targets, or of pairs, [n] to the sums of their update step by sample."""
+    if losses is not None and targets.sample_sums is not None:
+        assert targets.sample_positions is not None
+        targets.sample_sums.add(losses, targets.sample_positions)
+
+
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     """Returns the dtype in which a loss of ``tensor`` is summed: at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)

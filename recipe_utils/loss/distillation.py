@@ -19,8 +19,10 @@ from torchtune.modules.tied_linear import TiedLinear
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.chunks import (
     ChunkedLoss,
+    add_by_sample,
     chunks_of,
     compiled_for_all_lengths,
+    losses_by_target,
     sum_dtype,
 )
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
@@ -235,7 +237,11 @@ class LinearDistillationLoss(ChunkedLoss):
         graph. For the arguments see :mod:`recipe_utils.loss.attach_loss`.
         """
         hidden, labels = self.at_targets(hidden, targets)
-        return self.sum_rows(output, hidden, labels, targets.teacher, None, backward_in_parts)
+        by_target = losses_by_target(targets, hidden)
+        of_rows = targets.teacher, None, backward_in_parts, by_target
+        sums = self.sum_rows(output, hidden, labels, *of_rows)
+        add_by_sample(targets, by_target)
+        return sums
 
     def sum_rows(
         self,
@@ -245,10 +251,11 @@ class LinearDistillationLoss(ChunkedLoss):
         teacher: TeacherHidden | TeacherTopK,
         row_weights: Tensor | None = None,
         backward_in_parts: bool = False,
+        losses: Tensor | None = None,
     ) -> Tensor:
         """Returns SUMS over the rows of ``hidden`` [n, d], weighted by ``row_weights`` [n].
 
-        ``labels`` [n] may be None if ``kd_ratio`` is 1. See :meth:`forward`.
+        ``labels`` [n] may be None if ``kd_ratio`` is 1. ``losses`` [n] are set. See :meth:`forward`.
         """
 
         def chunk_loss(
@@ -264,6 +271,8 @@ class LinearDistillationLoss(ChunkedLoss):
             sums, gradient = self._compute(
                 logits, of_teacher, token_ids, label, num_tokens, needs_gradient
             )
+            if losses is not None:
+                losses[rows] = sums[0]
             if row_weights is not None:
                 sums *= row_weights[rows]
                 if gradient is not None:

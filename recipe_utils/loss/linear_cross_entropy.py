@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Targets
-from recipe_utils.loss.chunks import ChunkedLoss, compiled_for_all_lengths
+from recipe_utils.loss.chunks import (
+    ChunkedLoss,
+    add_by_sample,
+    compiled_for_all_lengths,
+    losses_by_target,
+)
 
 
 class LinearCrossEntropyLoss(ChunkedLoss):
@@ -45,6 +50,7 @@ class LinearCrossEntropyLoss(ChunkedLoss):
         """
         hidden, labels = self.at_targets(hidden, targets)
         datasets, weights = targets.dataset_indices, targets.dataset_weights
+        by_target = losses_by_target(targets, hidden)
 
         def chunk_loss(
             logits: Tensor, rows: slice, needs_gradient: bool
@@ -52,10 +58,15 @@ class LinearCrossEntropyLoss(ChunkedLoss):
             given = [logits]
             del logits  # a second reference would keep them alive longer
             of_rows = None if datasets is None else datasets[rows]
-            return self._cross_entropy(given.pop(), labels[rows], needs_gradient, of_rows, weights)
+            arguments = labels[rows], needs_gradient, of_rows, weights
+            sums, gradient, losses = self._cross_entropy(given.pop(), *arguments)
+            if by_target is not None:
+                by_target[rows] = losses
+            return sums, gradient
 
         num_sums = 1 if weights is None else 1 + len(weights)
         sums = self.sum_over_chunks(output, hidden, chunk_loss, num_sums, backward_in_parts)
+        add_by_sample(targets, by_target)
         return sums.squeeze(0) if weights is None else sums
 
 
@@ -65,8 +76,8 @@ def _cross_entropy(
     needs_gradient: bool,
     datasets: Tensor | None = None,
     weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns sums [1] and the gradient of the first for the logits [c, v] of c tokens, for labels [c].
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns sums [1], the gradient of the first for the logits [c, v] of c tokens, and losses [c].
 
     With ``weights`` [k] of datasets, and the dataset of each token [c], the sums are [1 + k].
     """
@@ -83,8 +94,10 @@ def _cross_entropy(
         is_of = datasets.unsqueeze(1) == torch.arange(len(weights), device=datasets.device)
         sums = torch.cat([(of_target * losses).sum().view(1), losses.where(is_of, 0).sum(0)])
     if not needs_gradient:
-        return sums, None
+        return sums, None, losses.squeeze(1)
     # d loss / d logits = softmax(logits) - one_hot(label)
     gradient = log_probs.exp_()
     gradient.scatter_add_(1, label, gradient.new_full((), -1).expand_as(label))
-    return sums, gradient if of_target is None else gradient.mul_(of_target)
+    if of_target is not None:
+        gradient.mul_(of_target)
+    return sums, gradient, losses.squeeze(1)

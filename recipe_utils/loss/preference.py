@@ -19,6 +19,7 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.rlhf.loss import DPOLoss
 
 from recipe_utils.data.loader.microbatch import Targets
+from recipe_utils.loss.chunks import add_by_sample
 from recipe_utils.loss.log_probs import LinearLogProbs, num_targets_of_answers, sums_of_answers
 from recipe_utils.parallel.exchange import RowGroups, all_reduce
 from recipe_utils.settings.keys import STRICT, Count
@@ -176,10 +177,11 @@ class PreferenceLoss(nn.Module):
             # Per pair: the recipe still divides the loss by the number of pairs.
             given = given / num_targets_of_answers(targets.pairs).repeat(2, 1)
         losses, chosen, rejected = self.loss_fn(*given)
+        add_by_sample(targets, losses / num_ranks)  # each rank of a row has computed them
         margins = chosen - rejected
         wins = (margins > 0).double()
         metrics = torch.stack([losses, chosen, rejected, margins, wins, *policy, -policy[0]])
-        return metrics.sum(1) / num_ranks  # each rank of a row has computed them
+        return metrics.sum(1) / num_ranks
 
 
 def make_preference_loss(make: Callable[[], Any]) -> Any:

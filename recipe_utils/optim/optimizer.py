@@ -17,7 +17,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.settings.components import MadeWith
-from recipe_utils.settings.keys import STRICT, Count, Positive
+from recipe_utils.settings.keys import STRICT, Count, OnlyWith, Positive
 from recipe_utils.settings.problems import Problem
 
 _log = get_logger("INFO")
@@ -52,6 +52,11 @@ class OptimizerSettings(DataSettings):
     """Action on a NaN or infinite gradient. Such a step never changes the weights."""
     max_nonfinite_steps: Count = 10
     """Maximum number of consecutive steps that ``on_nonfinite: skip`` skips."""
+    on_spike: OnNonfinite | None = None
+    """``skip``: an update step whose gradient norm is above ``spike_factor`` times the median of
+    the last 100 (at least 10) does not change the weights; ``stop`` also saves and ends training."""
+    spike_factor: Annotated[Positive, OnlyWith("on_spike")] = 10.0
+    """Gradient norm of a spike over the median."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         """Returns an optimizer's first argument: parameters, or groups with a learning rate each."""
@@ -84,6 +89,9 @@ class OptimizerSettings(DataSettings):
         if self.clip_grad_norm is not None:
             text = "the gradients never exist all at once; set one of the two to null or False"
             yield _problem_in_backward("clip_grad_norm", text, self.clip_grad_norm)
+        if self.on_spike is not None:
+            text = "weights change before the norm is known; set one of the two to null or False"
+            yield _problem_in_backward("on_spike", text, self.on_spike)
         if self.loraplus_lr_ratio is not None:
             text = "all parameters have one learning rate; set one of the two to null or False"
             yield _problem_in_backward("loraplus_lr_ratio", text, self.loraplus_lr_ratio)

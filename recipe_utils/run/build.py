@@ -29,6 +29,7 @@ from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.samples import load_dataset
 from recipe_utils.data.mixture import Mixture
+from recipe_utils.data.text.trees import makes_trees
 from recipe_utils.evaluation.nearest_neighbors import NearestNeighbors
 from recipe_utils.files import CheckpointError
 from recipe_utils.loss.dataset_weights import LossWeightSettings
@@ -70,6 +71,8 @@ def build_loaders(
     temperature = settings.of_mixture.temperature
     dataset = build("dataset", load, cfg.dataset, temperature=temperature)
     dataset_val = build("dataset_val", load, cfg.dataset_val) if validates else None
+    if makes_trees(dataset) or makes_trees(dataset_val):
+        collator.take_trees()
     if hasattr(loss_fn, "sums_datasets"):
         for each, weighing in ((dataset, settings), (dataset_val, LossWeightSettings())):
             if isinstance(each, Mixture):

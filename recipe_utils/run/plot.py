@@ -1,9 +1,11 @@
 """Plots metrics of one or several trainings.
 
 python -m recipe_utils.run.plot OUTPUT_DIR [OUTPUT_DIR ...] [--out metrics.png]
+python -m recipe_utils.run.plot OUTPUT_DIR --samples
 
 Draws loss, val_loss, k-NN accuracy, learning rate, gradient norm, throughput and padding of
-``logs/metrics.jsonl`` over update steps; losses also over target tokens.
+``logs/metrics.jsonl`` over update steps; losses also over target tokens. ``--samples`` prints the
+samples of highest loss, and those whose loss rose most, of trainings with ``sample_losses: True``.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipe_utils.evaluation.sample_losses import report_of_run
 from recipe_utils.run.log import METRICS_FILE, read_metrics
 
 METRICS = {
@@ -63,7 +66,15 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("output_dir", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="default: metrics.png in the first OUTPUT_DIR")
+    parser.add_argument("--samples", action="store_true", help="print samples of highest loss")
     arguments = parser.parse_args()
+    if arguments.samples:
+        for folder in arguments.output_dir:
+            try:
+                print("\n".join(report_of_run(folder)))  # noqa: T201
+            except OSError as error:
+                sys.exit(f"{error.filename}: {error.strerror}; train with sample_losses=True")
+        return
     runs = {}
     for folder in arguments.output_dir:
         path = folder / "logs" / METRICS_FILE

@@ -18,6 +18,7 @@ from recipe_utils.checkpoint.export import ExportError
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
+from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.model.build.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -125,10 +126,15 @@ class Run:
         self._parts = self._saves.parts = parts
         self.num_steps = self.settings.epochs * parts.loader.steps_per_epoch
         self._changed_weights = ChangedWeights(parts.optimizer)
+        self.sample_losses = None
+        if parts.loader.settings.sample_losses:
+            self.sample_losses = SampleLosses(parts.loader, self._ranks, self._log)
+            parts.nonfinite.highest_losses = self.sample_losses.highest
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
         self.state = self._resume.restore(parts, self.seed)
+        parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
     # ---- Loop -----------------------------------------------------------------------------------
@@ -159,6 +165,9 @@ class Run:
         self._signals.enter_context(set_on_signals(self.stop))
         self._at_exit.callback(self.profiler.stop)
         self._log.open_metrics(self.global_step, self.state.run_id)
+        if self.sample_losses is not None:
+            self.sample_losses.open(self.settings, is_new=self.global_step == 0)
+            self._at_exit.callback(self.sample_losses.write_held)
         self.profiler.start()
         self._counted, self._validate, self._answer = counted, validate, answer
         if self.global_step == 0 and self.settings.run_val_every_n_steps and validate:
@@ -252,6 +261,8 @@ class Run:
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
         self.metrics.write_held()
+        if self.sample_losses is not None:
+            self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
         # All ranks get the same answer, while the device computes. Earlier, and a request during
         # the update step would cost another one.
         self._stop_requested = start_any(self.stop.is_set(), self._ranks.cpu_group)
@@ -333,7 +344,7 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        self._saves.save(self.state)
+        self._saves.save(replace(self.state, grad_norms=self._parts.nonfinite.norms()))
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:
@@ -372,6 +383,10 @@ class Run:
             self._log.info(
                 f"All {state.epoch} epochs are complete; set epochs={state.epoch + 1} to train longer"
             )
+        if self.sample_losses is not None:
+            self.sample_losses.write_held()
+            if self._ranks.is_zero:
+                self._log.info("\n".join(self.sample_losses.report(state.config)))
         if saves.num_failed:
             many = "1 checkpoint" if saves.num_failed == 1 else f"{saves.num_failed} checkpoints"
             self._log.warn(f"{many} could not be saved, see above")

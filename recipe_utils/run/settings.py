@@ -143,6 +143,8 @@ class RunSettings(RankSettings):
         if self.sample_prompts is not None:
             text = "a vision transformer generates no text; leave the key out"
             yield Problem("sample_prompts", text)
+        if getattr(self, "sample_losses", False):
+            yield Problem("sample_losses", "losses of views are not by image; leave it out", True)
         if self.keep_best_checkpoint:
             text = "there is no val_loss here; set export_every_n_steps instead"
             yield Problem("keep_best_checkpoint", text, True)

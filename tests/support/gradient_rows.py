@@ -3,6 +3,7 @@
 A test file lists rows; the ranks that run them stay alive from row to row.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -44,6 +45,7 @@ from tiny_transformers import Plain, gradients_in_float64, keys_of_folder, save_
 from torch.torch_version import TorchVersion
 
 from recipe_utils.data.loader import collectives
+from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.model.transformers.probe import DoublePrecision
 
 MODELS = {
@@ -101,12 +103,14 @@ def preferred(kind, loss, sft_loss_weight=0.0):
     return Objective(DPO, big_batch.preference, (loss, sft_loss_weight), keys)
 
 
+TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 19}
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
 DPO_LOSS = {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3}
 OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),
     "tokens": weighted("tokens"),
     "datasets": weighted("datasets"),
+    "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
     "kd alone": distilled(1.0, 2.0, "forward"),
     "reverse": distilled(0.3, 1.0, "reverse"),
@@ -199,6 +203,7 @@ def config_of(row, weights_folder, folder):
     changes = {
         "microbatching": row.plan,
         "batch_size": row.batch_size,
+        "sample_losses": True,
         **({order: row.order} if row.order else {}),
         **row.kind.config,
         **dims,
@@ -250,6 +255,15 @@ def reference(row, folder):
         data = row.kind.config["dataset"]
         if row.kind.recipe == DPO:
             steps = steps_of(tiny.make_pairs(NUM_PAIRS, data["kind"]), PAIRS_PER_STEP)
+        elif data is TREES:
+            steps = [
+                [
+                    {**s, "dataset": None, "weight": 1.0}
+                    for group in step
+                    for s in group["sequences"]
+                ]
+                for step in steps_of(tiny.make_trees(data["num_samples"]))
+            ]
         else:
             steps = steps_of(samples_of(*(data if isinstance(data, list) else [data])))
         with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():
@@ -258,6 +272,29 @@ def reference(row, folder):
                 metrics_and_gradients(row.kind.oracle, models, step, *row.kind.terms)
                 for step in steps
             ]
+    return _references[key]
+
+
+def losses_of_samples(row, folder):
+    """The loss of each sample by itself; NaN without targets."""
+    key = row.model, row.objective, "samples"
+    if key not in _references:
+        data = row.kind.config["dataset"]
+        if row.kind.recipe == DPO:
+            samples = tiny.make_pairs(NUM_PAIRS, data["kind"])
+        else:
+            samples = samples_of(*(data if isinstance(data, list) else [data]))
+        terms = (row.kind.terms[0], 0) if row.kind.recipe == DPO else row.kind.terms
+        _references[key] = []
+        with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():
+            models = models_in_float64(row, folder)
+            for sample in samples:
+                labels = sample.get("labels", [0, 0])[1:]  # of pairs, all have targets
+                has_targets = any(label != tiny.IGNORE for label in labels)
+                metrics = row.kind.oracle(*models, [sample], *terms) if has_targets else {}
+                _references[key].append(
+                    float(torch.as_tensor(metrics.get("loss", math.nan)).detach())
+                )
     return _references[key]
 
 
@@ -274,20 +311,23 @@ def validation_losses(model):
 
 
 def run_rows(cases, mutate=None):
-    """For each case, gradients of each update step, what was logged, and the numbers of ranks of rows."""
+    """For each case, gradients of each update step, what was logged, numbers of ranks of rows, losses by sample."""
     return [run_row(*case, mutate) for case in cases]
 
 
 def run_row(config, recipe, in_float64, mutate):
-    parts = []
+    parts, by_sample = [], []
     with pytest.MonkeyPatch.context() as patches:
         part_of = collectives.part_of
         patches.setattr(collectives, "part_of", lambda *args: parts.append(part_of(*args)) or parts[-1])  # fmt: skip
+        write = SampleLosses.write
+        patches.setattr(SampleLosses, "write", lambda *args: by_sample.append(args[2:]) or write(*args))  # fmt: skip
         if mutate:
             mutate(patches)
         run = gradients_in_float64 if in_float64 else run_recipe_recording_gradients
         gradients = run(config, recipe)
-    return gradients, list(ListLogger.logged), {part.num_ranks for part in parts}
+    losses = [dict(zip(map(int, i), x.tolist(), strict=True)) for i, x in by_sample]
+    return gradients, list(ListLogger.logged), {part.num_ranks for part in parts}, losses
 
 
 # ---- Comparison ------------------------------------------------------------------------------------
@@ -320,12 +360,19 @@ def assert_exact(rows, weights_folder, folder):
                 assert logged[step][name] == close(value), (row, name)
             absent = {n for n in logged[step] if n.startswith(("loss/", "ce_"))} - metrics.keys()
             assert not absent, row
+        tolerance = row.kind.tolerance if bound == TOLERANCE else bound
+        alone = losses_of_samples(row, folder)
+        for step, found in enumerate(of_ranks[0][3]):
+            assert found == pytest.approx(
+                {i: alone[i] for i in found}, rel=tolerance, nan_ok=True
+            ), row
+            assert step or len(found) > 3
         for found in (metrics for metrics in of_ranks[0][1] if "val_loss" in metrics):
             losses = validation_losses(row.model)
             assert found == pytest.approx({"step": found["step"], **losses}, rel=1e-12), row
         if "max_ranks_per_row" in config:
             sizes = {1 << i for i in range(config["max_ranks_per_row"].bit_length())}
-            assert set().union(*(parts for *_, parts in of_ranks)) == sizes, row
+            assert set().union(*(parts for *_, parts, _ in of_ranks)) == sizes, row
             assert logged[0]["num_spanning_samples"] > 0, row
 
 

@@ -253,6 +253,37 @@ def tiny_dataset(
     return PackedDataset(dataset, max_seq_len=64) if packed else dataset
 
 
+def make_trees(num_samples, seed=0):
+    """Samples of sequences: turns of a conversation that drop thinking or not, and answers to a prompt."""
+    rng = random.Random(seed)
+
+    def some(least, most):
+        return [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(least, most))]
+
+    samples = []
+    for i in range(num_samples):
+        sequences, history, answer = [], some(2, 6), some(1, 2)
+        for _ in range(rng.randint(1, 4)):
+            if i % 3:
+                history = history + some(1, 4)
+                tokens = history + (added := some(2, 5) + some(1, 4))
+                labels = [IGNORE] * len(history) + added
+                history = tokens if rng.random() < 0.3 else tokens[: len(history)] + added[-2:]
+            else:  # answers begin alike
+                tokens = history + answer + some(1, 6)
+                labels = [IGNORE] * len(history) + tokens[len(history) :]
+            sequences.append({"tokens": tokens, "labels": labels})
+        sequences.append({"tokens": history, "labels": [IGNORE] * len(history)})
+        samples.append({"sequences": sequences})
+    return samples
+
+
+def tiny_tree_dataset(_, num_samples):
+    dataset = Samples(make_trees(num_samples))
+    dataset.makes_trees = True
+    return dataset
+
+
 _of_the_test: list[Any] = []
 
 

@@ -32,7 +32,7 @@ from recipe_utils.data.loader.collectives import (
     group_samples,
     reporting_failure,
 )
-from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, counts_of
+from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, SampleSums, counts_of
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
     UpdateSteps,
@@ -71,6 +71,8 @@ class UpdateStep:
     """Clock of rank 0 when the update step was counted, possibly ahead by prefetching."""
     num_skipped: int = 0
     """Skipped samples of the update step, over all DP ranks."""
+    sample_sums: SampleSums | None = None
+    """Losses by sample on this rank; None unless ``sample_losses``."""
 
     def scale(self, count: str) -> float:
         """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
@@ -137,7 +139,9 @@ class UpdateStepLoader:
                 rows = exchange(samples)
             with reporting_failure(together.count):
                 # Only plans over several ranks have rounds without samples.
-                microbatches = [self._collate(*row) if row[0] else dummy for row in rows]
+                microbatches: list[Microbatch] = []
+                for row in rows:
+                    microbatches += self._collate(*row) if row[0] else [dummy]
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
@@ -148,6 +152,12 @@ class UpdateStepLoader:
             if self._weigh is not None:
                 weights = self._weigh([agreed.totals[name] for name in self._counts_of_datasets])
                 microbatches = [m.with_dataset_weights(weights) for m in microbatches]
+            sample_sums = None
+            if self.dataset.adds_positions:
+                sample_sums = SampleSums(self.global_batch_size)
+                for microbatch in microbatches:
+                    sample_sums.count(microbatch.targets)
+                microbatches = [m.with_sample_sums(sample_sums) for m in microbatches]
             if ranks.device.type == "cuda":
                 microbatches = [microbatch.pin_memory() for microbatch in microbatches]
             yield UpdateStep(
@@ -159,6 +169,7 @@ class UpdateStepLoader:
                 is_last_of_epoch=index + 1 == self.steps_per_epoch,
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
+                sample_sums=sample_sums,
             )
 
     def __init__(
@@ -176,6 +187,7 @@ class UpdateStepLoader:
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
+        self.dataset.adds_positions = settings.sample_losses
         mixture = self.dataset.mixture
         self._counts_of_datasets: list[str] = []
         self._weigh: Callable[[Sequence[int]], Tensor] | None = None
@@ -245,7 +257,8 @@ class UpdateStepLoader:
         """
         first = samples_consumed // self.global_batch_size
         steps = range(first, self.steps_per_epoch)
-        return self.of_samples(self._indices(self._order(epoch), steps, epoch), first)
+        self._latest_order = self._order(epoch)
+        return self.of_samples(self._indices(self._latest_order, steps, epoch), first)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
@@ -262,6 +275,11 @@ class UpdateStepLoader:
         used = np.flatnonzero(is_used)
         steps = range(-(-len(used) // size))
         return len(steps), self.of_samples(self._indices(used, steps))
+
+    def samples_of(self, step: UpdateStep) -> Any:
+        """Returns the dataset indices of an update step of the latest epoch, over all DP ranks."""
+        size = self.global_batch_size
+        return self._latest_order[step.index * size : (step.index + 1) * size]
 
     def _order(self, epoch: int) -> Any:
         if self.mixture_order is not None:
@@ -288,6 +306,8 @@ class UpdateStepLoader:
         steps = self._prepare(first, indices_per_step, closed)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
-    def _collate(self, samples: Sequence[Sample], part: Part) -> Microbatch:
+    def _collate(self, samples: Sequence[Sample], part: Part) -> list[Microbatch]:
         collate: Any = self.collator.collate
-        return collate(samples) if part == WHOLE else collate(samples, part)
+        if part == WHOLE:
+            return [collate(each) for each in self.collator.split(samples)]
+        return [collate(samples, part)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
@@ -14,6 +15,29 @@ T = TypeVar("T")
 
 OF_DATASET = "target_tokens/"
 """Prefix of the counts of named datasets."""
+
+
+class SampleSums:
+    """Losses of an update step by sample on this rank, to which loss modules add without gradients."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.numbers = torch.zeros(num_samples, dtype=torch.float64)
+        """Targets, or pairs, of each sample, [samples] on the CPU."""
+        self.sums: Tensor | None = None
+        """Sums over them on the device of the loss, [samples] in fp64; None before a loss."""
+
+    def add(self, losses: Tensor, positions: Tensor) -> None:
+        """Adds losses of targets or pairs, [n], of the samples at ``positions`` [n]."""
+        if self.sums is None:
+            self.sums = torch.zeros_like(self.numbers, device=losses.device)
+        self.sums.index_add_(0, positions, losses.detach().double())
+
+    def count(self, targets: "Targets") -> None:
+        """Adds the numbers of a microbatch on the CPU."""
+        if targets.sample_positions is not None:
+            num_ranks = 1 if targets.pairs is None else targets.pairs.num_ranks
+            found = targets.sample_positions.bincount(minlength=len(self.numbers))
+            self.numbers += found / num_ranks
 
 
 class Pairs(NamedTuple):
@@ -46,6 +70,11 @@ class Targets(NamedTuple):
     dataset_weights: Tensor | None = None
     """[k]: factor of the loss of a target by dataset, fp64; 1 on average over the update step's
     targets. None without sums by dataset."""
+    sample_positions: Tensor | None = None
+    """[n], or [p] of pairs: position in the update step of each one's sample; None unless
+    ``sample_losses``."""
+    sample_sums: SampleSums | None = None
+    """Sums of the update step, which the loss module adds to."""
 
     def num_of_dataset(self, index: int) -> int:
         """Returns the number of targets of a named dataset."""
@@ -76,6 +105,10 @@ class Microbatch:
     def with_dataset_weights(self, weights: Tensor) -> "Microbatch":
         """Returns the microbatch with weights [k] of its targets' datasets."""
         return replace(self, targets=self.targets._replace(dataset_weights=weights))
+
+    def with_sample_sums(self, sums: SampleSums) -> "Microbatch":
+        """Returns the microbatch with the sums of its update step."""
+        return replace(self, targets=self.targets._replace(sample_sums=sums))
 
 
 # PyTorch's tree functions copy it as part of larger structures.

@@ -98,6 +98,8 @@ class CheckedDataset(Dataset[Sample]):
         self.mixture = mixture_of(dataset)
         self._takes_step_index = hasattr(dataset, "takes_step_index")
         self._named: set[str] = set()
+        self.adds_positions = False
+        """Samples have a ``step_position``, which loss modules sum by."""
         self.draws = False
         """The dataset draws from a global generator; set by :meth:`find_draws`."""
 
@@ -142,6 +144,8 @@ class CheckedDataset(Dataset[Sample]):
             text = f"{name}: {type(error).__name__}: {error}{self._row(index)}"
             raise SampleError(text) from error
         prepared = self.prepare(sample, name)
+        if self.adds_positions:
+            prepared = {**prepared, "step_position": at.position}
         if self.mixture is None:
             return prepared
         return {**prepared, "dataset_index": self.mixture.dataset_of(index)}

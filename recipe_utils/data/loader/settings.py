@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -69,6 +70,8 @@ class DataSettings(RankSettings):
     """Update steps prepared ahead; 0 prepares each one on demand."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
     """``skip``: bad samples are skipped with a warning; counts stay exact."""
+    sample_losses: bool = False
+    """Writes the mean loss of each sample in each epoch to ``logs/sample_losses.npy``."""
     mixture: (
         Annotated[dict[str, Any], MadeWith(default="recipe_utils.data.mixture.MixtureSettings")]
         | None
@@ -118,6 +121,12 @@ class DataSettings(RankSettings):
             yield unused("collate_fn", f"does not use it; {instead}")
         if "left_pad_sequence" in self.collate_fn:
             yield Problem("collate_fn", "it pads for inference; remove the key", self.collate_fn)
+        if self.sample_losses and not hasattr(self, "sft_loss_weight"):
+            path = str(getattr(self, "loss", {}).get("_component_"))
+            with suppress(ValueError):  # a problem of ``loss`` by itself
+                if not hasattr(component_at(path), "sums_datasets"):
+                    text = f"{path} does not sum by sample; set loss._component_ to recipe_utils.loss.LinearCrossEntropyLoss"
+                    yield Problem("sample_losses", text, True)
         try:
             component_at(self.collate_fn)
         except ValueError as error:
@@ -241,4 +250,5 @@ class DataSettings(RankSettings):
             last_update_step="train",
             max_steps_per_epoch=None,
             shuffle=False,
+            sample_losses=False,
         )

@@ -48,6 +48,8 @@ class Probe(NamedTuple):
     """Tokens of each good one that was read for remarks."""
     num_targets: int = 0
     """Target tokens of all of them."""
+    num_shared: int = 0
+    """Tokens of all of them that are not computed again."""
 
 
 def probe(
@@ -77,6 +79,7 @@ def probe(
     digest, remarks, example = hashlib.sha256(), Counter[str](), 0
     has_targets, stops, problem = False, False, "it has no target"
     num_good_of_hashed, first_error = 0, None
+    num_shared = 0
     lengths, num_targets, end_seconds = [], 0, time.monotonic() + _MAX_SECONDS
     num_read, without_targets = Counter[str](), Counter[str]()
     with torch.random.fork_rng(devices=[]):
@@ -111,6 +114,7 @@ def probe(
                 remarks.update(collator.remarks(sample))
                 lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
                 num_targets += counts.get("target_tokens", 0)
+                num_shared += counts.get("shared_tokens", 0)
                 name = "" if mixture is None else mixture.names[mixture.dataset_of(index)]
                 num_read[name] += 1
                 without_targets[name] += not counts[collator.counts[0]]
@@ -134,7 +138,7 @@ def probe(
             )
         elif number:
             remarks[f"{f'of {name}, ' if name else ''}no target"] = number
-    found = {} if stops else remarks, len(remarked), lengths, num_targets
+    found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared
     return Probe(example, digest.hexdigest()[:16], *found)
 
 
@@ -219,6 +223,9 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
             f"; {len(lengths)} of them read: {mean:,.0f} tokens in the mean, {longest:,} at most"
         )
         text += f", {found.num_targets / len(lengths):,.0f} targets" * bool(found.num_targets)
+        if found.num_shared:
+            fewer = sum(lengths) / (sum(lengths) - found.num_shared)
+            text += f", {fewer:.1f} times fewer positions than in a row for each sequence"
     _log.info(text)
     on_ranks = (
         ""

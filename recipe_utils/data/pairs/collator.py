@@ -225,4 +225,6 @@ def _with_pairs(row: Microbatch, samples: Sequence[Sample], num_targets: Tensor)
         "positions": row.counts["positions"],
     }
     pairs = Pairs(num_targets.flatten(), tuple(sample["name"] for sample in samples))
-    return Microbatch(row.inputs, row.targets._replace(pairs=pairs), counts)
+    positions = [sample["step_position"] for sample in samples if "step_position" in sample]
+    targets = row.targets._replace(pairs=pairs, sample_positions=torch.tensor(positions).long())
+    return Microbatch(row.inputs, targets, counts)

@@ -13,7 +13,8 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.documents import Document, Documents
+from recipe_utils.data.text.documents import Document, Documents, length_of
+from recipe_utils.data.text.trees import OF_TREES
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
 """torchtune's ``collate_fn``: samples -> tensors of a batch."""
@@ -102,6 +103,8 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
     )
     if targets.dataset_indices is not None:
         targets = targets._replace(dataset_indices=targets.dataset_indices[is_own])
+    if targets.sample_positions is not None and targets.pairs is None:
+        targets = targets._replace(sample_positions=targets.sample_positions[is_own])
     if targets.pairs is not None:
         of_row = targets.pairs.segment_lengths
         segments = torch.arange(len(of_row)).repeat_interleave(of_row)[is_own]
@@ -174,6 +177,11 @@ def collate_packed_microbatch(
     pieces = [piece_of(sample, ignore_index) for sample in samples]
     row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
     row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
+    if any("documents" in sample for sample in samples):
+        num_shared = sum(sum(sample.get("num_shared", ())) for sample in samples)
+        num_real = row.counts["real_tokens"] + num_shared
+        counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
+        row = replace(row, counts=counts)
     return cut_part(row, part, len(samples))
 
 
@@ -190,19 +198,22 @@ def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Pi
         for each in (sample["tokens"], sample["labels"], positions)
     )
     labels = labels.roll(-1)
-    labels[torch.tensor(lengths).cumsum(0) - 1] = ignore_index
+    labels[torch.tensor(list(map(length_of, lengths))).cumsum(0) - 1] = ignore_index
     return Piece(torch.stack([tokens, labels, positions]), lengths)
 
 
 def _with_datasets(
     microbatch: Microbatch, samples: Sequence[Sample], lengths: Sequence[int]
 ) -> Microbatch:
-    """Adds the dataset of each target, for samples that have one; their lengths are in positions."""
-    if "dataset_index" not in samples[0]:
-        return microbatch
-    indices = torch.tensor([sample["dataset_index"] for sample in samples])
-    indices = indices.repeat_interleave(torch.tensor(lengths))[microbatch.targets.positions]
-    return replace(microbatch, targets=microbatch.targets._replace(dataset_indices=indices))
+    """Adds dataset and sample of each target, if samples have them; ``lengths`` are in positions."""
+    targets = microbatch.targets
+    for key, name in (("dataset_index", "dataset_indices"), ("step_position", "sample_positions")):
+        if key in samples[0]:
+            numbers = torch.tensor([sample[key] for sample in samples])
+            numbers = numbers.repeat_interleave(torch.tensor(lengths))[targets.positions]
+            added: dict[str, Any] = {name: numbers}
+            targets = targets._replace(**added)
+    return microbatch if targets is microbatch.targets else replace(microbatch, targets=targets)
 
 
 def collate_dummy(
@@ -210,10 +221,12 @@ def collate_dummy(
 ) -> Microbatch:
     """Makes a dummy microbatch: a sample whose targets are all ignored.
 
-    Its loss is zero, with a graph through every parameter. Plain text is cut to one token; other
-    samples (images, packed rows) keep their shape.
+    Its loss is zero, with a graph through every parameter. Plain text and trees are cut to one token;
+    other samples (images, packed rows) keep their shape.
     """
-    if set(sample) <= {"tokens", "labels", "mask", "dataset_index"}:
+    if "documents" in sample:
+        sample = {key: value for key, value in sample.items() if key not in OF_TREES}
+    if set(sample) <= {"tokens", "labels", "mask", "dataset_index", "step_position"}:
         sample = {**sample, "tokens": list(sample["tokens"][:1]), "labels": [ignore_index]}
     else:
         ignored = torch.full_like(torch.as_tensor(sample["labels"]), ignore_index)
@@ -221,8 +234,11 @@ def collate_dummy(
     return replace(collate([sample]), counts={})
 
 
-def document_lengths_of(sample: Sample) -> list[int]:
-    """Returns the tokens of each document, one unless the sample is packed; padding is the last."""
+def document_lengths_of(sample: Sample) -> Sequence[Document]:
+    """Returns documents, one unless the sample is packed or a tree was cut; padding is the last."""
+    if "documents" in sample:
+        documents: Sequence[Document] = sample["documents"]
+        return documents
     if "seq_lens" not in sample:
         return [len(sample["tokens"])]
     return [length for length in torch.as_tensor(sample["seq_lens"]).tolist() if length]
@@ -236,7 +252,7 @@ def num_real_tokens(sample: Sample, ignore_index: int) -> int:
     """
     if "seq_lens" not in sample:
         return len(sample["tokens"])
-    last = document_lengths_of(sample)[-1]
+    last = length_of(document_lengths_of(sample)[-1])
     tokens, labels = sample["tokens"][-last:], sample["labels"][-last:]
     is_padding = bool((tokens == tokens[-1]).all() and (labels == ignore_index).all())
     return len(sample["tokens"]) - (last if is_padding else 0)

@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Protocol, Self
@@ -13,7 +13,13 @@ from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.collator import Collator
 from recipe_utils.data.loader.microbatch import Microbatch
-from recipe_utils.data.loader.samples import Sample, SampleError, check_keys, whole_numbers
+from recipe_utils.data.loader.samples import (
+    Sample,
+    SampleError,
+    SkippedSampleError,
+    check_keys,
+    whole_numbers,
+)
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
@@ -23,10 +29,11 @@ from recipe_utils.data.text.collate import (
     piece_of,
 )
 from recipe_utils.data.text.limits import ModelLimits
+from recipe_utils.data.text.trees import OF_TREES, merge, split_trees
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "input_pos", "seq_lens", "dataset_index"}
+_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "dataset_index", "step_position", *OF_TREES}
 
 _log = get_logger("INFO")
 
@@ -144,8 +151,9 @@ class TextCollator(RowCollator):
         cache: cached outputs of a teacher at all targets.
     """
 
-    counts = ("target_tokens", "real_tokens", "positions")
-    """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks."""
+    counts: Sequence[str] = ("target_tokens", "real_tokens", "positions")
+    """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks,
+    and tokens of trees that are not computed again."""
     fingerprint_keys = ("tokens", "labels")
 
     def __init__(
@@ -162,9 +170,37 @@ class TextCollator(RowCollator):
         self._is_stock_collate_fn = settings.collate_fn.startswith("torchtune.")
         self._has_warned = False
 
+    def take_trees(self) -> None:
+        """Takes samples with ``sequences``, too. Raises ConfigError if their rows are not supported."""
+        instead = "or dataset.split_turns=True"
+        if not self.settings.is_packed:
+            text = (
+                "sequences that share a beginning need rows of documents; set microbatching=packed"
+            )
+            value = self.settings.microbatching
+            raise ConfigError(Problem("microbatching", f"{text}, {instead}", value))
+        if self.cache is not None:
+            text = f"it stores plain text only; set teacher_cache=null, {instead}"
+            raise ConfigError(Problem("teacher_cache", text))
+        self._trees = ("split_turns=shared", "set dataset.split_turns=True")
+        self.counts = (*self.counts, "shared_tokens")
+        self._set(self.settings)
+
+    def _set(self, settings: DataSettings) -> None:
+        super()._set(settings)
+        if self._trees is None:
+            return
+        bound = settings.max_tokens_per_microbatch
+        if bound is None:
+            bound = settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
+        self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
+        self._max_positions = bound * settings.max_ranks_per_row
+        self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
+        self.plan = settings.make_plan(bound, self.limits.cost)
+
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a sample, not of a packed dataset, is truncated or needs several ranks."""
-        if "seq_lens" in sample:
+        if "seq_lens" in sample or "documents" in sample:
             return
         if len(sample["tokens"]) == self.max_seq_len:
             yield f"tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
@@ -177,6 +213,8 @@ class TextCollator(RowCollator):
 
         A ``collate_fn`` of the user's gets the types of the dataset, such as lists, as it does in torchtune.
         """
+        if isinstance(sample, Mapping) and "sequences" in sample:
+            return self._prepare_trees(sample["sequences"], name)
         tokens, labels = check_sample(sample, name, self._ignore_index, self.limits)
         if self._has_own_positions and "input_pos" in sample and "seq_lens" not in sample:
             text = "only samples with 'seq_lens', of packed datasets, set positions; remove it"
@@ -189,8 +227,32 @@ class TextCollator(RowCollator):
         others = [key for key in arrays if np.asarray(sample[key][:1]).dtype != np.int64]
         return {**sample, **{key: arrays[key] for key in others}}
 
+    def _prepare_trees(self, sequences: Sequence[Sample], name: str) -> Sample:
+        if self._trees is None:
+            text = "it has 'sequences'; set makes_trees = True in the class of its dataset"
+            raise SampleError(f"{name}: {text}")
+        ignore, kept = self._ignore_index, list[Sample]()
+        for index, sequence in enumerate(sequences):
+            place = f"{name}, sequence {index}"
+            tokens, labels = check_sample(sequence, place, ignore, self.limits)
+            if (labels[1:] != ignore).any():
+                kept.append({"tokens": tokens, "labels": labels})
+        if not kept:
+            raise SkippedSampleError(f"{name}: none of its sequences has a target")
+        sample, most = merge(kept, self._max_positions, ignore), self._max_positions
+        if len(sample["documents"]) > 1 and not self._splits:
+            text = f"its sequences need rows of more than {most} positions, which max_ranks_per_row"
+            raise SampleError(f"{name}: {text} does not cut; set max_tokens_per_microbatch higher")
+        return sample
+
+    def split(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """Returns the samples of a row, or one for each tree that a sample was cut into."""
+        if len(samples) == 1 and len(samples[0].get("documents", ())) > 1:
+            return [[tree] for tree in split_trees(samples[0])]
+        return [samples]
+
     def length(self, sample: Sample) -> int:
-        """Returns the number of tokens."""
+        """Returns the number of tokens, of trees that of positions."""
         return len(sample["tokens"])
 
     def num_outputs(self, sample: Sample) -> int:

@@ -258,7 +258,7 @@ class Teacher(FrozenOutputs):
 
     def numbers_of(self, sample: Sample) -> Mapping[str, Any]:
         """Returns the parts of a sample that hidden states depend on; ValueError for more than text."""
-        other = sorted(sample.keys() - {*_TEXT, "mask", "dataset_index"})
+        other = sorted(sample.keys() - {*_TEXT, "mask", "dataset_index", "step_position"})
         if other:
             raise ValueError(
                 f"teacher_cache: it stores text only, a sample also has {', '.join(other)}; set teacher_cache=null"

@@ -3,13 +3,16 @@
 import json
 import pickle
 import re
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from forests import mask_of
 from omegaconf import OmegaConf
 from recipe_runs import SFT, run_recipe, slow, tiny_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -30,6 +33,8 @@ from recipe_utils.data.chat_template import (
     folder_tokenizer,
 )
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError
+from recipe_utils.data.text.collate import piece_of
+from recipe_utils.data.text.trees import merge
 from recipe_utils.embedded.stdlib_docs import docstring_dataset, docstring_tokenizer
 from recipe_utils.embedded.stdlib_preferences import word_order_dataset
 from recipe_utils.evaluation.generation import _tokens_of
@@ -296,6 +301,53 @@ def test_history_rendered_otherwise_is_refused_and_split_turns_trains_every_turn
     assert found == [[f"{thought}{end}"] for thought in (empty, two) for end in ends]
     last = folder_tokenizer(str(qwen3._path), train_on_last=True)
     assert trained(last, THINK) == found[3]
+
+
+def targets_behind_tokens(samples):
+    return Counter(
+        (tuple(each["tokens"][:i]), each["labels"][i])
+        for each in samples
+        for i in range(1, len(each["tokens"]))
+        if each["labels"][i] != tiny.IGNORE
+    )
+
+
+@pytest.mark.parametrize("max_seq_len", [None, 60])
+@pytest.mark.parametrize("name", ["qwen3", "chatml"])
+def test_shared_turns_have_the_targets_of_split_turns(name, max_seq_len, request, write):
+    tokenizer = request.getfixturevalue(name)
+    tokenizer = folder_tokenizer(str(tokenizer._path), max_seq_len=max_seq_len)
+    chats = [TWO, TWO * 3]
+    if name == "qwen3":
+        chats += [THINK, [*THINK, *THINK[:2]], CHATS[8][0]]
+    path = write(*({"messages": chat} for chat in chats))
+    shared = conversation_dataset(tokenizer, path, split_turns="shared")
+    alone = iter(conversation_dataset(tokenizer, path, split_turns=True))
+    assert shared.makes_trees
+    assert len(shared) == len(chats)
+    for chat, sample in zip(chats, shared, strict=True):
+        num_turns = sum(message["role"] == "assistant" for message in chat)
+        turns = [next(alone) for _ in range(num_turns)]
+        assert sample == {"sequences": turns}
+        arrays = [{key: np.array(each[key]) for key in each} for each in turns]
+        merged = merge(arrays, None, tiny.IGNORE)
+        if name == "chatml":
+            assert merged["documents"] == [max(len(each["tokens"]) for each in turns)]
+        row, found = piece_of(merged, tiny.IGNORE).columns.tolist(), Counter()
+        for q, seen in enumerate(mask_of(merged["documents"])):
+            if row[1][q] != tiny.IGNORE:
+                before = tuple(t for t, is_seen in zip(row[0], seen, strict=True) if is_seen)
+                found[before, row[1][q]] += 1
+        assert found == targets_behind_tokens(turns)
+    with pytest.raises(ValueError, match=r"^dataset\.split_turns=share: set it to True, False or"):
+        conversation_dataset(tokenizer, path, split_turns="share")
+
+
+def test_a_bad_turn_of_shared_turns_is_named_with_its_line(qwen3, write):
+    path = write({"messages": TWO}, {"messages": [*TWO, say("user", "<|im_end|>"), TWO[3]]})
+    shared = conversation_dataset(qwen3, path, split_turns="shared")
+    with pytest.raises(SampleError, match=r"line 2 of .*: turn 4 \(user\): its text contains"):
+        shared[1]
 
 
 def test_turns_may_be_masked_and_inputs_trained(chatml):

@@ -1,0 +1,67 @@
+"""Losses by sample: continued after a resume, under the names of datasets; their values: test_gradients.py."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_runs import resuming_in
+from distributed_runs import run_distributed
+from recipe_runs import STEP_OF_8, set_up, writing_to
+
+from recipe_utils.data.loader.samples import CheckedDataset
+from recipe_utils.evaluation.sample_losses import report_of_run
+
+DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 19, "seed": 1, "name": "chat"}
+ALSO = {**DATA, "num_samples": 11, "seed": 2, "name": "code"}
+
+
+def train(config, stop_after=None, halves_positions=False):
+    """Trains two epochs of 4 update steps, or until ``stop_after``."""
+    with pytest.MonkeyPatch.context() as patches, set_up(config) as recipe:
+        update, get = recipe.update, CheckedDataset._get
+
+        def update_and_stop(step):
+            if recipe.run.global_step + 1 == stop_after:
+                recipe.run.stop.set()
+            return update(step)
+
+        def get_at_half(self, at):
+            return get(self, at._replace(position=at.position // 2))
+
+        recipe.update = update_and_stop
+        if halves_positions:
+            patches.setattr(CheckedDataset, "_get", get_at_half)
+        recipe.train()
+
+
+def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_path):
+    config = tiny_config(dataset=[DATA, ALSO], epochs=2, sample_losses=True, **STEP_OF_8)
+    config["optimizer"] = {**config["optimizer"], "lr": 0.03}
+    runs = {name: writing_to(tmp_path / name, config) for name in ("whole", "parts", "wrong")}
+    run_distributed(train, 1, runs["whole"])
+    run_distributed(train, 2, runs["parts"], 6)
+    in_parts = Path(runs["parts"]["output_dir"], "logs", "sample_losses.npy")
+    assert np.isnan(np.load(in_parts)[1]).sum() == 30 - 16
+    run_distributed(train, 1, resuming_in(runs["parts"]["output_dir"], config))
+    run_distributed(
+        train, 2, runs["wrong"], None, True
+    )  # as if each rank counted its samples alone
+    whole, parts, wrong = (
+        np.load(Path(each["output_dir"], "logs", "sample_losses.npy")) for each in runs.values()
+    )
+    assert whole.shape == (2, 30)
+    assert not np.isnan(whole).any()
+    assert parts == pytest.approx(whole, rel=1e-3)
+    assert np.nan_to_num(wrong) != pytest.approx(whole, rel=0.05)
+
+    highest, *lines = report_of_run(Path(runs["whole"]["output_dir"]))
+    assert highest == "Highest losses of 30 trained samples:"
+    index = int(whole[1].argmax())
+    name, local = ("chat", index) if index < 19 else ("code", index - 19)
+    assert lines[0].startswith(
+        f"  {whole[1].max():.3f} (was {whole[0, index]:.3f}) sample {local} of dataset.{name}: "
+    )
+    rose = next(i for i, line in enumerate(lines) if line.startswith("Losses that rose most"))
+    assert rose == 20
+    index = int((whole[1] - whole[0]).argmax())
+    assert lines[rose + 1].startswith(f"  {whole[1, index]:.3f} (was {whole[0, index]:.3f})")

@@ -1,0 +1,121 @@
+"""Samples of several sequences: gradients are those of the sequences one by one, in float64."""
+
+import shutil
+
+import pytest
+from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
+from recipe_runs import losses, run_recipe, slow
+
+from recipe_utils.data.text import trees
+from recipe_utils.data.text.collator import TextCollator
+from recipe_utils.data.text.documents import length_of
+from recipe_utils.model.attention import chains
+
+CUT = {"max_tokens_per_microbatch": 20}
+
+FAST = [
+    Row("one", "tied", objective="trees"),
+    Row("fsdp-2", "untied", objective="trees", changes=CUT),
+]
+ROWS = [
+    *FAST,
+    Row("one", "tied lora", objective="trees", changes=CUT),
+    Row("one", "qwen3", objective="trees"),
+    Row("one", "lfm2", objective="trees", changes=CUT),
+    Row("fsdp-2", "untied", objective="trees", changes=spanning(2, 30)),
+    Row("fsdp-2", "gemma3_text", objective="trees", changes=RECOMPUTED),
+    Row("fsdp-2", "qwen3", objective="trees", changes=spanning(2, 30)),
+    Row("fsdp-4", "tied", objective="trees", changes={**CUT, **RECOMPUTED}),
+    Row("pp-2", "tied", "packed", 1, "1F1B", "trees", CUT),
+    Row("tp-2", "untied", objective="trees"),
+]
+
+
+@on_ranks(FAST, ROWS)
+def test_gradients_are_those_of_the_sequences(rows, weights_folder, tmp_path):
+    assert_exact(rows, weights_folder, tmp_path)
+
+
+def a_wrong_ancestor(patches):
+    of_row = chains.chains
+
+    def without_the_nearest(row):
+        for chain in of_row(row):
+            yield chain._replace(ancestors=chain.ancestors[:-1])
+
+    patches.setattr(chains, "chains", without_the_nearest)
+
+
+def siblings_that_see_each_other(patches):
+    of_row = chains.chains
+    patches.setattr(chains, "chains", lambda row: of_row(list(map(length_of, row))))
+
+
+def positions_that_do_not_continue(patches):
+    prepare = TextCollator.prepare
+
+    def restarted(self, *args):
+        sample = prepare(self, *args)
+        return {**sample, "input_pos": sample["input_pos"] * 0}
+
+    patches.setattr(TextCollator, "prepare", restarted)
+
+
+def a_shared_target_lost(patches):
+    insert = trees._insert
+
+    def without(root, path, tokens, nexts, num_new, ignore_index):
+        nexts = nexts.copy()
+        nexts[: len(tokens) - num_new] = ignore_index
+        insert(root, path, tokens, nexts, num_new, ignore_index)
+
+    patches.setattr(trees, "_insert", without)
+
+
+def positions_with_two_targets_shared(patches):
+    num_shared = trees._num_shared
+    patches.setattr(
+        trees, "_num_shared", lambda segment, tokens, nexts, i: num_shared(segment, tokens, nexts * 0 + i, i)
+    )  # fmt: skip
+
+
+def a_repeated_target_counted_twice(patches):
+    split = trees.split_trees
+
+    def last_twice(sample):
+        parts = split(sample)
+        return [*parts, parts[-1]]
+
+    patches.setattr("recipe_utils.data.text.collator.split_trees", last_twice)
+
+
+MUTANTS = {
+    a_wrong_ancestor: FAST[0],
+    siblings_that_see_each_other: FAST[0],
+    positions_that_do_not_continue: FAST[0],
+    a_shared_target_lost: FAST[0],
+    positions_with_two_targets_shared: FAST[0],
+    a_repeated_target_counted_twice: FAST[0]._replace(changes=CUT),
+}
+
+
+@pytest.mark.parametrize(
+    "mutate", [*list(MUTANTS)[:2], *map(slow, list(MUTANTS)[2:])], ids=lambda mutate: mutate.__name__
+)  # fmt: skip
+def test_a_wrong_tree_misses_the_sequences(mutate, weights_folder, tmp_path):
+    assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2
+
+
+def test_shared_positions_are_logged_and_a_training_resumes_bitwise(tiny_config, tmp_path):
+    data = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 12}
+    config = tiny_config(
+        dataset=data, microbatching="packed", batch_size=2, max_tokens_per_microbatch=24,
+        max_steps_per_epoch=3, save_every_n_steps=2, keep_last_n_checkpoints=9,
+    )  # fmt: skip
+    whole = run_recipe(config)
+    shared = [metrics["shared_fraction"] for metrics in whole if "loss" in metrics]
+    assert all(0.1 < each < 0.8 for each in shared), shared
+    for later in ("step_3", "epoch_0"):
+        shutil.rmtree(f"{config['output_dir']}/{later}")
+    rest = run_recipe({**config, "resume_from_checkpoint": True})
+    assert losses(rest) == losses(whole)[2:]
