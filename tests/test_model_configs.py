@@ -148,6 +148,11 @@ def memory_in_header(name):
     return [float(number) for number in re.findall(r"([\d.]+) GB", text)]
 
 
+def bytes_per_trained(cfg):
+    """A weight, its gradient and the two moments of AdamW; those of 8 bits have scales."""
+    return 4 + 4 + (2 * (1 + 4 / 256) if "8bit" in cfg.optimizer._component_ else 8)
+
+
 def files_of(checkpointer):
     """The checkpointer with its files by name."""
     files = checkpointer["checkpoint_files"]
@@ -201,7 +206,8 @@ def test_model_data_and_optimizer_are_those_of_the_stock_config(name):
         cfg["checkpointer"] = files_of(cfg["checkpointer"])
         cfg["tokenizer"].pop("max_seq_len", None)
         cfg["optimizer"]["lr"] = float(cfg["optimizer"]["lr"])
-    stock["optimizer"]["betas"] = BETAS
+    # From 7B on of 8 bits, see test_batches_rows_and_dtypes_fit_the_model.
+    stock["optimizer"] |= {"betas": BETAS, "_component_": ours["optimizer"]["_component_"]}
     for key in ("tokenizer", "checkpointer", "optimizer"):
         assert ours[key] == stock[key], key
     for key in ("model", "dataset"):  # without arguments that equal their default
@@ -229,6 +235,7 @@ def test_preferences_have_data_loss_and_schedule_of_the_stock_configs(name):
     kind = "8B_lora_dpo" if "_lora_" in name else "8B_full_dpo"
     stock = yaml.safe_load((STOCK_CONFIGS / "llama3_1" / f"{kind}.yaml").read_text())
     stock["optimizer"] |= {"lr": float(stock["optimizer"]["lr"]), "betas": BETAS}
+    stock["optimizer"]["_component_"] = ours["optimizer"]["_component_"]
     keys = ["dataset", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps"]
     assert {key: ours[key] for key in keys} == {key: stock[key] for key in keys}
     assert ours["loss"] == {key: stock["loss"][key] for key in ("_component_", "beta")}
@@ -274,7 +281,9 @@ def test_batches_rows_and_dtypes_fit_the_model(name):
     if "_dpo_" not in name:
         assert cfg.batch_size * cfg.gradient_accumulation_steps == SAMPLES
     is_small = "lora_" in name or parameters < 4e9  # 51 GB at 3B; 7B would need 112
-    assert (cfg.dtype, cfg.get("weights_dtype")) == ("bf16", "fp32" if is_small else None)
+    expected = "torch.optim.AdamW" if is_small else "recipe_utils.optim.AdamW8bit"
+    assert cfg.optimizer._component_ == expected
+    assert (cfg.dtype, cfg.weights_dtype) == ("bf16", "fp32")
     assert cfg.optimizer.betas == BETAS
     assert cfg.get("enable_activation_checkpointing", False) == (parameters > 7e9)
 
@@ -294,8 +303,7 @@ def test_a_model_has_its_published_size_and_the_memory_in_its_header(name):
         if isinstance(module, FrozenNF4Linear) or getattr(module, "_quantize_base", False)
     )
     assert 0.75 < quantized / base < 0.9 if "_qlora_" in name else quantized == 0
-    # A weight, its gradient and the two moments of AdamW.
-    trained = (adapters or base) * 4 * {"fp32": 4, None: 2}[load(name).get("weights_dtype")]
+    trained = (adapters or base) * bytes_per_trained(load(name))
     expected = [trained]
     if name in ADAPTERS:
         expected.append(quantized * NF4_BITS / 8 + (base - quantized) * 2)
@@ -324,7 +332,7 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
             m for n, m in model.named_modules() if n.endswith(tuple(cfg.model.target_modules))
         ]
         trained = 8 * sum(m.in_features + m.out_features for m in linears)
-    expected = [trained * 4 * {"fp32": 4, None: 2}[cfg.get("weights_dtype")]]
+    expected = [trained * bytes_per_trained(cfg)]
     expected += [2 * size(model)] if "_lora_" in name else []
     found = memory_in_header(name)
     assert found == [pytest.approx(number / 1e9, rel=0.02, abs=0.05) for number in expected]

@@ -1,18 +1,22 @@
-"""Atomic export of a model in the checkpointer's own format."""
+"""Atomic export of a model in the checkpointer's own format, and a config that samples from it."""
 
 import copy
+import inspect
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torchtune import training
 
 from recipe_utils.checkpoint.folder import TEMPORARY_EXPORT, publish
 from recipe_utils.checkpoint.peft import DESCRIPTION, write_peft
 from recipe_utils.files import fsync_tree
+from recipe_utils.settings.components import component_at
 
+_MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported folder with the adapters.
 
@@ -95,3 +99,65 @@ def _apply_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(mode)
+
+
+def write_generation_config(
+    config: Mapping[str, Any], folder: Path, path: Path, device: str
+) -> bool:
+    """Writes a config of torchtune's ``generate`` recipe for the model exported to ``folder`` to ``path``.
+
+    ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
+    alone, unknown builders, models without a tokenizer or of transformers, and Gemma 2, which
+    ``generate`` loads wrong (:mod:`recipe_utils.checkpoint`).
+    """
+    files = sorted(
+        file.name
+        for file in folder.iterdir()
+        if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
+    )
+    model = _without_adapters(config["model"])
+    is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
+    is_folder = config["checkpointer"]["_component_"].endswith(".FolderCheckpointer")
+    if not files or model is None or "tokenizer" not in config or is_gemma2 or is_folder:
+        return False
+    component = config["checkpointer"]["_component_"]
+    if component.startswith("recipe_utils."):  # it would create new weights
+        component = "torchtune.training.FullModelHFCheckpointer"
+    checkpointer = {
+        "_component_": component,
+        "checkpoint_dir": str(folder),
+        "checkpoint_files": files,
+        "model_type": config["checkpointer"].get("model_type", "LLAMA3_2"),
+        "output_dir": "${output_dir}",
+    }
+    generation = {
+        "output_dir": str(path.parent / "generation"),
+        "model": model,
+        "checkpointer": checkpointer,
+        "tokenizer": config["tokenizer"],
+        "device": device,
+        "dtype": config.get("dtype") if config.get("dtype") in ("bf16", "fp32") else "fp32",
+        "seed": 1234,
+        "prompt": {"system": None, "user": "Who are you?"},
+        "max_new_tokens": 100,
+        "temperature": 0.6,
+        "top_k": 50,
+        "enable_kv_cache": True,
+        "quantizer": None,
+    }
+    OmegaConf.save(OmegaConf.create(generation), path)
+    return True
+
+
+def _without_adapters(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the component of a model without adapters; None if there is no such builder."""
+    # torchtune's builders of adapted models have the prefix lora_ or qlora_.
+    module, _, name = model["_component_"].rpartition(".")
+    if "lora_" not in name:
+        return dict(model)
+    base = f"{module}.{name.split('lora_', 1)[1]}"
+    try:
+        arguments = inspect.signature(component_at(base)).parameters
+    except (ValueError, TypeError):
+        return None
+    return {"_component_": base, **{key: model[key] for key in model if key in arguments}}

@@ -18,7 +18,7 @@ import stat
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -233,8 +233,3 @@ def read_as(content: type[T], path: Path) -> T:
         raise CheckpointError(
             f"{path}: {key}={problem['input']!r:.40} is invalid ({problem['msg']})"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError, naming the file, if that fails."""
-    return read_as(dict[str, Any], path)

@@ -21,7 +21,6 @@ from recipe_utils.checkpoint.folder import (
     check_checksums,
     check_whole,
     read_as,
-    read_json,
     read_marker,
 )
 from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
@@ -190,7 +189,7 @@ def load(
                 "resume_with_other_data=True"
             )
         _check_frozen(state.frozen, frozen, path)
-        metadata = read_index(read_json(path / "tensors.json"), marker.files)
+        metadata = read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
         problem = describe_mismatch(_like(MODEL, metadata), tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
@@ -209,7 +208,7 @@ def load(
             return restore_optimizer(
                 model,
                 optimizer,
-                read_json(path / "optimizer.json"),
+                read_as(dict[str, Any], path / "optimizer.json"),
                 _like(OPTIMIZER, metadata),
                 names_of_other_stages,
                 _changed_options(state.config, config),

@@ -1,6 +1,5 @@
-"""Checkpoints and exports of a run, its summary, and a config that samples from the exported model."""
+"""Checkpoints and exports of a run, and its summary."""
 
-import inspect
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import nn
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from tqdm import tqdm
 
-from recipe_utils.checkpoint.export import export
+from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.model.adapters.merge import contents_of_export
@@ -25,10 +23,8 @@ from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.log import METRICS_FILE, Log, read_metrics
 from recipe_utils.run.resume import TrainingParts
 from recipe_utils.run.settings import RunSettings
-from recipe_utils.settings.components import component_at
 
 _EXPORT = re.compile(r"(epoch|export_step)_\d+")
-_MODEL_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Saves:
@@ -206,64 +202,3 @@ def summary_of_validation(metrics: Sequence[Mapping[str, Any]]) -> str:
             best = f"{found[step]:.3f} (update step {step})"
             return f"{name}: first {values[0]:.3f}, last {values[-1]:.3f}, best {best}"
     return ""
-
-
-def write_generation_config(
-    config: Mapping[str, Any], export: Path, path: Path, device: str
-) -> bool:
-    """Writes a config of torchtune's ``generate`` recipe for the exported model to ``path``.
-
-    ``config`` is the training config, resolved. Returns False, and writes nothing, for adapters
-    alone, unknown builders, models without a tokenizer or of transformers, and Gemma 2, which
-    ``generate`` loads wrong (:mod:`recipe_utils.checkpoint`).
-    """
-    files = sorted(
-        file.name
-        for file in export.iterdir()
-        if file.suffix in _MODEL_FILES and not file.name.startswith("adapter")
-    )
-    model = without_adapters(config["model"])
-    is_gemma2 = config["checkpointer"].get("model_type") == "GEMMA2"
-    is_folder = config["checkpointer"]["_component_"].endswith(".FolderCheckpointer")
-    if not files or model is None or "tokenizer" not in config or is_gemma2 or is_folder:
-        return False
-    checkpointer = {
-        "_component_": config["checkpointer"]["_component_"],
-        "checkpoint_dir": str(export),
-        "checkpoint_files": files,
-        "model_type": config["checkpointer"].get("model_type", "LLAMA3_2"),
-        "output_dir": "${output_dir}",
-    }
-    if checkpointer["_component_"].startswith("recipe_utils."):  # it would create new weights
-        checkpointer["_component_"] = "torchtune.training.FullModelHFCheckpointer"
-    generation = {
-        "output_dir": str(path.parent / "generation"),
-        "model": model,
-        "checkpointer": checkpointer,
-        "tokenizer": config["tokenizer"],
-        "device": device,
-        "dtype": config.get("dtype") if config.get("dtype") in ("bf16", "fp32") else "fp32",
-        "seed": 1234,
-        "prompt": {"system": None, "user": "Who are you?"},
-        "max_new_tokens": 100,
-        "temperature": 0.6,
-        "top_k": 50,
-        "enable_kv_cache": True,
-        "quantizer": None,
-    }
-    OmegaConf.save(OmegaConf.create(generation), path)
-    return True
-
-
-def without_adapters(model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the component of a model without adapters; None if there is no such builder."""
-    # torchtune's builders of adapted models have the prefix lora_ or qlora_.
-    module, _, name = model["_component_"].rpartition(".")
-    if "lora_" not in name:
-        return dict(model)
-    base = f"{module}.{name.split('lora_', 1)[1]}"
-    try:
-        arguments = inspect.signature(component_at(base)).parameters
-    except (ValueError, TypeError):
-        return None
-    return {"_component_": base, **{key: model[key] for key in model if key in arguments}}

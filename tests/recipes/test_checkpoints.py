@@ -257,7 +257,7 @@ def run_with_clock(config, seconds_per_step):
     ("prefetch", "changes", "expected"),
     [
         # A minute has passed at the third update step after the clock's first reading.
-        (0, {"save_every_n_minutes": 1}, [4, 5, 9, 10]),
+        (0, {"save_every_n_minutes": 1, "keep_last_n_checkpoints": 3}, [5, 9, 10]),
         (2, {"save_every_n_minutes": 1, "save_every_n_steps": 2}, [2, 4, 5, 6, 8, 10]),
         (0, {"save_every_n_minutes": 1000}, [5, 10]),
     ],
@@ -373,10 +373,3 @@ def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny
     assert all("UnsavableSGD" in text and "the previous one is kept" in text for text in unsaved)
     assert f"{len(unsaved)} checkpoints could not be saved, see above" in warnings
     assert exported_model(config).is_file()
-
-
-@pytest.mark.slow
-def test_only_the_newest_checkpoints_are_kept(tiny_config):
-    config = config_of(tiny_config, keep_last_n_checkpoints=2)
-    run_distributed(run_recipe, 1, config)
-    assert saved(config) == ["step_10", "step_9"]

@@ -19,15 +19,6 @@ from torchtune.utils import get_device
 from recipe_utils.benchmark.baselines.start import adapters_in, load_adapters
 
 _RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
-# (file, class) on a single device and on several.
-_FULL = (
-    ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
-    ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
-)
-_LORA = (
-    ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice"),
-    ("lora_finetune_distributed", "LoRAFinetuneRecipeDistributed"),
-)
 
 
 def train(config: DictConfig) -> None:
@@ -38,8 +29,10 @@ def train(config: DictConfig) -> None:
         let_stock_recipe_run_on_cpu(get_device(config.device))
         if has_adapters:  # in its entry point; the full recipe initializes it itself
             _init_process_group(config)
-    recipe = _recipe(*(_LORA if has_adapters else _FULL)[is_distributed], config)
-    _run(recipe, config, has_adapters)
+    file, name = ("lora", "LoRA") if has_adapters else ("full", "Full")
+    file += "_finetune_distributed" if is_distributed else "_finetune_single_device"
+    name += "FinetuneRecipeDistributed" if is_distributed else "FinetuneRecipeSingleDevice"
+    _run(_recipe(file, name, config), config, has_adapters)
 
 
 def train_dpo(config: DictConfig) -> None:

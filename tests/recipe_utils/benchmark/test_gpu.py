@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from recipe_runs import slow
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.qwen2 import qwen2
@@ -56,7 +57,7 @@ def test_stages_that_raise_or_fail_are_named_and_the_others_run(tmp_path, capsys
     assert "there is no fourth; there are first, second, third" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("own", [{}, slow({"tie_word_embeddings": True})])
 def test_flops_of_a_decoder_are_those_that_pytorch_counts(own):
     sizes = {"vocab_size": 101, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
     sizes |= {"intermediate_dim": 48, "max_seq_len": 64, **own}

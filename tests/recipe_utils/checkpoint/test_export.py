@@ -101,6 +101,7 @@ def export_and_die_at(operation, folder):
     export(checkpointer, {"model": {k: 2 * w for k, w in weights.items()}}, "epoch_0")
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new_export_whole(tmp_path):
     found = []
     for folder in killed_before_each_operation(export_and_die_at, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed_runs import run_distributed
-from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from recipe_utils.data.images.collator import (
@@ -26,7 +25,7 @@ from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.data.loader.sampler import StepIndex, epoch_permutation, update_step_indices
-from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_dataset, load_samples
+from recipe_utils.data.loader.samples import CheckedDataset, SampleError, load_samples
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
@@ -365,11 +364,3 @@ def test_data_that_views_do_not_support_are_refused_with_both_numbers(keys, data
     fitting = {"transform": COMPONENT, "koleo_group_size": 4, "batch_size": 4}
     (problem,) = ViewSettings(**{**fitting, **keys, **data}).problems()
     assert re.search(message, str(problem))
-
-
-def test_a_list_of_datasets_is_concatenated():
-    digits = "recipe_utils.embedded.digits.digits_dataset"
-    parts = [{"_component_": digits, "split": split} for split in ("test", "train")]
-    both = load_dataset(OmegaConf.create(parts))
-    assert len(both) == 1797
-    assert both[397]["name"] == load_dataset(OmegaConf.create(parts[1]))[0]["name"]

@@ -344,6 +344,7 @@ def memory_of_reads(folder):
     return few, anonymous_bytes() - before, everything["hidden"].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
 def test_a_part_of_100_mb_is_not_loaded_to_read_a_few_samples(tmp_path):
     cache = opened(tmp_path, max_part_bytes=200 * MIB)
