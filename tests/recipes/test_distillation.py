@@ -1,7 +1,6 @@
 """Distillation through the recipe: equivalences, metrics, cache, resume, and refused configs."""
 
 import math
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -255,25 +254,6 @@ def test_outputs_of_another_teacher_precision_or_top_k_are_computed_again(tiny_k
 
 
 # ---- Resume ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layout", "cache"),
-    [("one-process", "hidden"), slow("fsdp-2, packed", None), slow("pp-2", "hidden")],
-)
-def test_a_training_resumes_bitwise_in_the_middle_of_an_epoch(cache, layout, tiny_kd_config):
-    world_size, changes = LAYOUTS.get(layout, (1, {}))
-    config = curve_config(
-        tiny_kd_config, teacher_cache=cache, save_every_n_steps=2, keep_last_n_checkpoints=None, **changes
-    )  # fmt: skip
-    whole = figures(run_distributed(run, world_size, config)[0])
-    expected = torch.load(exported_model(config))
-    for step in ("step_4", "step_5"):
-        shutil.rmtree(Path(config["output_dir"], step))
-    resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
-    assert figures(resumed) == [figure for figure in whole if figure[0] > 2]
-    for name, weight in torch.load(exported_model(config)).items():
-        assert torch.equal(weight, expected[name])
 
 
 def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
