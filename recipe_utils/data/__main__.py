@@ -90,9 +90,9 @@ def report(recipe: str, cfg: DictConfig, num_samples: int) -> Iterator[str]:
     yield from _statistics(checked, collator)
     order: Any = epoch_permutation(len(checked), 0, settings.shuffle, settings.data_seed)
     if checked.mixture is not None and checked.mixture.schedules is not None:
-        size = settings.global_batch_size or settings.batch_size * settings.num_accumulated(1)
+        sizes = settings.batch_sizes(1)
         parts = {"settings": settings, "collator": collator, "dataset": checked}
-        loader: Any = SimpleNamespace(**parts, global_batch_size=size)
+        loader: Any = SimpleNamespace(**parts, batch_sizes=sizes)
         with naming("dataset"):
             mixed = make_order(loader, checked.mixture, cfg.get("epochs", 1), {})
         yield from mixed.log_lines()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torchtune.datasets import ConcatDataset
 
-from recipe_utils.data.loader.sampler import epoch_permutation
+from recipe_utils.data.loader.sampler import Cuts, epoch_permutation
 from recipe_utils.data.order import NUM_IN_MEMORY, seed_of
 from recipe_utils.settings.components import split_entry
 from recipe_utils.settings.problems import Problem
@@ -81,19 +81,22 @@ def mixture_of(dataset: Any) -> Mixture | None:
 class Shares:
     """Numbers of samples of each dataset in update steps of ``size`` samples.
 
-    ``schedules`` are weights by update step. Raises ValueError if all are 0 in some update step.
+    ``schedules`` are weights by update step, ``size`` may be one, too. Raises ValueError if all are 0 in some update step.
     """
 
-    def __init__(self, schedules: Sequence[Mapping[int, Fraction]], size: int) -> None:
-        self.size = size
-        self._starts = sorted(set().union(*schedules))
+    def __init__(
+        self, schedules: Sequence[Mapping[int, Fraction]], size: int | Mapping[int, int]
+    ) -> None:
+        sizes = {0: size} if isinstance(size, int) else size
+        self._starts = sorted({*sizes}.union(*schedules))
+        self._sizes = [sizes[max(step for step in sizes if step <= s)] for s in self._starts]
         self.quotas: list[list[Fraction]] = []
         """Exact shares, for each time between two changes of weights."""
-        for start in self._starts:
+        for start, of_step in zip(self._starts, self._sizes, strict=True):
             weights = [each[max(step for step in each if step <= start)] for each in schedules]
             if not any(weights):
                 raise ValueError(f"all weights are 0 from update step {start} on")
-            self.quotas.append([weight / sum(weights) * size for weight in weights])
+            self.quotas.append([weight / sum(weights) * of_step for weight in weights])
         # In units of the common denominator, all numbers are integers.
         self._unit = lcm(*(quota.denominator for quotas in self.quotas for quota in quotas))
         self._rests = [[int(each % 1 * self._unit) for each in quotas] for quotas in self.quotas]
@@ -116,38 +119,41 @@ class Shares:
         counts, rests = list(self._floors[which]), self._rests[which]
         owed = [debt + rest for debt, rest in zip(owed, rests, strict=True)]
         by_debt = sorted((-debt, i) for i, debt in enumerate(owed) if rests[i])
-        for _, i in by_debt[: self.size - sum(counts)]:
+        for _, i in by_debt[: self._sizes[which] - sum(counts)]:
             counts[i] += 1
             owed[i] -= self._unit
         return counts, owed
 
 
 class MixtureOrder:
-    """Order of a mixture's samples over all epochs of a training, in update steps of ``size`` samples.
+    """Order of a mixture's samples over all epochs of a training, in update steps.
 
     Each dataset is passed through without repetition, in a new order each time, also across epochs.
-    ``settings`` are DataSettings. Weights are divided by ``means``, by name, if given.
+    ``settings`` are DataSettings; ``sizes`` are samples of update steps, by the first update step of
+    the training that has so many. Weights are divided by ``means``, by name, if given.
     """
 
     def __init__(
         self,
         mixture: Mixture,
         settings: Any,
-        size: int,
+        sizes: int | Mapping[int, int],
         num_epochs: int,
         means: Mapping[str, float] | None = None,
     ) -> None:
         self.mixture, self.num_epochs = mixture, num_epochs
         self._shuffle, self._seed, self._means = settings.shuffle, settings.data_seed, means
         self.samples_per_epoch: int = settings.of_mixture.samples_per_epoch or len(mixture)
-        most = settings.max_steps_per_epoch or self.samples_per_epoch
-        self.steps_per_epoch: int = min(self.samples_per_epoch // size, most)
+        self._sizes = {0: sizes} if isinstance(sizes, int) else sizes
+        length = self.samples_per_epoch, "drop", settings.max_steps_per_epoch
+        self.cuts = Cuts(self._sizes, *length)
+        self.steps_per_epoch = self.cuts.num_steps(0)
         schedules = []
         for name, schedule in zip(mixture.names, mixture.schedules or (), strict=True):
             mean = Fraction(str(means[name])) if means is not None else 1
             schedules.append({step: weight / mean for step, weight in schedule.items()})
-        self.shares = Shares(schedules, size)
-        self.drawn = self.shares.of(num_epochs * self.steps_per_epoch)[0]
+        self.shares = Shares(schedules, self._sizes)
+        self.drawn = self.shares.of(self.cuts.first_step(num_epochs))[0]
         """Samples that the training takes of each dataset."""
         # For each dataset, the pass that ends and the one that starts.
         self._pass = lru_cache(maxsize=2 * len(schedules))(self._make_pass)
@@ -160,10 +166,10 @@ class MixtureOrder:
 
     def epoch(self, epoch: int) -> Any:
         """Returns the order of an epoch, of which whole update steps can be taken."""
-        return _Epoch(self, epoch * self.steps_per_epoch)
+        return _Epoch(self, epoch)
 
     def step(self, step: int) -> np.ndarray:
-        """Returns the dataset indices [size] of an update step, which is counted over all epochs."""
+        """Returns the dataset indices of an update step, which is counted over all epochs."""
         found = []
         for which, (drawn, number) in enumerate(zip(*self.shares.of(step), strict=True)):
             while number > 0:
@@ -179,7 +185,7 @@ class MixtureOrder:
 
     def problems(self, key: str) -> Iterator[Problem]:
         """Yields empty datasets and those passed through too often, or an epoch without update step."""
-        size, epochs, steps = self.shares.size, self.num_epochs, range(self.steps_per_epoch)
+        size, epochs, steps = self._sizes[0], self.num_epochs, range(self.steps_per_epoch)
         if not steps:
             text = f"an update step has {size} samples; set it to as many or more"
             yield Problem("mixture.samples_per_epoch", text, self.samples_per_epoch)
@@ -200,7 +206,7 @@ class MixtureOrder:
 
     def log_lines(self) -> Iterator[str]:
         """Yields samples, share and passes of each dataset, and shares below a sample."""
-        names, total = self.mixture.names, self.num_epochs * self.steps_per_epoch * self.shares.size
+        names, total = self.mixture.names, sum(self.drawn)
         width = max(map(len, ("dataset", *names)))
         yield f"{'dataset':{width}}     samples   share  passes per epoch  passes in all"
         for name, length, drawn in zip(names, self.mixture.lengths, self.drawn, strict=True):
@@ -228,10 +234,11 @@ class MixtureOrder:
 @dataclass(frozen=True)
 class _Epoch:
     order: MixtureOrder
-    first_step: int
+    epoch: int
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        return self.order.step(self.first_step + window.start // self.order.shares.size)
+        cuts = self.order.cuts
+        return self.order.step(cuts.first_step(self.epoch) + cuts.step_at(self.epoch, window.start))
 
 
 # ---- Config ---------------------------------------------------------------------------------------
@@ -300,6 +307,13 @@ def changed_weights(
     """Returns a text for each dataset whose weights before a position differ between fingerprints."""
     then, now, texts = saved.get("weights", {}), current.get("weights", {}), []
     for name in then.keys() & now.keys():
+        if isinstance(saved["global_batch_size"], dict):
+            if then[name] != now[name]:
+                text = "weights cannot change in a training whose global_batch_size does"
+                texts.append(
+                    f"dataset.{name}: {now[name]} now, {then[name]} in the checkpoint: {text}"
+                )
+            continue
         step = epoch * saved["steps_per_epoch"] + samples_consumed // saved["global_batch_size"]
         before, after = (
             {int(k): weight for k, weight in each[name].items() if int(k) < max(step, 1)}

@@ -179,6 +179,7 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
     steps = cfg.pop("gradient_accumulation_steps", None) or 1
     most = num_samples if is_text else max(num_samples // per_pass, 1) * per_pass
     size = cfg.get("global_batch_size") or per_pass * steps
+    size = size if isinstance(size, int) else max(size.values())
     cfg.global_batch_size = size if size <= num_samples else most
     return cfg
 

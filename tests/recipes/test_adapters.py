@@ -214,35 +214,16 @@ def resumed(config, folder, **changes):
 
 @pytest.fixture(scope="module", params=["dora", "qlora"])
 def saved_after_4(request, module_config):
-    """A config that was run on one process, its losses and trained adapters."""
+    """A config that was run on one process, and its trained adapters."""
     config = curve_config(
         module_config,
         model=KINDS[request.param],
         save_every_n_steps=4,
-        keep_last_n_checkpoints=None,
+        max_steps_per_epoch=4,
         save_adapter_weights_only=True,
     )
-    logged = run_distributed(run_recipe, 1, config)[0]
-    return config, losses(logged), exported_adapters(config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "dims"), [ONE, PP_2], ids=["1", "pp-2"])
-def test_a_stopped_training_resumes_on_any_layout(world_size, dims, saved_after_4, tmp_path):
-    config, uninterrupted, trained = saved_after_4
-    again = resumed(config, tmp_path / "again", **dims)
-    logged = losses(run_distributed(run_recipe, world_size, again)[0])
-    found = exported_adapters(again)
-    assert found.keys() == trained.keys()
-    if world_size == 1:
-        assert logged == uninterrupted[4:]
-        assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
-    assert logged == pytest.approx(uninterrupted[4:], abs=3e-6)
-    # Checkpoints contain the adapters and their optimizer only.
-    adapter_bytes = sum(tensor.nbytes for tensor in trained.values())
-    files = Path(config["output_dir"], "step_4").iterdir()
-    num_bytes = sum(path.stat().st_size for path in files)
-    assert 3 * adapter_bytes < num_bytes < 1.05 * 3 * adapter_bytes + 64 * 1024
+    run_distributed(run_recipe, 1, config)
+    return config, exported_adapters(config)
 
 
 def refusal(config):
@@ -257,7 +238,12 @@ def refusal(config):
 
 @pytest.mark.slow
 def test_adapters_are_not_resumed_as_or_beside_others(saved_after_4, tmp_path, weights_folder):
-    config, *_ = saved_after_4
+    config, trained = saved_after_4
+    # Checkpoints contain the adapters and their optimizer only.
+    adapter_bytes = sum(tensor.nbytes for tensor in trained.values())
+    files = Path(config["output_dir"], "step_4").iterdir()
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert 3 * adapter_bytes < num_bytes < 1.05 * 3 * adapter_bytes + 64 * 1024
     weights = torch.load(weights_folder / "weights" / "wide.pt", weights_only=True)
     weights["layers.1.mlp.w2.weight"] = weights["layers.1.mlp.w2.weight"] * 1.01
     (tmp_path / "other").mkdir()

@@ -65,9 +65,6 @@ def keep_only(config, step):
             shutil.rmtree(path)
 
 
-SYNC_AND_ASYNC = pytest.mark.parametrize(
-    ("world_size", "enable_async_checkpointing"), [(1, True), (2, False)], ids=["1-async", "2-sync"]
-)
 WRAPPER = {"optimizer": {"_component_": "tiny.MuonAndAdamW"}}
 
 
@@ -93,14 +90,6 @@ def test_it_resumes_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
         assert exported_model(resumed).read_bytes() == final
 
 
-LAYOUTS = {
-    "1": (1, {}),
-    "4": (4, {}),
-    "hsdp-2x2": (4, {"data_parallel_replicate_dim": 2}),
-    "in-order": (2, {"microbatching": "in_order", "batch_size": 1}),
-}
-
-
 @pytest.fixture(scope="module")
 def saved_on_two_ranks(module_config):
     """A config that was run on 2 ranks, with a checkpoint after step 3, and its losses."""
@@ -116,18 +105,6 @@ def resumable(saved_on_two_ranks, tmp_path):
     config, uninterrupted = saved_on_two_ranks
     shutil.copytree(Path(config["output_dir"], "step_3"), tmp_path / "out" / "step_3")
     return resuming_in(tmp_path / "out", config), uninterrupted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_layout_or_plan_continues_the_same_curve(layout, resumable):
-    config, uninterrupted = resumable
-    world_size, changes = LAYOUTS[layout]
-    logged = losses(run_distributed(run_recipe, world_size, {**config, **changes})[0])
-    assert [step for step, _ in logged] == list(range(4, 11))
-    assert [loss for _, loss in logged] == pytest.approx(
-        [loss for _, loss in uninterrupted[3:]], rel=1e-5
-    )
 
 
 CHANGED = {
@@ -293,7 +270,9 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
 
 
 @pytest.mark.slow
-@SYNC_AND_ASYNC
+@pytest.mark.parametrize(
+    ("world_size", "enable_async_checkpointing"), [(1, True), (2, False)], ids=["1-async", "2-sync"]
+)
 def test_a_full_disk_is_reported_and_training_continues_with_the_last_complete_checkpoint(
     world_size, enable_async_checkpointing, tiny_config
 ):

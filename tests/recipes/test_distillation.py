@@ -1,7 +1,6 @@
 """Distillation through the recipe: equivalences, metrics, cache, resume, and refused configs."""
 
 import math
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -257,25 +256,6 @@ def test_outputs_of_another_teacher_precision_or_top_k_are_computed_again(tiny_k
 # ---- Resume ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "cache"),
-    [("one-process", "hidden"), slow("fsdp-2, packed", None), slow("pp-2", "hidden")],
-)
-def test_a_training_resumes_bitwise_in_the_middle_of_an_epoch(cache, layout, tiny_kd_config):
-    world_size, changes = LAYOUTS.get(layout, (1, {}))
-    config = curve_config(
-        tiny_kd_config, teacher_cache=cache, save_every_n_steps=2, keep_last_n_checkpoints=None, **changes
-    )  # fmt: skip
-    whole = figures(run_distributed(run, world_size, config)[0])
-    expected = torch.load(exported_model(config))
-    for step in ("step_4", "step_5"):
-        shutil.rmtree(Path(config["output_dir"], step))
-    resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
-    assert figures(resumed) == [figure for figure in whole if figure[0] > 2]
-    for name, weight in torch.load(exported_model(config)).items():
-        assert torch.equal(weight, expected[name])
-
-
 def test_a_resumed_training_has_the_same_teacher_or_none(tiny_kd_config):
     config = curve_config(tiny_kd_config, save_every_n_steps=2, max_steps_per_epoch=3)
     run(config)
@@ -294,12 +274,6 @@ def test_weights_of_another_model_are_refused(tiny_kd_config):
     assert "teacher_checkpointer: the checkpoint does not fit" in refusal(config, KD)
 
 
-def take_teacher_weights(config, folder, weights):
-    torch.save(weights, folder / "teacher.pt")
-    given = {"checkpoint_dir": str(folder), "checkpoint_files": ["teacher.pt"]}
-    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
-
-
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):
     short = {**tiny.TEACHER_MODEL, "max_seq_len": 16}
     config = curve_config(tiny_kd_config)
@@ -313,7 +287,9 @@ def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
     config = curve_config(tiny_kd_config, teacher_cache=cache)
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
-    take_teacher_weights(config, tmp_path, weights)
+    torch.save(weights, tmp_path / "teacher.pt")
+    given = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["teacher.pt"]}
+    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
     with pytest.raises(
         NonfiniteError, match="teacher_checkpointer: the teacher's hidden states are"
     ):

@@ -1,8 +1,6 @@
-"""Preference tuning through the recipe: curves, metrics, skipped pairs, resume, refusals."""
+"""Preference tuning through the recipe: curves, metrics, skipped pairs."""
 
-import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import tiny
@@ -10,7 +8,6 @@ from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
     STEP_OF_8,
-    exported_model,
     run_recipe,
     run_recipe_keeping_warnings,
     run_recipes,
@@ -178,37 +175,3 @@ def test_an_update_step_of_dead_pairs_is_skipped(tiny_dpo_config):
         logged, warnings = run_distributed(run_recipe_keeping_warnings, world_size, config, DPO)[0]
         assert len(logged) == 2
         assert any("update step 1: it has no pairs" in text for text in warnings)
-
-
-# ---- Resume --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reference", "world_size", "dims"),
-    [
-        ("cached", 2, {"pipeline_parallel_dim": 2}),
-        slow("live", 2, {}),
-    ],
-)
-def test_it_resumes_bitwise_from_the_middle_of_an_epoch(
-    reference, world_size, dims, tiny_dpo_config
-):
-    config = config_of(
-        tiny_dpo_config, **dims, reference=reference, save_every_n_steps=3, keep_last_n_checkpoints=9,
-        microbatching="packed",
-    )  # fmt: skip
-    whole = run_distributed(run, world_size, config)[0]
-    assert len(whole) == 10
-    expected = exported_model(config).read_bytes()
-    for step in (9, 6, 3):
-        forget_after(step, config)
-        resumed = run_distributed(run, world_size, {**config, "resume_from_checkpoint": True})[0]
-        assert of(resumed, *COMPARED) == of(whole[step:], *COMPARED)
-        assert exported_model(config).read_bytes() == expected
-
-
-def forget_after(step, config):
-    """As if the training had been killed before the next checkpoint."""
-    for folder in Path(config["output_dir"]).glob("step_*"):
-        if int(folder.name.removeprefix("step_")) > step:
-            shutil.rmtree(folder)

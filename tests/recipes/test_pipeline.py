@@ -1,12 +1,9 @@
 """Pipeline stages change neither curves nor files; test_gradients.py has their gradients and losses."""
 
-import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 import tiny
-from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
     STOCK_LOSS,
@@ -19,7 +16,7 @@ from recipe_runs import (
     writing_to,
 )
 
-PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
+PP_2 = {"pipeline_parallel_dim": 2}
 
 
 def curve_config(tiny_config, sizes, **changes):
@@ -84,45 +81,6 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
     configs = [curve_config(tiny_config, MODELS[model], **each) for each in changes]
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
         assert_same_curve(figures(logged), one_process[model])
-
-
-@pytest.fixture(scope="module")
-def saved_by_two_stages(module_config, tmp_path_factory):
-    """A config that was run on 2 stages, what it logged, and its checkpoint after step 4."""
-    config = curve_config(
-        module_config,
-        tiny.DEEP_MODEL,
-        save_every_n_steps=4,
-        keep_last_n_checkpoints=9,
-        enable_async_checkpointing=True,
-        **PP_2,
-    )
-    logged = figures(run_distributed(run_recipe, 2, config)[0])
-    kept = tmp_path_factory.mktemp("stages") / "step_4"
-    shutil.copytree(Path(config["output_dir"], "step_4"), kept)
-    return config, [figure for figure in logged if figure[0] > 4], kept
-
-
-RESUMED = {
-    "two stages": (2, {}),
-    "four stages": (4, PP_4),
-    "one process": (1, {"pipeline_parallel_dim": 1}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", RESUMED)
-def test_any_layout_resumes_from_the_checkpoint_of_two_stages(
-    layout, saved_by_two_stages, tmp_path
-):
-    config, expected, kept = saved_by_two_stages
-    world_size, changes = RESUMED[layout]
-    shutil.copytree(kept, tmp_path / "out" / "step_4")
-    resumed = {**resuming_in(tmp_path / "out", config), **changes}
-    logged = figures(run_distributed(run_recipe, world_size, resumed)[0])
-    if layout == "two stages":
-        assert logged == expected
-    assert_same_curve(logged, expected)
 
 
 @pytest.mark.slow

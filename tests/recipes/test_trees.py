@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ranks, spanning
-from recipe_runs import losses, run_recipe, slow
+from recipe_runs import KD, losses, refusal, run_recipe, slow
+from tiny_transformers import save_tiny
 
 from recipe_utils.data.text import trees
 from recipe_utils.data.text.collator import TextCollator
@@ -28,12 +29,29 @@ ROWS = [
     Row("fsdp-4", "tied", objective="trees", changes={**CUT, **RECOMPUTED}),
     Row("pp-2", "tied", "packed", 1, "1F1B", "trees", CUT),
     Row("tp-2", "untied", objective="trees"),
+    Row("one", "tied", objective="kd trees", changes=CUT),
+    Row("fsdp-2", "qwen3/gemma3_text", objective="kd trees"),
 ]
 
 
 @on_ranks(FAST, ROWS)
 def test_gradients_are_those_of_the_sequences(rows, weights_folder, tmp_path):
     assert_exact(rows, weights_folder, tmp_path)
+
+
+def test_what_cannot_have_trees_is_refused_before_weights_load(
+    tiny_config, tiny_kd_config, tmp_path
+):
+    keys = {"dataset": {"_component_": "tiny.tiny_tree_dataset", "num_samples": 9}, "batch_size": 2}
+    text = refusal(tiny_config(**keys, microbatching="least_padding"))
+    assert "microbatching=least_padding: sequences that share a beginning need rows of doc" in text
+    keys["microbatching"] = "packed"
+    text = refusal(tiny_config(**keys, **save_tiny(tmp_path / "bloom", "bloom")))
+    assert (
+        "split_turns=shared: BloomForCausalLM does not compute trees as it computes their" in text
+    )
+    text = refusal(tiny_kd_config(**keys, teacher_cache="hidden"), KD)
+    assert "teacher_cache: it stores plain text only; set teacher_cache=null, or dataset" in text
 
 
 def a_wrong_ancestor(patches):

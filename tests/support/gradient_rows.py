@@ -15,9 +15,11 @@ import tiny
 import torch
 from arrays import LAYOUTS
 from big_batch import (
+    DATA,
     HELD_OUT,
     MIXED,
     NUM_PAIRS,
+    NUM_SAMPLES,
     PAIRS_PER_STEP,
     STEP_OF_16,
     TOLERANCE,
@@ -78,16 +80,19 @@ class Objective(NamedTuple):
     """Of metrics, relative."""
 
 
+TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": NUM_SAMPLES}
+
+
 def weighted(how):
     val = {"dataset_val": HELD_OUT, "run_val_every_n_steps": 1}
     keys = {**STEP_OF_16, "dataset": MIXED, "loss_weights": how, **val}
     return Objective(SFT, cross_entropy, (how,), keys, 1e-12)
 
 
-def distilled(kd_ratio, temperature, divergence):
+def distilled(kd_ratio, temperature, divergence, data=DATA):
     loss = {"_component_": "recipe_utils.loss.LinearDistillationLoss", "tokens_per_chunk": 20}
     loss |= {"temperature": temperature, "divergence": divergence}
-    keys = {**STEP_OF_16, "kd_ratio": kd_ratio, "kd_loss": loss}
+    keys = {**STEP_OF_16, "dataset": data, "kd_ratio": kd_ratio, "kd_loss": loss}
     return Objective(KD, big_batch.distillation, (kd_ratio, temperature, divergence), keys, 1e-6)
 
 
@@ -103,7 +108,6 @@ def preferred(kind, loss, sft_loss_weight=0.0):
     return Objective(DPO, big_batch.preference, (loss, sft_loss_weight), keys)
 
 
-TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 19}
 TORCHTUNE, OURS = "torchtune.rlhf.loss", "recipe_utils.loss.preference"
 DPO_LOSS = {"_component_": f"{TORCHTUNE}.DPOLoss", "beta": 0.3}
 OBJECTIVES = {
@@ -112,6 +116,7 @@ OBJECTIVES = {
     "datasets": weighted("datasets"),
     "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
+    "kd trees": distilled(0.3, 2.0, "forward", TREES),
     "kd alone": distilled(1.0, 2.0, "forward"),
     "reverse": distilled(0.3, 1.0, "reverse"),
     "symmetric": distilled(0.3, 2.0, "symmetric"),
@@ -257,12 +262,7 @@ def reference(row, folder):
             steps = steps_of(tiny.make_pairs(NUM_PAIRS, data["kind"]), PAIRS_PER_STEP)
         elif data is TREES:
             steps = [
-                [
-                    {**s, "dataset": None, "weight": 1.0}
-                    for group in step
-                    for s in group["sequences"]
-                ]
-                for step in steps_of(tiny.make_trees(data["num_samples"]))
+                [s for group in step for s in group] for step in steps_of(sequences_of_samples())
             ]
         else:
             steps = steps_of(samples_of(*(data if isinstance(data, list) else [data])))
@@ -275,23 +275,34 @@ def reference(row, folder):
     return _references[key]
 
 
+def sequences_of_samples():
+    """The sequences of each sample of TREES."""
+    return [
+        [{**each, "dataset": None, "weight": 1.0} for each in sample["sequences"]]
+        for sample in tiny.make_trees(NUM_SAMPLES)
+    ]
+
+
 def losses_of_samples(row, folder):
     """The loss of each sample by itself; NaN without targets."""
     key = row.model, row.objective, "samples"
     if key not in _references:
         data = row.kind.config["dataset"]
         if row.kind.recipe == DPO:
-            samples = tiny.make_pairs(NUM_PAIRS, data["kind"])
+            samples = [[pair] for pair in tiny.make_pairs(NUM_PAIRS, data["kind"])]
+        elif data is TREES:
+            samples = sequences_of_samples()
         else:
-            samples = samples_of(*(data if isinstance(data, list) else [data]))
+            samples = [[s] for s in samples_of(*(data if isinstance(data, list) else [data]))]
         terms = (row.kind.terms[0], 0) if row.kind.recipe == DPO else row.kind.terms
         _references[key] = []
         with tiny.float64_throughout(), DoublePrecision() if row.is_folder else nullcontext():
             models = models_in_float64(row, folder)
             for sample in samples:
-                labels = sample.get("labels", [0, 0])[1:]  # of pairs, all have targets
+                # Of pairs, all have targets.
+                labels = [label for each in sample for label in each.get("labels", [0, 0])[1:]]
                 has_targets = any(label != tiny.IGNORE for label in labels)
-                metrics = row.kind.oracle(*models, [sample], *terms) if has_targets else {}
+                metrics = row.kind.oracle(*models, sample, *terms) if has_targets else {}
                 _references[key].append(
                     float(torch.as_tensor(metrics.get("loss", math.nan)).detach())
                 )

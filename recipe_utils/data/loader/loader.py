@@ -35,6 +35,7 @@ from recipe_utils.data.loader.collectives import (
 from recipe_utils.data.loader.microbatch import OF_DATASET, Microbatch, SampleSums, counts_of
 from recipe_utils.data.loader.prefetch import Prefetched
 from recipe_utils.data.loader.sampler import (
+    Cuts,
     UpdateSteps,
     epoch_permutation,
     num_update_steps,
@@ -113,7 +114,11 @@ class UpdateStepLoader:
     """
 
     def _prepare(
-        self, first: int, indices_per_step: Sequence[list[Any]], closed: threading.Event
+        self,
+        first: int,
+        indices_per_step: Sequence[list[Any]],
+        closed: threading.Event,
+        epoch: int,
     ) -> Iterator[UpdateStep]:
         """Yields update steps with these samples of this rank; ``first`` is the index of the first."""
         collator, ranks, fill = self.collator, self.ranks, self._fill
@@ -165,8 +170,8 @@ class UpdateStepLoader:
                 tuple(microbatches),
                 agreed.totals,
                 ranks.dp_degree,
-                samples_consumed=(index + 1) * self.global_batch_size,
-                is_last_of_epoch=index + 1 == self.steps_per_epoch,
+                samples_consumed=self.cuts.window(epoch, index).stop,
+                is_last_of_epoch=index + 1 == self.cuts.num_steps(epoch),
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
                 sample_sums=sample_sums,
@@ -196,8 +201,9 @@ class UpdateStepLoader:
             self._weigh = mixture.weigh
         self.num_sums = 1 if self._weigh is None else 1 + len(self._counts_of_datasets)
         """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
-        per_rank = settings.batch_size * settings.num_accumulated(ranks.dp_degree)
-        self.global_batch_size = settings.global_batch_size or per_rank * ranks.dp_degree
+        self.batch_sizes = settings.batch_sizes(ranks.dp_degree)
+        """Samples of update steps by the first update step of the training that has so many."""
+        self.global_batch_size = max(self.batch_sizes.values())
         self.shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
         """Samples of each rank, the largest share first."""
         self.samples_per_rank = self.shares[0]
@@ -217,15 +223,17 @@ class UpdateStepLoader:
             if drawn is not None:
                 self.mixture_order = make_order(self, drawn, num_epochs, saved)
                 self.samples_per_epoch = self.mixture_order.samples_per_epoch
-                self.steps_per_epoch = self.mixture_order.steps_per_epoch
+                self.cuts = self.mixture_order.cuts
                 return
+        length = self.samples_per_epoch, settings.last_update_step, settings.max_steps_per_epoch
         with naming("last_update_step"):
-            self.steps_per_epoch = num_update_steps(
-                self.samples_per_epoch,
-                self.global_batch_size,
-                settings.last_update_step,
-                settings.max_steps_per_epoch,
-            )
+            num_update_steps(length[0], self.batch_sizes[0], *length[1:])
+        self.cuts = Cuts(self.batch_sizes, *length)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Returns the update steps of the first epoch, and of all with one ``global_batch_size``."""
+        return self.cuts.num_steps(0)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns values that must be equal for update steps to contain the same samples."""
@@ -236,7 +244,9 @@ class UpdateStepLoader:
             "hash_of_samples": self.probe.hash_of_samples,
             **({} if order is None else order.fingerprint()),
             **({"order": "feistel"} if is_lazy else {}),
-            "global_batch_size": self.global_batch_size,
+            "global_batch_size": (
+                self.global_batch_size if len(self.batch_sizes) == 1 else dict(self.batch_sizes)
+            ),
             "shuffle": settings.shuffle,
             "data_seed": settings.data_seed,
             "last_update_step": settings.last_update_step,
@@ -255,10 +265,11 @@ class UpdateStepLoader:
             :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
             before the same update step.
         """
-        first = samples_consumed // self.global_batch_size
-        steps = range(first, self.steps_per_epoch)
-        self._latest_order = self._order(epoch)
-        return self.of_samples(self._indices(self._latest_order, steps, epoch), first)
+        first = self.cuts.step_at(epoch, samples_consumed)
+        steps = range(first, self.cuts.num_steps(epoch))
+        self._latest = self._order(epoch), epoch
+        indices = self._indices(self._latest[0], self.cuts, steps, epoch)
+        return self.of_samples(indices, first, epoch)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
@@ -268,18 +279,19 @@ class UpdateStepLoader:
         is_used, size = np.zeros(len(self.dataset), dtype=bool), self.global_batch_size
         for epoch in range(num_epochs):
             order = self._order(epoch)
-            for step in range(self.steps_per_epoch):
-                is_used[order[step * size : (step + 1) * size]] = True
+            for step in range(self.cuts.num_steps(epoch)):
+                is_used[order[self.cuts.window(epoch, step)]] = True
             if is_used.all():
                 break
         used = np.flatnonzero(is_used)
-        steps = range(-(-len(used) // size))
-        return len(steps), self.of_samples(self._indices(used, steps))
+        cuts = Cuts({0: size}, len(used), "train")
+        steps = range(cuts.num_steps(0))
+        return len(steps), self.of_samples(self._indices(used, cuts, steps))
 
     def samples_of(self, step: UpdateStep) -> Any:
         """Returns the dataset indices of an update step of the latest epoch, over all DP ranks."""
-        size = self.global_batch_size
-        return self._latest_order[step.index * size : (step.index + 1) * size]
+        order, epoch = self._latest
+        return order[self.cuts.window(epoch, step.index)]
 
     def _order(self, epoch: int) -> Any:
         if self.mixture_order is not None:
@@ -287,13 +299,17 @@ class UpdateStepLoader:
         settings = self.settings
         return epoch_permutation(len(self.dataset), epoch, settings.shuffle, settings.data_seed)
 
-    def _indices(self, order: Any, steps: range, epoch: int = 0) -> UpdateSteps:
-        size, ranks = self.global_batch_size, self.ranks
+    def _indices(self, order: Any, cuts: Cuts, steps: range, epoch: int = 0) -> UpdateSteps:
+        ranks = self.ranks
         place = (ranks.dp_rank, ranks.dp_degree, epoch, getattr(self.collator, "block", 1))
-        return UpdateSteps(steps, lambda step: update_step_indices(order, step, size, *place))
+
+        def indices_of(step: int) -> Any:
+            return update_step_indices(order, step, cuts.window(epoch, step), *place)
+
+        return UpdateSteps(steps, indices_of)
 
     def of_samples(
-        self, indices_per_step: Sequence[list[Any]], first: int = 0
+        self, indices_per_step: Sequence[list[Any]], first: int = 0, epoch: int = 0
     ) -> Prefetched[UpdateStep]:
         """Returns update steps of given samples; see :meth:`epoch`.
 
@@ -301,9 +317,10 @@ class UpdateStepLoader:
             indices_per_step: dataset indices of this DP rank, possibly none, for each update step;
                 every rank must have the same number of update steps.
             first: position of the first update step in its epoch.
+            epoch: index of the epoch.
         """
         closed = threading.Event()
-        steps = self._prepare(first, indices_per_step, closed)
+        steps = self._prepare(first, indices_per_step, closed, epoch)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
     def _collate(self, samples: Sequence[Sample], part: Part) -> list[Microbatch]:

@@ -33,8 +33,9 @@ class DataSettings(RankSettings):
     """Samples per microbatch."""
     gradient_accumulation_steps: Count | None = None
     """Microbatches per rank and update step. Default: 1, or what ``global_batch_size`` requires."""
-    global_batch_size: Count | None = None
-    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``."""
+    global_batch_size: Count | dict[CountOrZero, Count] | None = None
+    """Samples per update step over all ranks; replaces ``gradient_accumulation_steps``. ``{0: 32,
+    1000: 128}`` changes it from update step 1000 of the training on."""
     batch_size_val: Annotated[Count | None, OnlyWith("run_val_every_n_steps")] = None
     """Samples per microbatch in validation. Default: ``batch_size``."""
     microbatching: Literal["in_order", "least_padding", "packed"] = "in_order"
@@ -111,6 +112,11 @@ class DataSettings(RankSettings):
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
             yield from self._problems_of_spanning()
+        steps = list(self.global_batch_size) if isinstance(self.global_batch_size, dict) else [0]
+        if steps[:1] != [0] or steps != sorted(steps):
+            text = "its update steps must ascend from 0, such as {0: 32, 1000: 128}"
+            yield Problem("global_batch_size", text, self.global_batch_size)
+            return
         if self.dims_or_none is not None:
             yield from self._problems_with_ranks(self.dims_or_none)
         for key in ("dataset", "dataset_val"):
@@ -167,6 +173,13 @@ class DataSettings(RankSettings):
             self.num_accumulated(dims.dp_degree, self.must_divide)
         except ConfigError as error:
             yield from error.problems
+        sizes = self.global_batch_size if isinstance(self.global_batch_size, dict) else {}
+        if sizes and min(sizes.values()) < dims.dp_degree:
+            text = (
+                f"{dims.dp_degree} data-parallel ranks take at least a sample each, and an update step "
+                f"has {min(sizes.values())}; set it to {dims.dp_degree} or more"
+            )
+            yield Problem("global_batch_size", text, sizes)
         if most == 1 or any(self._problems_of_spanning()):
             return
         num_neighbors = math.gcd(dims.dp_degree, most)
@@ -184,6 +197,19 @@ class DataSettings(RankSettings):
             )
             yield Problem("max_ranks_per_row", text, most)
 
+    @property
+    def largest_batch(self) -> int | None:
+        """Returns ``global_batch_size``, of several the largest."""
+        sizes = self.global_batch_size
+        return max(sizes.values()) if isinstance(sizes, dict) else sizes
+
+    def batch_sizes(self, dp_degree: int) -> dict[int, int]:
+        """Returns the samples of update steps by the first update step of the training that has so many."""
+        if isinstance(self.global_batch_size, dict):
+            return self.global_batch_size
+        per_rank = self.batch_size * self.num_accumulated(dp_degree)
+        return {0: self.global_batch_size or per_rank * dp_degree}
+
     def num_accumulated(self, dp_degree: int, must_divide: bool = False) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
 
@@ -193,7 +219,7 @@ class DataSettings(RankSettings):
             ConfigError: ``global_batch_size`` contradicts ``gradient_accumulation_steps``, or it
                 ``must_divide`` into whole microbatches and does not.
         """
-        steps, total = self.gradient_accumulation_steps, self.global_batch_size
+        steps, total = self.gradient_accumulation_steps, self.largest_batch
         if total is None:
             return steps or 1
         per_pass = self.batch_size * dp_degree

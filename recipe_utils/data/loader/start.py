@@ -175,7 +175,7 @@ def make_order(
             text = "there are no target tokens here; set it to samples"
             raise ConfigError(Problem("mixture.weigh", text, "tokens"))
         means = saved.get("mean_target_tokens") or _mean_target_tokens(loader, mixture)
-    order = MixtureOrder(mixture, settings, loader.global_batch_size, num_epochs, means)
+    order = MixtureOrder(mixture, settings, loader.batch_sizes, num_epochs, means)
     if problems := [*order.problems(loader.dataset.name)]:
         raise ConfigError(*problems)
     return order
@@ -215,6 +215,10 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
         _log.info(
             f"global_batch_size={size}: {len(loader.shares)} ranks take {listed} {least} samples"
         )
+    sizes, num_steps = loader.batch_sizes, loader.cuts.first_step(epochs)
+    if len(sizes) > 1 and max(sizes) >= num_steps:
+        text = f"from update step {max(sizes)} on: the training has only {num_steps} update steps"
+        _log.warning(f"global_batch_size={sizes[max(sizes)]} {text}")
     found, num_ranks, per_epoch = loader.probe, loader.ranks.dp_degree, loader.steps_per_epoch
     text = f"Data: {len(loader.dataset):,} samples"
     if lengths := found.lengths:
@@ -235,19 +239,19 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
         )
     )
     _log.info(
-        f"Update steps: {epochs * per_epoch} ({epochs} epoch{'s' * (epochs > 1)} of {per_epoch}), "
-        f"{size} samples each{on_ranks}, {settings.microbatching}"
+        f"Update steps: {num_steps} ({epochs} epoch{'s' * (epochs > 1)}{f' of {per_epoch}' * (len(sizes) == 1)}), "
+        f"{size if len(sizes) == 1 else sizes} samples each{on_ranks}, {settings.microbatching}"
     )
     for remark, number in Counter(loader.probe.remarks).most_common():
         _log.info(f"{name}: {number} of {loader.probe.num_remarked} samples read: {remark}")
-    num_left_over = loader.samples_per_epoch % size
+    num_left_over = 0 if len(sizes) > 1 else loader.samples_per_epoch % size
     if loader.mixture_order is not None:
         for line in loader.mixture_order.log_lines():
             _log.info(line)
         schedules = loader.dataset.mixture.schedules or ()  # type: ignore[union-attr]
         for index, last in enumerate(map(max, schedules)):
-            if last >= epochs * per_epoch:
-                text = f"the training has only {epochs * per_epoch} update steps"
+            if last >= num_steps:
+                text = f"the training has only {num_steps} update steps"
                 _log.warning(f"{name}.{index}.weight from update step {last} on: {text}")
         if num_left_over and settings.max_steps_per_epoch is None:
             _log.info(

@@ -62,6 +62,22 @@ def test_no_dataset_is_ever_a_sample_ahead_or_behind(seed):
             assert abs(number * total - (step + 1) * size * weight) < total
 
 
+def test_shares_are_exact_while_the_batch_grows():
+    weights = [Fraction(1, 2), Fraction(1, 3), Fraction(1, 6)]
+    sizes, drawn, total = {0: 4, 5: 10, 9: 7}, [0, 0, 0], 0
+    shares = Shares([{0: weight} for weight in weights], sizes)
+    for step in range(200):
+        before, counts = shares.of(step)
+        assert list(before) == drawn
+        size = sizes[max(first for first in sizes if first <= step)]
+        total += size
+        assert sum(counts) == size
+        drawn = [a + b for a, b in zip(drawn, counts, strict=True)]
+        for count, number, weight in zip(counts, drawn, weights, strict=True):
+            assert abs(count - weight * size) < 1
+            assert abs(number - weight * total) < 1
+
+
 def test_a_schedule_changes_shares_at_its_update_step_and_earlier_ones_not():
     changed = Shares([{0: Fraction(1, 2), 100: Fraction(1, 8)}, {0: Fraction(1, 2)}], 10)
     constant = shares_of(["0.5", "0.5"], 10)

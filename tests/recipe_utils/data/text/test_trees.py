@@ -96,6 +96,21 @@ def test_the_longest_branch_follows_its_parent():
     ]  # fmt: skip
 
 
+def test_a_conversation_of_1500_turns_is_merged():
+    """Each drops the thinking of the turn before; depth is no recursion."""
+    history, turns = [1], []
+    for i in range(1500):
+        history = [*history, 2 + i % 7]
+        turns.append(sequence([*history, 10, 11], [False] * len(history) + [True] * 2))
+    sample = merge(turns, None, IGNORE)
+    assert len(sample["tokens"]) == 1501 + 2 * 1500
+    assert len(sample["documents"][0]) == 1500 + 1499
+    assert pickle.loads(pickle.dumps(sample))["documents"] == sample["documents"]
+    assert (sample["labels"] != IGNORE).sum() == 2 * 1500
+    cut = merge(turns, 3000, IGNORE)
+    assert max(map(length_of, cut["documents"])) <= 3000
+
+
 # ---- Collator ------------------------------------------------------------------------------------
 
 
