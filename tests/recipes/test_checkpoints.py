@@ -65,9 +65,6 @@ def keep_only(config, step):
             shutil.rmtree(path)
 
 
-SYNC_AND_ASYNC = pytest.mark.parametrize(
-    ("world_size", "enable_async_checkpointing"), [(1, True), (2, False)], ids=["1-async", "2-sync"]
-)
 WRAPPER = {"optimizer": {"_component_": "tiny.MuonAndAdamW"}}
 
 
@@ -273,7 +270,9 @@ def run_with_full_disk(config, method, at_step, rank, num_bytes):
 
 
 @pytest.mark.slow
-@SYNC_AND_ASYNC
+@pytest.mark.parametrize(
+    ("world_size", "enable_async_checkpointing"), [(1, True), (2, False)], ids=["1-async", "2-sync"]
+)
 def test_a_full_disk_is_reported_and_training_continues_with_the_last_complete_checkpoint(
     world_size, enable_async_checkpointing, tiny_config
 ):

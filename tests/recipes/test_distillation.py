@@ -274,12 +274,6 @@ def test_weights_of_another_model_are_refused(tiny_kd_config):
     assert "teacher_checkpointer: the checkpoint does not fit" in refusal(config, KD)
 
 
-def take_teacher_weights(config, folder, weights):
-    torch.save(weights, folder / "teacher.pt")
-    given = {"checkpoint_dir": str(folder), "checkpoint_files": ["teacher.pt"]}
-    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
-
-
 def test_a_sample_too_long_for_the_teacher_is_named_with_the_teacher_s_limit(tiny_kd_config):
     short = {**tiny.TEACHER_MODEL, "max_seq_len": 16}
     config = curve_config(tiny_kd_config)
@@ -293,7 +287,9 @@ def test_a_teacher_s_nan_is_named(cache, tiny_kd_config, tmp_path):
     config = curve_config(tiny_kd_config, teacher_cache=cache)
     weights = tiny.tiny_model(tiny.TEACHER_MODEL).state_dict()
     weights["layers.0.attn.q_proj.weight"][0] = math.nan
-    take_teacher_weights(config, tmp_path, weights)
+    torch.save(weights, tmp_path / "teacher.pt")
+    given = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["teacher.pt"]}
+    config["teacher_checkpointer"] = {**config["teacher_checkpointer"], **given}
     with pytest.raises(
         NonfiniteError, match="teacher_checkpointer: the teacher's hidden states are"
     ):

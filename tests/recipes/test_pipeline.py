@@ -16,7 +16,7 @@ from recipe_runs import (
     writing_to,
 )
 
-PP_2, PP_4 = {"pipeline_parallel_dim": 2}, {"pipeline_parallel_dim": 4}
+PP_2 = {"pipeline_parallel_dim": 2}
 
 
 def curve_config(tiny_config, sizes, **changes):

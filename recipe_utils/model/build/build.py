@@ -301,25 +301,20 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
             f"custom_sharded_layers={settings.custom_sharded_layers}: this model's output layer "
             "shares the weight of tok_embeddings and could not read it; leave tok_embeddings out"
         )
-    if settings.low_cpu_ram and find_adapters(model).modules and ranks.is_zero:
+    tp_degree, adapters, reason = ranks.dims.tp, find_adapters(model), ""
+    if hasattr(model, "proof"):
+        reason = f"{type(decoder.model).__name__} of transformers cannot be split"
+    elif isinstance(decoder.output, TiedLinear):
+        reason = (
+            "torchtune's plans cannot split the weight that output layer and tok_embeddings share"
+        )
+    elif adapters.modules:
+        reason = "torchtune's plans cannot split LoRA's layers"
+    if tp_degree > 1 and reason:
+        text = f"tensor_parallel_dim={tp_degree}: {reason}; set tensor_parallel_dim=1"
+        raise ValueError(text)
+    if settings.low_cpu_ram and adapters.modules and ranks.is_zero:
         _log.warning("low_cpu_ram=True: no effect; exports upcast one weight at a time")
-    tp_degree = ranks.dims.tp
-    if tp_degree > 1 and hasattr(model, "proof"):
-        raise ValueError(
-            f"tensor_parallel_dim={tp_degree}: {type(decoder.model).__name__} of transformers cannot be split; "
-            "set tensor_parallel_dim=1"
-        )
-    if isinstance(decoder.output, TiedLinear) and tp_degree > 1:
-        raise ValueError(
-            f"tensor_parallel_dim={tp_degree}: this model's output layer shares the weight of "
-            "tok_embeddings, which torchtune's plans cannot split; set tensor_parallel_dim=1"
-        )
-    adapters = find_adapters(model)
-    if adapters.modules and tp_degree > 1:
-        raise ValueError(
-            f"tensor_parallel_dim={tp_degree}: torchtune's plans cannot split LoRA's layers; set "
-            "tensor_parallel_dim=1"
-        )
     is_sharded = ranks.dp_degree > 1 or settings.offloads_to_cpu(ranks.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_cast = settings.torch_weights_dtype != settings.torch_dtype and bool(trained)

@@ -64,15 +64,11 @@ class PipelineSettings(DataSettings):
         per_rank, rest = divmod(num_stages, num_ranks)
         if rest or (per_rank < 2 if several else per_rank != 1):
             wanted = "two or more" if several else "one"
-            raise ConfigError(
-                Problem(
-                    "pipeline_parallel_split_points",
-                    f"they make {num_stages} stages, but "
-                    f"pipeline_parallel_schedule={schedule} needs {wanted} on each of {num_ranks} ranks; "
-                    f"give {num_ranks * (2 if several else 1) - 1} points",
-                    split_points,
-                )
+            text = (
+                f"they make {num_stages} stages, but pipeline_parallel_schedule={schedule} needs {wanted} on each "
+                f"of {num_ranks} ranks; give {num_ranks * (2 if several else 1) - 1} points"
             )
+            raise ConfigError(Problem("pipeline_parallel_split_points", text, split_points))
         return num_stages
 
     def fill(self, ranks: Ranks) -> Callable[[int], int] | None:
@@ -99,11 +95,8 @@ class PipelineSettings(DataSettings):
     def problems_with_split_backward(self) -> Iterator[Problem]:
         """Yields the problem of a loss whose backward cannot be split into inputs and weights."""
         if self.splits_backward:
-            yield Problem(
-                "pipeline_parallel_schedule",
-                "this loss has no backward in two parts; set it to 1F1B or Interleaved1F1B",
-                self.pipeline_parallel_schedule,
-            )
+            text = "this loss has no backward in two parts; set it to 1F1B or Interleaved1F1B"
+            yield Problem("pipeline_parallel_schedule", text, self.pipeline_parallel_schedule)
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems of the pipeline with ranks and data."""
@@ -113,22 +106,16 @@ class PipelineSettings(DataSettings):
         name = f"pipeline_parallel_dim={num_ranks}"
         # Stages of older versions need one shape for all microbatches.
         if TorchVersion(torch.__version__) < "2.13":
-            yield Problem(
-                "pipeline_parallel_dim",
-                f"it needs torch 2.13, this is {torch.__version__}; set it to 1",
-                num_ranks,
-            )
+            text = f"it needs torch 2.13, this is {torch.__version__}; set it to 1"
+            yield Problem("pipeline_parallel_dim", text, num_ranks)
         try:
             num_stages = self.num_stages(num_ranks)
         except ConfigError as error:
             yield from error.problems
             return
         if self.tensor_parallel_dim > 1:
-            yield Problem(
-                "tensor_parallel_dim",
-                f"it cannot be combined with {name}; set one of the two to 1",
-                self.tensor_parallel_dim,
-            )
+            text = f"it cannot be combined with {name}; set one of the two to 1"
+            yield Problem("tensor_parallel_dim", text, self.tensor_parallel_dim)
         if not self.plans_by_tokens and dims is not None:
             try:
                 num_microbatches = self.num_accumulated(dims.dp_degree)

@@ -358,25 +358,20 @@ def check_vision_transformer(model: nn.Module) -> None:
             )
 
 
-def _of_size(name: str, **sizes: Any) -> Callable[..., VisionTransformer]:
-    """Returns :func:`dinov3_vit` with other defaults."""
-    build = partial(dinov3_vit, **sizes)
+def _of_size(name: str, *sizes: Any) -> Callable[..., VisionTransformer]:
+    """Returns :func:`dinov3_vit` with defaults of its first four arguments."""
+    names = ("patch_size", "embed_dim", "num_layers", "num_heads")
+    build = partial(dinov3_vit, **dict(zip(names, sizes, strict=True)))
     # Configs are checked against them.
     vars(build).update(__name__=name, __annotations__=dinov3_vit.__annotations__)
     return build
 
 
-dinov3_vit_s16 = _of_size(
-    "dinov3_vit_s16", patch_size=16, embed_dim=384, num_layers=12, num_heads=6
-)
+dinov3_vit_s16 = _of_size("dinov3_vit_s16", 16, 384, 12, 6)
 """Builds ViT-S/16 (21.6 million parameters)."""
-dinov3_vit_b16 = _of_size(
-    "dinov3_vit_b16", patch_size=16, embed_dim=768, num_layers=12, num_heads=12
-)
+dinov3_vit_b16 = _of_size("dinov3_vit_b16", 16, 768, 12, 12)
 """Builds ViT-B/16 (85.7 million parameters)."""
-dinov3_vit_l16 = _of_size(
-    "dinov3_vit_l16", patch_size=16, embed_dim=1024, num_layers=24, num_heads=16
-)
+dinov3_vit_l16 = _of_size("dinov3_vit_l16", 16, 1024, 24, 16)
 """Builds ViT-L/16 (303 million parameters)."""
 
 

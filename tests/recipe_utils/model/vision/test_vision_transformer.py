@@ -21,7 +21,6 @@ from recipe_utils.model.vision.vision_transformer import (
 )
 from recipe_utils.settings.components import MadeWith, check_component
 
-CPU = torch.device("cpu")
 DIM, NUM_LAYERS = SIZES["embed_dim"], SIZES["num_layers"]
 NUM_PREFIX = 1 + SIZES["num_registers"]
 
