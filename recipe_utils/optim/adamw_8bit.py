@@ -3,7 +3,7 @@
 Shapes: r rows (all dimensions but the last), w width, c blocks per row.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,7 +85,8 @@ class AdamW8bit(Optimizer):
                 if local(p).numel() == 0:  # a rank without rows counts the step only
                     tensors[3:] = tensors[:1] * 2
                 update = _compiled() if local(p).is_cuda else _update
-                update(getattr(self, "found_inf", None), numbers, *tensors)
+                tables = tuple(_table(is_signed, local(p).device) for is_signed in (True, False))
+                update(getattr(self, "found_inf", None), numbers, tables, *tensors)
 
 
 def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
         )
     state = {"step": step}
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        codes, scales = _quantized(zeros, is_signed)
+        codes, scales = _quantized(zeros, _table(is_signed, own.device))
         state |= {name: _like(p, codes), f"{name}_scales": _like(p, scales)}
     return state
 
@@ -131,37 +132,41 @@ def _table(is_signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(create_dynamic_map(signed=is_signed), device=device)
 
 
-def _quantized(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns codes [r, w] and scales [r, c] of values [r, w]."""
+def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes [r, w] and scales [r, c] of values [r, w]; ``table`` are the codes' values [256]."""
     width = values.size(-1)
-    block, table = min(_BLOCK, width), _table(is_signed, values.device)
+    block = min(_BLOCK, width)
     if values.numel() == 0:  # a rank without rows
         return values.to(torch.uint8), values[..., : -(-width // block)].float()
     scaled, scales = scale_tensor(F.pad(values.float(), (0, -width % block)), block)
     codes = quantize_8bit_with_qmap(scaled, table)[..., :width].contiguous()
-    if not is_signed:  # a second moment of 0 beside a first one that is none would be a huge step
-        codes = codes.clamp(min=1).where(values > 0, codes)
     return codes, scales.view(*values.shape[:-1], -1)
 
 
-def _dequantized(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+def _dequantized(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
     """Returns values [r, w] of codes [r, w] and scales [r, c]."""
     width = codes.size(-1)
     padded = F.pad(codes, (0, -width % min(_BLOCK, width)))
-    values: Tensor = dequant_with_qmap(padded, _table(is_signed, codes.device), scales.flatten())
+    values: Tensor = dequant_with_qmap(padded, table, scales.flatten())
     return values[..., :width]
 
 
 def _update(
-    found_inf: Tensor | None, numbers: Any, p: Tensor, grad: Tensor, step: Tensor, *moments: Tensor
+    found_inf: Tensor | None,
+    numbers: Any,
+    tables: Sequence[Tensor],
+    p: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    *moments: Tensor,
 ) -> None:
     """Steps a parameter in place. ``moments`` are both, each with its scales if it is in codes."""
     lr, beta1, beta2, eps, weight_decay = numbers
     has_codes = len(moments) == 4
     first, second = moments[:: len(moments) // 2]
     if has_codes:
-        first = _dequantized(first, moments[1], is_signed=True)
-        second = _dequantized(second, moments[3], is_signed=False)
+        first = _dequantized(first, moments[1], tables[0])
+        second = _dequantized(second, moments[3], tables[1])
     gradient, value = grad.to(first.dtype), p.to(first.dtype)
     first = first.lerp(gradient, 1 - beta1)
     second = second.lerp(gradient.square(), 1 - beta2)
@@ -170,13 +175,22 @@ def _update(
     stepped = value * (1 - lr * weight_decay) - lr / (1 - beta1**count) * first / root
     kept: tuple[Tensor, ...] = (first, second)
     if has_codes:
-        kept = (*_quantized(first, True), *_quantized(second, False))
+        codes, scales = _quantized(second, tables[1])
+        # A second moment of 0 beside a first one that is none would be a huge step.
+        codes = codes.clamp(min=1).where(second > 0, codes)
+        kept = (*_quantized(first, tables[0]), codes, scales)
     for old, new in zip((p, step, *moments), (stepped, count, *kept), strict=True):
         new = new.to(old.dtype)
         old.copy_(new if found_inf is None else torch.where(found_inf.to(old.device) > 0, old, new))
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    compiled: Callable[..., None] = torch.compile(_update, fullgraph=True, dynamic=False)
-    return compiled
+def _compiled(backend: str = "inductor") -> Callable[..., None]:
+    """Returns the compiled update, which recompiles for each shape of a parameter."""
+    compiled = torch.compile(_update, fullgraph=True, dynamic=False, backend=backend)
+
+    def update(*args: Any) -> None:
+        with torch._dynamo.utils.disable_cache_limit():
+            compiled(*args)
+
+    return update

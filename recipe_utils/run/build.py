@@ -149,7 +149,8 @@ def try_optimizer(
     if cfg.get("maximize"):
         raise ValueError("optimizer.maximize=True: it would raise the loss; take it out")
     device = device if device.type == "cuda" else torch.device("cpu")  # kernels may be CUDA's only
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, torch.compiler.set_stance("force_eager"):
         problem = _problem_with_steps(cfg, cfg_lr_scheduler, settings, device)
     if problem is None:
         return

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from recipe_utils.checkpoint.load import load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.optim import AdamW8bit
+from recipe_utils.optim import AdamW8bit, adamw_8bit
 from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import ParallelDims, build_mesh
@@ -116,6 +116,26 @@ def test_a_row_s_state_depends_on_that_row_only():
         optimizer.step()
         found.append(optimizer.state[weight]["exp_avg"])
     assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_eager_one(monkeypatch):
+    """As on CUDA, without a graph break; here traced only."""
+    traced = adamw_8bit._compiled("eager")
+    for rows in range(2, 12):  # more shapes than PyTorch's limit of recompilations
+        weight = torch.ones(rows, 4)
+        numbers = torch.tensor(0.1), 0.9, 0.9, 0.1, 0.1
+        traced(None, numbers, (), weight, weight.clone(), torch.zeros(()), weight, weight.clone())
+    found = []
+    for update in (adamw_8bit._update, traced):
+        monkeypatch.setattr(adamw_8bit, "_update", update)
+        model, optimizer = make(fused=True)
+        optimizer.found_inf = torch.zeros(())
+        for lr in (0.01, 0.02):
+            optimizer.param_groups[0]["lr"] = lr
+            step(model, optimizer, range(2))
+        found.append(weights(model))
+    assert all(torch.allclose(*each, atol=1e-6) for each in zip(*found, strict=True))
 
 
 def test_states_take_less_than_2_06_bytes_per_parameter():
