@@ -51,8 +51,8 @@ def conversations(kind: str, number: int, scale: float) -> Iterator[list[dict[st
         for _ in range(num_turns):
             user, thinking, answer = map(words, means)
             messages.append({"role": "user", "content": user})
-            answer_of = {"role": "assistant", "content": answer, "reasoning_content": thinking}
-            messages.append(answer_of)
+            answer_message = {"role": "assistant", "content": answer, "reasoning_content": thinking}
+            messages.append(answer_message)
         yield messages
 
 
@@ -111,18 +111,18 @@ def measure(kind: str, num_steps: int, scale: float) -> list[dict[str, tuple[flo
         made = {}
         for layout in LAYOUTS:
             cfg = config_of(layout, kind, num_steps, scale, folder)
-            made_of = recipe(cfg)
-            stack.enter_context(made_of.run)
-            made_of.setup(cfg)
-            made[layout] = made_of, iter(stack.enter_context(made_of.loader.epoch(0)))
+            trainer = recipe(cfg)
+            stack.enter_context(trainer.run)
+            trainer.setup(cfg)
+            made[layout] = trainer, iter(stack.enter_context(trainer.loader.epoch(0)))
         order = [*made]
         for index in range(num_steps):
             of_step = {}
             for layout in order[index % 3 :] + order[: index % 3]:
-                made_of, steps = made[layout]
+                trainer, steps = made[layout]
                 step = next(steps)
                 began = time.process_time()
-                metrics, _ = made_of.update(step)
+                metrics, _ = trainer.update(step)
                 seconds = time.process_time() - began
                 of_step[layout] = seconds, step.totals["positions"], float(metrics["loss"])
             found.append(of_step)
@@ -130,7 +130,7 @@ def measure(kind: str, num_steps: int, scale: float) -> list[dict[str, tuple[flo
 
 
 def main() -> None:
-    """Prints target tokens per second of ``shared`` over the other layouts."""
+    """Prints the CPU time of the other layouts over that of ``shared``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=KINDS, default="turns")
     parser.add_argument("--num_steps", type=int, default=8)

@@ -16,7 +16,7 @@ from recipe_utils.optim.optimizer import (
     single_optimizers,
     trained_parameters,
 )
-from recipe_utils.parallel.fsdp import local, reshard
+from recipe_utils.parallel.fsdp import local, reshard, sharded_as
 
 AnyOptimizer = Optimizer | OptimizerInBackward
 
@@ -232,9 +232,7 @@ def _zeros_like(
         rows, own = parameter.shape[:-1], local(parameter)
         empty = torch.zeros(*own.shape[:-1], saved.size(-1), dtype=saved.dtype, device=own.device)
         if not any(shard.is_shard(len(rows)) for shard in parameter.placements):
-            layout: dict[str, Any] = {"shape": saved.shape, "stride": saved.stride()}
-            mesh = parameter.device_mesh, parameter.placements
-            return DTensor.from_local(empty, *mesh, run_check=False, **layout)
+            return sharded_as(parameter, empty)
     if isinstance(parameter, DTensor) and saved.numel() != 1:
         raise CheckpointError(
             f"optimizer: its state {key} of {name} has shape {tuple(saved.shape)}, the parameter "

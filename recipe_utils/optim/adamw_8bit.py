@@ -19,7 +19,7 @@ from torchao.optim.quant_utils import (
     scale_tensor,
 )
 
-from recipe_utils.parallel.fsdp import local
+from recipe_utils.parallel.fsdp import local, sharded_as
 
 _BLOCK = 256
 """Maximum number of elements that share a scale."""
@@ -96,7 +96,7 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     zeros = torch.zeros_like(own, dtype=_float_of(own))
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
         return {"step": step} | {
-            name: _like(p, zeros.clone()) for name in ("exp_avg", "exp_avg_sq")
+            name: sharded_as(p, zeros.clone()) for name in ("exp_avg", "exp_avg_sq")
         }
     if isinstance(p, DTensor) and any(
         isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements
@@ -107,19 +107,8 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     state = {"step": step}
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
         codes, scales = _quantized(zeros, _table(is_signed, own.device))
-        state |= {name: _like(p, codes), f"{name}_scales": _like(p, scales)}
+        state |= {name: sharded_as(p, codes), f"{name}_scales": sharded_as(p, scales)}
     return state
-
-
-def _like(p: Tensor, own: Tensor) -> Tensor:
-    """Returns this rank's rows of a state as a part of a tensor that is sharded as ``p``."""
-    if not isinstance(p, DTensor):
-        return own
-    is_whole = own.shape == local(p).shape
-    shape = p.shape if is_whole else (*p.shape[:-1], own.size(-1))
-    stride = torch.empty(shape, device="meta").stride()
-    layout: dict[str, Any] = {"shape": torch.Size(shape), "stride": stride, "run_check": False}
-    return DTensor.from_local(own, p.device_mesh, p.placements, **layout)
 
 
 def _float_of(tensor: Tensor) -> torch.dtype:

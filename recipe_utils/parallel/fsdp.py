@@ -70,6 +70,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_as(parameter: Tensor, own: Tensor) -> Tensor:
+    """Returns this rank's rows as a part of a tensor that is sharded as ``parameter``.
+
+    Its last dimension may differ from the parameter's, which then must not be sharded in it.
+    """
+    if not isinstance(parameter, DTensor):
+        return own
+    is_alike = own.shape == local(parameter).shape
+    shape = parameter.shape if is_alike else torch.Size((*parameter.shape[:-1], own.size(-1)))
+    layout: dict[str, Any] = {"shape": shape, "run_check": False}
+    layout["stride"] = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters, which FSDP2's root module keeps after a forward without backward."""
     for module in model.modules():

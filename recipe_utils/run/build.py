@@ -185,7 +185,7 @@ def _problem_with_steps(cfg: Any, cfg_schedule: Any, settings: Any, device: Any)
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        optimizers = [make(model) for model in models]
+        scheduled = make(models[0])
     except ValueError as error:
         try:
             make_optimizer(cfg, [nn.Parameter(torch.zeros(2, 2))])
@@ -195,7 +195,7 @@ def _problem_with_steps(cfg: Any, cfg_schedule: Any, settings: Any, device: Any)
         raise ValueError(f"{name}: {text} optimizer, as the recipe's page shows") from error
     if cfg_schedule is not None and (num := cfg_schedule.get("num_warmup_steps", 0)) < 0:
         raise ConfigError(Problem("lr_scheduler.num_warmup_steps", "it must be at least 0", num))
-    config.instantiate(cfg_schedule, optimizers[0], num_training_steps=1, last_epoch=-1)
+    config.instantiate(cfg_schedule, scheduled, num_training_steps=1, last_epoch=-1)
     (model, other), (optimizer, fresh) = models, [make(model) for model in models]
     try:
         step(model, optimizer, 1)

@@ -231,13 +231,10 @@ def log_start(loader: "UpdateStepLoader", epochs: int) -> None:
             fewer = sum(lengths) / (sum(lengths) - found.num_shared)
             text += f", {fewer:.1f} times fewer positions than in a row for each sequence"
     _log.info(text)
-    on_ranks = (
-        ""
-        if num_ranks == 1
-        else (
-            f" ({'at most ' * is_uneven}{loader.samples_per_rank} on each of {num_ranks} data-parallel ranks)"
-        )
-    )
+    on_ranks = ""
+    if num_ranks > 1:
+        on_each = f"{'at most ' * is_uneven}{loader.samples_per_rank} on each"
+        on_ranks = f" ({on_each} of {num_ranks} data-parallel ranks)"
     _log.info(
         f"Update steps: {num_steps} ({epochs} epoch{'s' * (epochs > 1)}{f' of {per_epoch}' * (len(sizes) == 1)}), "
         f"{size if len(sizes) == 1 else sizes} samples each{on_ranks}, {settings.microbatching}"
