@@ -60,6 +60,8 @@ def build(config: Any, attention: str | None = None) -> PreTrainedModel:
         for part in (config, config.get_text_config()):
             part._experts_implementation = "eager"  # grouped_mm has no fp64
     model: PreTrainedModel = make(config)
+    for parameter in model.parameters():  # some types make routers in fp32; FSDP2 needs one dtype
+        parameter.data = parameter.data.to(torch.get_default_dtype())
     return model
 
 
