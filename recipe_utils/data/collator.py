@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
@@ -56,6 +56,14 @@ class Collator(Protocol):
     def warnings(self) -> Iterator[str]:
         """Yields warnings to log before training."""
         yield from ()
+
+    def common_beginning(self, sample: Sample, known: Any = None) -> Any:
+        """Returns what a sample and ``known`` begin with and a row may compute once; None if nothing can."""
+        return None
+
+    def share_beginning(self, tokens: Any) -> None:
+        """Takes what the samples of the dataset begin with, before the first plan; the same on all ranks."""
+        return None
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields what is doubtful in a prepared sample, in words that are counted over samples."""

@@ -7,7 +7,7 @@ from gradient_rows import RECOMPUTED, Row, assert_exact, error_of_mutant, on_ran
 from recipe_runs import KD, losses, refusal, run_recipe, slow
 from tiny_transformers import save_tiny
 
-from recipe_utils.data.text import trees
+from recipe_utils.data.text import collate, trees
 from recipe_utils.data.text.collator import TextCollator
 from recipe_utils.data.text.documents import length_of
 from recipe_utils.model.attention import chains
@@ -17,11 +17,14 @@ CUT = {"max_tokens_per_microbatch": 20}
 FAST = [
     Row("one", "tied", objective="trees"),
     Row("fsdp-2", "untied", objective="trees", changes=CUT),
+    Row("fsdp-2", "tied", objective="common", changes={"max_tokens_per_microbatch": 64}),
 ]
 ROWS = [
     *FAST,
     Row("one", "tied lora", objective="trees", changes=CUT),
     Row("one", "qwen3", objective="trees"),
+    Row("one", "lfm2", objective="common", changes={"max_tokens_per_microbatch": 64}),
+    Row("pp-2", "tied", "packed", 1, "1F1B", "common", {"max_tokens_per_microbatch": 64}),
     Row("one", "lfm2", objective="trees", changes=CUT),
     Row("fsdp-2", "untied", objective="trees", changes=spanning(2, 30)),
     Row("fsdp-2", "gemma3_text", objective="trees", changes=RECOMPUTED),
@@ -107,7 +110,13 @@ def a_repeated_target_counted_twice(patches):
     patches.setattr("recipe_utils.data.text.collator.split_trees", last_twice)
 
 
+def a_beginning_that_is_too_long(patches):
+    one_tree = collate._one_tree
+    patches.setattr(collate, "_one_tree", lambda pieces, n: one_tree(pieces, n + 1))
+
+
 MUTANTS = {
+    a_beginning_that_is_too_long: FAST[2]._replace(layout="one"),
     a_wrong_ancestor: FAST[0],
     siblings_that_see_each_other: FAST[0],
     positions_that_do_not_continue: FAST[0],
@@ -118,7 +127,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize(
-    "mutate", [*list(MUTANTS)[:2], *map(slow, list(MUTANTS)[2:])], ids=lambda mutate: mutate.__name__
+    "mutate", [*list(MUTANTS)[:3], *map(slow, list(MUTANTS)[3:])], ids=lambda mutate: mutate.__name__
 )  # fmt: skip
 def test_a_wrong_tree_misses_the_sequences(mutate, weights_folder, tmp_path):
     assert error_of_mutant(mutate, MUTANTS[mutate], weights_folder, tmp_path) > 1e-2
@@ -137,3 +146,14 @@ def test_shared_positions_are_logged_and_a_training_resumes_bitwise(tiny_config,
         shutil.rmtree(f"{config['output_dir']}/{later}")
     rest = run_recipe({**config, "resume_from_checkpoint": True})
     assert losses(rest) == losses(whole)[2:]
+
+
+def test_the_common_beginning_of_a_dataset_is_computed_once(tiny_config):
+    data = {"_component_": "tiny.tiny_dataset", "num_samples": 12, "num_common": 16}
+    packed = {"microbatching": "packed", "max_tokens_per_microbatch": 128}
+    keys = {"dataset": data, "dataset_val": data, "run_val_every_n_steps": 1}
+    shared = run_recipe(tiny_config(**keys, **packed))
+    assert all(each["shared_fraction"] > 0.3 for each in shared if "loss" in each)
+    assert losses(shared) == pytest.approx(losses(run_recipe(tiny_config(**keys))), rel=1e-6)
+    rare = run_recipe(tiny_config(**keys, **packed | {"max_tokens_per_microbatch": 320}))
+    assert not any("shared_fraction" in each for each in rare)

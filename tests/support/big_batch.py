@@ -42,7 +42,7 @@ def steps_of(samples, size=16):
 
 def samples_of(*datasets):
     """Samples of tiny datasets, each with the name and the loss weight of its own."""
-    names = ("num_samples", "num_without_targets", "mask_prompts", "seed")
+    names = ("num_samples", "num_without_targets", "mask_prompts", "seed", "num_common")
     return [
         {**sample, "dataset": data.get("name"), "weight": data.get("loss_weight", 1.0)}
         for data in datasets

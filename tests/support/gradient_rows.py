@@ -114,6 +114,7 @@ OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),
     "tokens": weighted("tokens"),
     "datasets": weighted("datasets"),
+    "common": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": {**DATA, "num_common": 8}}),
     "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
     "kd trees": distilled(0.3, 2.0, "forward", TREES),

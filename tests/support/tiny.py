@@ -218,11 +218,11 @@ def waiting_dataset(tokenizer, num_samples, step, file):
     return WaitsBeforeStep(make_samples(num_samples), step, Path(file))
 
 
-def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0):
+def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0):
     """Samples of 2 to 40 tokens with very uneven numbers of targets.
 
     The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the labels of the
-    other ones are all their tokens, the first included.
+    other ones are all their tokens, the first included. All begin with ``num_common`` further tokens.
     """
     rng = random.Random(seed)
     samples = []
@@ -232,7 +232,8 @@ def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0):
         masked = rng.randrange(1, length) if mask_prompts else 0
         if i >= num_samples - num_without_targets:
             masked = length
-        samples.append({"tokens": tokens, "labels": [IGNORE] * masked + tokens[masked:]})
+        labels = [IGNORE] * (num_common + masked) + tokens[masked:]
+        samples.append({"tokens": [*range(1, num_common + 1), *tokens], "labels": labels})
     return samples
 
 
@@ -244,9 +245,10 @@ def tiny_dataset(
     packed=False,
     seed=0,
     replace=None,
+    num_common=0,
 ):
     """``replace`` puts a sample of the test's own at an index; None as its tokens raises."""
-    samples = make_samples(num_samples, num_without_targets, mask_prompts, seed)
+    samples = make_samples(num_samples, num_without_targets, mask_prompts, seed, num_common)
     for index, sample in (replace or {}).items():
         samples[int(index)] = dict(sample)
     dataset = Samples(samples)

@@ -48,7 +48,7 @@ from recipe_utils.data.loader.start import check_draws, make_order, probe
 from recipe_utils.data.mixture import MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.parallel.process_group import agree_on_length
+from recipe_utils.parallel.process_group import agree_on_length, gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
@@ -220,6 +220,8 @@ class UpdateStepLoader:
             parts = [len(self.dataset)] if drawn is None else drawn.lengths
             has_remarks = is_training and ranks.is_zero
             self.probe = probe(self.dataset, collator, parts if is_training else (), has_remarks)
+            if is_training:
+                collator.share_beginning(gather_objects(self.probe.beginning, self._group)[0])
             if drawn is not None:
                 self.mixture_order = make_order(self, drawn, num_epochs, saved)
                 self.samples_per_epoch = self.mixture_order.samples_per_epoch

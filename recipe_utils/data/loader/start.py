@@ -50,6 +50,8 @@ class Probe(NamedTuple):
     """Target tokens of all of them."""
     num_shared: int = 0
     """Tokens of all of them that are not computed again."""
+    beginning: Any = None
+    """What all of them begin with, see :meth:`recipe_utils.data.collator.Collator.common_beginning`."""
 
 
 def probe(
@@ -79,7 +81,7 @@ def probe(
     digest, remarks, example = hashlib.sha256(), Counter[str](), 0
     has_targets, stops, problem = False, False, "it has no target"
     num_good_of_hashed, first_error = 0, None
-    num_shared = 0
+    num_shared, beginning = 0, None
     lengths, num_targets, end_seconds = [], 0, time.monotonic() + _MAX_SECONDS
     num_read, without_targets = Counter[str](), Counter[str]()
     with torch.random.fork_rng(devices=[]):
@@ -112,6 +114,7 @@ def probe(
                     has_targets, example = True, index
             if is_planned and index in remarked:
                 remarks.update(collator.remarks(sample))
+                beginning = collator.common_beginning(sample, beginning)
                 lengths += [counts["real_tokens"]] if "real_tokens" in counts else []
                 num_targets += counts.get("target_tokens", 0)
                 num_shared += counts.get("shared_tokens", 0)
@@ -138,7 +141,7 @@ def probe(
             )
         elif number:
             remarks[f"{f'of {name}, ' if name else ''}no target"] = number
-    found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared
+    found = {} if stops else remarks, len(remarked), lengths, num_targets, num_shared, beginning
     return Probe(example, digest.hexdigest()[:16], *found)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from recipe_utils.data.loader.microbatch import Microbatch, Targets
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.plan.plan import WHOLE, Part
-from recipe_utils.data.text.documents import Document, Documents, length_of
+from recipe_utils.data.text.documents import Document, Documents, length_of, segments_of
 from recipe_utils.data.text.trees import OF_TREES
 
 CollateFn = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -160,11 +160,14 @@ def collate_packed_microbatch(
     padding_idx: int = 0,
     row_multiple: int | None = None,
     part: Part = WHOLE,
+    num_alike: int = 0,
+    num_common: int = 0,
 ) -> Microbatch:
     """Makes a microbatch of one packed row, or of a part of it.
 
     Samples of a packed dataset lose their padding. Each part is padded to a multiple of
-    ``row_multiple`` tokens.
+    ``row_multiple`` tokens. The first ``num_alike`` samples begin with the same ``num_common``
+    tokens, which occur once.
 
     Raises:
         ValueError: a sample contains images. Other keys than those of text are ignored.
@@ -175,14 +178,32 @@ def collate_packed_microbatch(
             "microbatching=least_padding, and collate_fn for images"
         )
     pieces = [piece_of(sample, ignore_index) for sample in samples]
+    if num_alike > 1:
+        pieces[:num_alike] = _one_tree(pieces[:num_alike], num_common)
     row = packed(pieces, ignore_index, padding_idx, (row_multiple or 1) * part.num_ranks)
     row = _with_datasets(row, samples, [piece.columns.size(1) for piece in pieces])
-    if any("documents" in sample for sample in samples):
-        num_shared = sum(sum(sample.get("num_shared", ())) for sample in samples)
+    num_shared = sum(sum(sample.get("num_shared", ())) for sample in samples)
+    num_shared += max(num_alike - 1, 0) * num_common
+    if num_shared or any("documents" in sample for sample in samples):
         num_real = row.counts["real_tokens"] + num_shared
         counts = {**row.counts, "real_tokens": num_real, "shared_tokens": num_shared}
         row = replace(row, counts=counts)
     return cut_part(row, part, len(samples))
+
+
+def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
+    """Returns pieces of one document each without the positions that all begin with, but for the first.
+
+    The first has the document, a tree; the targets of these positions are ignored.
+    """
+    columns = [pieces[0].columns, *(piece.columns[:, num_common:] for piece in pieces[1:])]
+    segments = [(num_common, sum(each.size(1) for each in columns))]
+    for piece in pieces:
+        (length, reach), *below = segments_of(piece.documents[0])
+        rest = [(length - num_common, reach - num_common)] if length > num_common else []
+        segments += [*rest, *below]
+    of_pieces: list[list[Document]] = [[tuple(segments)], *([] for _ in pieces[1:])]
+    return [Piece(*each) for each in zip(columns, of_pieces, strict=True)]
 
 
 def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:

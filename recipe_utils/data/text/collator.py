@@ -35,6 +35,7 @@ from recipe_utils.settings.problems import ConfigError, Problem
 
 _TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "dataset_index", "step_position", *OF_TREES}
 
+_COMMON = ("the common beginning of samples", "")
 _log = get_logger("INFO")
 
 
@@ -155,6 +156,8 @@ class TextCollator(RowCollator):
     """Counts; real tokens exclude padding, positions include it; also samples in rows of several ranks,
     and tokens of trees that are not computed again."""
     fingerprint_keys = ("tokens", "labels")
+    _beginning = np.empty(0, dtype=np.int64)
+    """Tokens that a row computes once for all samples that begin with them."""
 
     def __init__(
         self,
@@ -188,15 +191,73 @@ class TextCollator(RowCollator):
 
     def _set(self, settings: DataSettings) -> None:
         super()._set(settings)
-        if self._trees is None:
+        num_common = len(self._beginning)
+        if self._trees is None and not num_common:
             return
         bound = settings.max_tokens_per_microbatch
         if bound is None:
             bound = settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
+        cost = self.limits.cost
+        if num_common:
+            self.row_multiple = self.limits.multiple_of_packed_rows(bound, _COMMON)
+            overhead = cost.overhead_slots + cost.of_sample(num_common)
+            cost = cost._replace(overhead_slots=overhead)
+        self.plan = settings.make_plan(bound - num_common, cost)
+        if self._trees is None:
+            return
         self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
         self._max_positions = bound * settings.max_ranks_per_row
         self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
-        self.plan = settings.make_plan(bound, self.limits.cost)
+
+    def common_beginning(self, sample: Sample, known: Any = None) -> Any:
+        """Returns the tokens without targets that a sample and ``known`` begin with, [n] int64."""
+        tokens, most = np.asarray(sample["tokens"]), self._num_before_targets(sample)
+        if known is None:
+            return tokens[:most]
+        most = min(most, len(known))
+        differs = tokens[:most] != known[:most]
+        return known[: int(differs.argmax()) if differs.any() else most]
+
+    def share_beginning(self, tokens: Any) -> None:
+        """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
+
+        Not with plans of one rank's part of a row, cached outputs, or models that compute no trees.
+        """
+        settings = self.settings
+        bound = settings.max_tokens_per_microbatch
+        if bound is None:
+            bound = settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
+        if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
+            return
+        if tokens is None or not bound <= 10 * len(tokens) < 10 * bound:
+            return
+        self._beginning = tokens
+        try:
+            self._set(settings)
+        except ConfigError:  # rows without trees are exact, too
+            self._beginning = tokens[:0]
+            self._set(settings)
+            return
+        if "shared_tokens" not in self.counts:
+            self.counts = (*self.counts, "shared_tokens")
+        text = f"samples begin with the same {len(tokens)} tokens, which a row computes once"
+        log_rank_zero(_log, f"dataset: {text}")
+
+    def _num_before_targets(self, sample: Sample) -> int:
+        """Returns the first positions without a target or a branch, all but one at most."""
+        documents = sample.get("documents", [len(sample["tokens"])])
+        if "seq_lens" in sample or len(documents) > 1:
+            return 0
+        document = documents[0]
+        num_first: int = document - 1 if isinstance(document, int) else document[0][0]
+        is_target = np.asarray(sample["labels"])[1 : num_first + 1] != self._ignore_index
+        return int(is_target.argmax()) if is_target.any() else num_first
+
+    def _begins_alike(self, sample: Sample) -> bool:
+        num_common = len(self._beginning)
+        if num_common == 0 or self._num_before_targets(sample) < num_common:
+            return False
+        return np.array_equal(np.asarray(sample["tokens"][:num_common]), self._beginning)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
         """Yields whether a sample, not of a packed dataset, is truncated or needs several ranks."""
@@ -252,8 +313,8 @@ class TextCollator(RowCollator):
         return [samples]
 
     def length(self, sample: Sample) -> int:
-        """Returns the number of tokens, of trees that of positions."""
-        return len(sample["tokens"])
+        """Returns the number of tokens, of trees that of positions, without a common beginning."""
+        return len(sample["tokens"]) - len(self._beginning) * self._begins_alike(sample)
 
     def num_outputs(self, sample: Sample) -> int:
         """Returns the number of target tokens."""
@@ -269,7 +330,10 @@ class TextCollator(RowCollator):
                 self._has_warned = True
                 text = f"rows contain only text; {', '.join(sorted(map(str, ignored)))} of samples is ignored"
                 log_rank_zero(_log, f"microbatching=packed: {text}", logging.WARNING)
-            return collate_packed_microbatch(samples, ignore, pad, self.row_multiple, part)
+            alike = [self._begins_alike(sample) for sample in samples]
+            ordered = [samples[i] for i in sorted(range(len(samples)), key=lambda i: not alike[i])]
+            common = sum(alike), len(self._beginning)
+            return collate_packed_microbatch(ordered, ignore, pad, self.row_multiple, part, *common)
         collate_fn = partial(
             component_at(self.settings.collate_fn), padding_idx=pad, ignore_idx=ignore
         )

@@ -15,7 +15,7 @@ from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.collate import piece_of
 from recipe_utils.data.text.collator import TextCollator
-from recipe_utils.data.text.documents import length_of, tree
+from recipe_utils.data.text.documents import chains, length_of, tree
 from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 from recipe_utils.data.text.trees import merge, split_trees
 from recipe_utils.settings.problems import ConfigError
@@ -207,3 +207,41 @@ def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
     collator = TextCollator(DataSettings(**keys), tiny.tiny_tokenizer(), IGNORE, LIMITS)
     with pytest.raises(SampleError, match="sample: it has 'sequences'; set makes_trees = True"):
         collator.prepare({"sequences": [GOOD]}, "sample")
+
+
+def targets_with_contexts(microbatch):
+    """Labels of targets behind the tokens that they are predicted from."""
+    found, tokens = Counter(), microbatch.inputs["tokens"][0]
+    labels, positions = microbatch.targets.labels[0], microbatch.inputs["input_pos"][0]
+    (row,) = microbatch.inputs["document_lengths"].lengths
+    for chain in chains(row):
+        indices = [i for low, high in chain.ranges for i in range(low, high)]
+        assert positions[indices].tolist() == list(range(len(indices)))
+        for end, index in enumerate(indices, start=1):
+            if index >= chain.start and labels[index] != IGNORE:
+                found[(*tokens[indices[:end]].tolist(), "->", int(labels[index]))] += 1
+    return found
+
+
+def test_a_row_computes_the_beginning_of_its_samples_once():
+    """Of trees, too; samples that begin otherwise, or with a target, stand behind them."""
+    common = list(range(1, 9))
+    groups = [
+        {"sequences": [
+            {"tokens": common[: 8 - 8 * (i % 3 == 2)] + each["tokens"],
+             "labels": [IGNORE] * (8 - 8 * (i % 3 == 2)) + each["labels"]} for each in group["sequences"]
+        ]} for i, group in enumerate(tiny.make_trees(12))
+    ]  # fmt: skip
+    alone, collator = (collator_of(max_tokens_per_microbatch=64) for _ in range(2))
+    samples = [alone.prepare(each, "sample") for each in groups]
+    samples = [each for each in samples if len(each["documents"]) == 1]
+    collator.share_beginning(np.array(common))
+    row = collator.make(samples)
+    expected = sum((targets_with_contexts(alone.make([each])) for each in samples), Counter())
+    assert targets_with_contexts(row) == expected
+    saved = alone.make(samples).counts["positions"] - row.counts["positions"]
+    num_alike = sum(each["tokens"][:8].tolist() == common for each in samples)
+    assert 0 < num_alike < len(samples)
+    assert saved == 8 * (num_alike - 1)
+    assert sum(map(alone.length, samples)) - sum(map(collator.length, samples)) == 8 * num_alike
+    assert row.counts["real_tokens"] == alone.make(samples).counts["real_tokens"]
