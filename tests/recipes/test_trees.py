@@ -14,17 +14,20 @@ from recipe_utils.model.attention import chains
 
 CUT = {"max_tokens_per_microbatch": 20}
 
+SHARED = {"max_tokens_per_microbatch": 64}
+
 FAST = [
     Row("one", "tied", objective="trees"),
     Row("fsdp-2", "untied", objective="trees", changes=CUT),
-    Row("fsdp-2", "tied", objective="common", changes={"max_tokens_per_microbatch": 64}),
+    Row("fsdp-2", "tied", objective="common", changes=SHARED),
 ]
 ROWS = [
     *FAST,
     Row("one", "tied lora", objective="trees", changes=CUT),
     Row("one", "qwen3", objective="trees"),
-    Row("one", "lfm2", objective="common", changes={"max_tokens_per_microbatch": 64}),
-    Row("pp-2", "tied", "packed", 1, "1F1B", "common", {"max_tokens_per_microbatch": 64}),
+    Row("one", "lfm2", objective="common", changes=SHARED),
+    Row("pp-2", "tied", "packed", 1, "1F1B", "common", SHARED),
+    Row("one", "tied", objective="kd common", changes=SHARED),
     Row("one", "lfm2", objective="trees", changes=CUT),
     Row("fsdp-2", "untied", objective="trees", changes=spanning(2, 30)),
     Row("fsdp-2", "gemma3_text", objective="trees", changes=RECOMPUTED),

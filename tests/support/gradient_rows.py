@@ -80,6 +80,7 @@ class Objective(NamedTuple):
     """Of metrics, relative."""
 
 
+COMMON = {**DATA, "num_common": 8}
 TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": NUM_SAMPLES}
 
 
@@ -114,10 +115,11 @@ OBJECTIVES = {
     "ce": Objective(SFT, cross_entropy, (), STEP_OF_16),
     "tokens": weighted("tokens"),
     "datasets": weighted("datasets"),
-    "common": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": {**DATA, "num_common": 8}}),
+    "common": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": COMMON}),
     "trees": Objective(SFT, cross_entropy, (), {**STEP_OF_16, "dataset": TREES}),
     "kd": distilled(0.3, 2.0, "forward"),
     "kd trees": distilled(0.3, 2.0, "forward", TREES),
+    "kd common": distilled(0.3, 2.0, "forward", COMMON),
     "kd alone": distilled(1.0, 2.0, "forward"),
     "reverse": distilled(0.3, 1.0, "reverse"),
     "symmetric": distilled(0.3, 2.0, "symmetric"),

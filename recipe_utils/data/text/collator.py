@@ -194,10 +194,7 @@ class TextCollator(RowCollator):
         num_common = len(self._beginning)
         if self._trees is None and not num_common:
             return
-        bound = settings.max_tokens_per_microbatch
-        if bound is None:
-            bound = settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
-        cost = self.limits.cost
+        bound, cost = self._most_tokens(settings), self.limits.cost
         if num_common:
             self.row_multiple = self.limits.multiple_of_packed_rows(bound, _COMMON)
             overhead = cost.overhead_slots + cost.of_sample(num_common)
@@ -208,6 +205,11 @@ class TextCollator(RowCollator):
         self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
         self._max_positions = bound * settings.max_ranks_per_row
         self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
+
+    def _most_tokens(self, settings: DataSettings) -> int:
+        """Returns the tokens that a row with more than one sample may have on each of its ranks."""
+        longest = self.max_seq_len or self.limits.max_seq_len
+        return settings.max_tokens_per_microbatch or settings.batch_size * longest
 
     def common_beginning(self, sample: Sample, known: Any = None) -> Any:
         """Returns the tokens without targets that a sample and ``known`` begin with, [n] int64."""
@@ -221,12 +223,9 @@ class TextCollator(RowCollator):
     def share_beginning(self, tokens: Any) -> None:
         """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
 
-        Not with plans of one rank's part of a row, cached outputs, or models that compute no trees.
+        Not in padded rows, in rows of several ranks, with cached outputs, or with models that compute no trees.
         """
-        settings = self.settings
-        bound = settings.max_tokens_per_microbatch
-        if bound is None:
-            bound = settings.batch_size * (self.max_seq_len or self.limits.max_seq_len)
+        settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
             return
         if tokens is None or not bound <= 10 * len(tokens) < 10 * bound:
