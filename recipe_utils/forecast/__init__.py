@@ -4,7 +4,7 @@ Shapes of a recipe's own ``setup`` and ``update`` are computed on fake tensors, 
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 
+_SHORTEST = 8
+"""Tokens of a sample; a pair of two texts needs some."""
 UNITS = ("positions", "images")
 """Counts of a microbatch that memory grows with."""
 
@@ -49,7 +51,10 @@ def measure(
     mode: AbstractContextManager[Any] | None = None,
     num_microbatches: int = 2,
 ) -> Measured:
-    """Runs ``update`` of a recipe that was set up on ``FakeDataset``, with microbatches of about ``size``."""
+    """Runs ``update`` of a recipe that was set up on ``FakeDataset``, with equal microbatches of about ``size``.
+
+    Call it once before its figures count: the first update step makes the optimizer's state.
+    """
     microbatch = microbatch_of(recipe.loader, size)
     totals = {name: num_microbatches * number for name, number in microbatch.counts.items()}
     step = UpdateStep(0, (microbatch,) * num_microbatches, totals, recipe.ranks.dp_degree)
@@ -68,11 +73,12 @@ def microbatch_of(loader: Any, size: int) -> Microbatch:
         return collate([dataset[StepIndex(i, position=i, step_size=size)] for i in range(size)])
     longest = dataset.dataset.length
     of_one = collate([dataset[0]]).counts["positions"]
-    if of_one > size:
-        dataset.dataset.length = longest * size // of_one
-    made = collate([dataset[0]] * max(size // of_one, 1))
-    dataset.dataset.length = longest
-    return made
+    samples = [dataset[0]] * (size // of_one)
+    if not samples or (loader.settings.is_packed and size % of_one > _SHORTEST):
+        dataset.dataset.length = longest * (size % of_one) // of_one
+        samples.append(dataset[0])
+        dataset.dataset.length = longest
+    return collate(samples)
 
 
 def shares_of(recipe: Any, live: LiveBytes) -> Shares:
@@ -91,3 +97,25 @@ def _bytes_of(values: Iterable[Any]) -> int:
         if isinstance(value, Tensor):
             storages.hold(value)
     return storages.now
+
+
+def largest_that_fits(
+    run: Callable[[int], Measured], points: Sequence[Measured], limit: int, most: int, multiple: int
+) -> Measured | None:
+    """Returns the largest microbatch, at most ``most``, whose peak is within ``limit``; None if none is.
+
+    It is on the line through the latest two points, and is run: chunks of a loss bend the line.
+    """
+    points, fits = list(points), [each for each in points if each.peak <= limit]
+    for _ in range(3):
+        (x, y), (size, peak) = (each[:2] for each in points[-2:])
+        size += int((limit - peak) * (size - x) / max(peak - y, 1)) if size != x else 0
+        size = min(max(size // multiple, 1) * multiple, most)
+        if any(size == each.size for each in points):
+            break
+        points.append(run(size))
+        if points[-1].peak <= limit:
+            fits.append(points[-1])
+            if points[-1].peak > 0.98 * limit:
+                break
+    return max(fits, default=None)

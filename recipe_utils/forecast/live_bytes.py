@@ -37,12 +37,13 @@ class LiveBytes(TorchDispatchMode):
 
     def hold(self, tensor: Tensor) -> None:
         """Counts a tensor's storage; again, if its size has changed."""
-        if not hasattr(tensor, "__tensor_flatten__"):
+        if hasattr(tensor, "__tensor_flatten__"):  # DTensor and NF4
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            for part in parts:
+                if isinstance(part, Tensor):
+                    self.hold(part)
+        elif tensor.device.type != "meta":
             self._hold(tensor.untyped_storage())
-            return
-        for name in tensor.__tensor_flatten__()[0]:  # of DTensor and NF4
-            if isinstance(inner := getattr(tensor, name), Tensor):
-                self.hold(inner)
 
     def _hold(self, storage: UntypedStorage) -> None:
         key = storage._cdata
