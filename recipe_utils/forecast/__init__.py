@@ -1,10 +1,7 @@
-"""Forecast of memory and computation without weights, a GPU, or other ranks: ``python -m recipe_utils.forecast``.
-
-Shapes of a recipe's own ``setup`` and ``update`` are computed on fake tensors, and bytes of storages counted.
-"""
+"""Memory and FLOPs of a recipe's update steps, whose ``setup`` and ``update`` run on fake tensors."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,86 +14,66 @@ from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 
-_SHORTEST = 8
-"""Tokens of a sample; a pair of two texts needs some."""
-UNITS = ("positions", "images")
-"""Counts of a microbatch that memory grows with."""
+_MOST_DOCUMENTS = 8
+"""Samples of a long row, which then are longer: more take the same bytes, and longer to measure."""
 
 
 class Measured(NamedTuple):
-    """Update step of equal microbatches on one rank."""
+    """Positions, or images, of each microbatch; highest bytes; FLOPs per microbatch without the optimizer's."""
 
     size: int
-    """Positions, or images, of each microbatch."""
     peak: int
-    """Highest bytes of live storages."""
     flops: int
-    """FLOPs per microbatch, recomputation included, without the optimizer's."""
-
-
-class Shares(NamedTuple):
-    """Bytes on one rank between update steps, and of gradients."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    other: int
-    """Frozen models and tables of positions."""
 
 
 def measure(
-    recipe: Any,
-    size: int,
-    live: LiveBytes,
-    mode: AbstractContextManager[Any] | None = None,
-    num_microbatches: int = 2,
+    recipe: Any, size: int, live: LiveBytes, mode: AbstractContextManager[Any] | None = None
 ) -> Measured:
-    """Runs ``update`` of a recipe that was set up on ``FakeDataset``, with equal microbatches of about ``size``.
+    """Runs ``update`` of a recipe with a ``FakeDataset`` on two microbatches of about ``size``.
 
-    Call it once before its figures count: the first update step makes the optimizer's state.
+    The first call also makes the optimizer's state, so its peak is another one.
     """
     microbatch = microbatch_of(recipe.loader, size)
-    totals = {name: num_microbatches * number for name, number in microbatch.counts.items()}
-    step = UpdateStep(0, (microbatch,) * num_microbatches, totals, recipe.ranks.dp_degree)
+    totals = {name: 2 * number for name, number in microbatch.counts.items()}
+    step = UpdateStep(0, (microbatch,) * 2, totals, recipe.ranks.dp_degree)
     gc.collect()
     live.peak, live.flops = live.now, 0
     with mode or nullcontext(), live:
         recipe.update(step)
-    size = next(microbatch.counts[unit] for unit in UNITS if unit in microbatch.counts)
-    return Measured(size, live.peak, live.flops // num_microbatches)
+    counts = microbatch.counts
+    return Measured(counts.get("positions") or counts["images"], live.peak, live.flops // 2)
 
 
 def microbatch_of(loader: Any, size: int) -> Microbatch:
-    """Returns a microbatch of about ``size`` positions, or of so many images."""
-    collate, dataset = loader.collator.collate, loader.dataset
-    if "images" in loader.collator.counts:
-        return collate([dataset[StepIndex(i, position=i, step_size=size)] for i in range(size)])
-    longest = dataset.dataset.length
-    of_one = collate([dataset[0]]).counts["positions"]
-    samples = [dataset[0]] * (size // of_one)
-    if not samples or (loader.settings.is_packed and size % of_one > _SHORTEST):
-        dataset.dataset.length = longest * (size % of_one) // of_one
-        samples.append(dataset[0])
-        dataset.dataset.length = longest
-    return collate(samples)
+    """Returns a microbatch of about ``size`` positions, at least a sample, or of so many images."""
+    collator, dataset, made = loader.collator, loader.dataset, loader.dataset.dataset
+    if "images" in collator.counts:
+        images = [dataset[StepIndex(i, position=i, step_size=size)] for i in range(size)]
+        return collator.collate(images)
+    length = made.length
+    if loader.settings.is_packed:
+        made.length = max(length, min(size // _MOST_DOCUMENTS, collator.limits.max_seq_len))
+    sample, made.length = dataset[0], length
+    of_one = collator.collate([sample]).counts["positions"]
+    return collator.collate([sample] * max(size // of_one, 1))
 
 
-def shares_of(recipe: Any, live: LiveBytes) -> Shares:
-    """Returns bytes after an update step."""
-    model, optimizers = recipe.model, single_optimizers(recipe.optimizer)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    states = [s for each in optimizers for of_one in each.state.values() for s in of_one.values()]
-    weights, optimizer = _bytes_of([*model.parameters(), *model.buffers()]), _bytes_of(states)
-    gradients = sum(local(p).nbytes for p in trained)
-    return Shares(weights, gradients, optimizer, live.now - weights - optimizer)
-
-
-def _bytes_of(values: Iterable[Any]) -> int:
-    storages = LiveBytes()
-    for value in values:
-        if isinstance(value, Tensor):
-            storages.hold(value)
-    return storages.now
+def shares_of(recipe: Any, live: LiveBytes) -> dict[str, int]:
+    """Returns bytes after an update step by what they are for; gradients are freed by then."""
+    parameters, parts = [*recipe.model.parameters()], {}
+    states = (s for each in single_optimizers(recipe.optimizer) for s in each.state.values())
+    found = {
+        "weights": [*parameters, *recipe.model.buffers()],
+        "optimizer": [value for state in states for value in state.values()],
+    }
+    for name, tensors in found.items():
+        storages = LiveBytes()
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storages.hold(tensor)
+        parts[name] = storages.now
+    parts["frozen models and tables"] = live.now - sum(parts.values())
+    return parts | {"gradients": sum(local(p).nbytes for p in parameters if p.requires_grad)}
 
 
 def largest_that_fits(
@@ -107,15 +84,15 @@ def largest_that_fits(
     It is on the line through the latest two points, and is run: chunks of a loss bend the line.
     """
     points, fits = list(points), [each for each in points if each.peak <= limit]
-    for _ in range(3):
-        (x, y), (size, peak) = (each[:2] for each in points[-2:])
-        size += int((limit - peak) * (size - x) / max(peak - y, 1)) if size != x else 0
-        size = min(max(size // multiple, 1) * multiple, most)
+    for _ in range(4):
+        below, above = sorted(points[-2:])
+        per_unit = max(above.peak - below.peak, 1) / max(above.size - below.size, 1)
+        size = int(above.size + (limit - above.peak) / per_unit) // multiple * multiple
+        size = min(max(size, multiple), most)
         if any(size == each.size for each in points):
             break
-        points.append(run(size))
-        if points[-1].peak <= limit:
-            fits.append(points[-1])
-            if points[-1].peak > 0.98 * limit:
-                break
+        points.append(found := run(size))
+        fits += [found] * (found.peak <= limit)
+        if 0.97 * limit < found.peak <= limit:
+            break
     return max(fits, default=None)

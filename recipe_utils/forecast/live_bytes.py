@@ -1,8 +1,8 @@
-"""Bytes of live storages and FLOPs of a step, of real or fake tensors."""
+"""Bytes of live storages, and FLOPs, of real or fake tensors."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -10,22 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-_aten: Any = torch.ops.aten
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,  # without attention on a CPU
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+_aten, _flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
+_FLOPS: dict[Any, Any] = flop_registry | {  # which has no attention on a CPU
+    getattr(_aten, f"{_flash}_for_cpu{way}"): flop_registry[getattr(_aten, f"{_flash}{way}")]
+    for way in ("", "_backward")
 }
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts bytes of the storages that operations in it make, and those of :meth:`hold`, while they live.
 
-    It also follows ``storage.resize_``, with which FSDP2 frees and gathers weights.
+    It follows ``storage.resize_``, with which FSDP2 frees and gathers weights.
     """
 
     supports_higher_order_operators = True
@@ -36,22 +31,21 @@ class LiveBytes(TorchDispatchMode):
         self._held: dict[int, tuple[Any, int]] = {}
 
     def hold(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage; again, if its size has changed."""
+        """Counts a tensor's storages, or their new sizes. Those on the meta device take nothing."""
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and NF4
-            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            for part in parts:
+            for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, Tensor):
                     self.hold(part)
         elif tensor.device.type != "meta":
             self._hold(tensor.untyped_storage())
 
     def _hold(self, storage: UntypedStorage) -> None:
-        key = storage._cdata
+        key, size = storage._cdata, storage.nbytes()
         if key not in self._held:
             self._held[key] = weakref.ref(storage, lambda _: self._release(key)), 0
-        held, size = self._held[key]
-        self._held[key] = held, storage.nbytes()
-        self.now += storage.nbytes() - size
+        held, before = self._held[key]
+        self._held[key] = held, size
+        self.now += size - before
         self.peak = max(self.peak, self.now)
 
     def _release(self, key: int) -> None:
@@ -61,29 +55,28 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # DTensor and NF4 come back with what they are made of
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+            return NotImplemented  # comes back with the parts
+        made = func(*args, **(kwargs or {}))
         if (count := _FLOPS.get(getattr(func, "_overloadpacket", func))) is not None:
-            self.flops += count(*args, **kwargs, out_val=made)
+            self.flops += count(*args, **(kwargs or {}), out_val=made)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 self.hold(leaf)
         return made
 
     def __enter__(self) -> "LiveBytes":
-        resize = self._resize = UntypedStorage.resize_
+        resize = UntypedStorage.resize_
 
-        def follow(storage: UntypedStorage, size: int) -> Any:
-            resized = resize(storage, size)
+        def follow(storage: UntypedStorage, size: int) -> None:
+            resize(storage, size)
             if storage._cdata in self._held:
                 self._hold(storage)
-            return resized
 
-        UntypedStorage.resize_ = follow  # type: ignore[method-assign]
+        self._patch: Any = mock.patch.object(UntypedStorage, "resize_", follow)
+        self._patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *reason: Any) -> None:
         super().__exit__(*reason)
-        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patch.stop()
