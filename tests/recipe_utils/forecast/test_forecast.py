@@ -155,31 +155,36 @@ class Blind(LiveBytes):
 def test_a_counter_that_does_not_see_resizes_is_wrong_by_far(config_of):
     config = config_of(SFT, **MASTER)  # FSDP2 of one rank, which casts weights as it gathers them
     seen, blind = (fake_peaks(SFT, config, make=make)[0] for make in (LiveBytes, Blind))
-    assert min(abs(a / b - 1) for a, b in zip(blind, seen, strict=True)) > 0.05
+    assert min(abs(a / b - 1) for a, b in zip(blind, seen, strict=True)) > 0.03
 
 
 # ---- The largest microbatch ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["line", "square", "bent"])
-def test_the_largest_microbatch_fits_and_leaves_little(shape):
-    peaks = {
-        "line": lambda n: 1e6 + 100 * n,
-        "square": lambda n: 1e6 + 50 * n + n**2 / 400,
-        "bent": lambda n: max(4e6 + 20 * n, 1e6 + 100 * n),
-    }
-    runs = []
-
+@pytest.mark.parametrize(
+    ("peak", "least"),
+    [
+        (lambda n: 1e6 + 100 * n, 0.99),
+        (
+            lambda n: max(4e6 + 20 * n, 1e6 + 100 * n),
+            0.9,
+        ),  # another layer is the highest from there on
+        (lambda n: 1e6 + 100 * min(n, 9000) + 90 * max(n - 9000, 0), 0.97),  # chunks of a loss
+        (lambda n: 1e6 + 50 * n + n**2 / 400, 0.8),
+    ],
+)
+def test_the_largest_microbatch_fits_and_leaves_little(peak, least):
     def run(size):
         runs.append(size)
-        return Measured(size, int(peaks[shape](size)), 0)
+        return Measured(size, int(peak(size)), 0)
 
-    for limit in (5_000_000, 9_000_000, 40_000_000):
+    for limit in (5_000_000, 9_000_000):
+        runs = []
         points = (run(4096), run(8192))
         found = largest_that_fits(run, points, limit, 10**9, 128)
-        assert limit * 0.9 < found.peak <= limit
-    assert len(runs) <= 3 * 6
-    assert largest_that_fits(run, points, 40_000_000, 16_384, 128).size == 16_384
+        assert limit * least < found.peak <= limit
+        assert len(runs) <= 6
+    assert largest_that_fits(run, points, limit, 16_384, 128).size == 16_384
     assert largest_that_fits(run, points, 900_000, 10**9, 128) is None
 
 
