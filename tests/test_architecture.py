@@ -18,6 +18,7 @@ MODULES = {
 }
 LAYERS = (
     ("benchmark",),
+    ("forecast",),
     ("prove",),
     ("run",),
     ("evaluation",),

@@ -27,21 +27,27 @@ class Measured(NamedTuple):
 
 
 def measure(
-    recipe: Any, size: int, live: LiveBytes, mode: AbstractContextManager[Any] | None = None
+    recipe: Any,
+    size: int,
+    live: LiveBytes,
+    mode: AbstractContextManager[Any] | None = None,
+    num_microbatches: int = 2,
 ) -> Measured:
-    """Runs ``update`` of a recipe with a ``FakeDataset`` on two microbatches of about ``size``.
+    """Runs ``update`` of a recipe with a ``FakeDataset`` on equal microbatches of about ``size``.
 
     The first call also makes the optimizer's state, so its peak is another one.
     """
     microbatch = microbatch_of(recipe.loader, size)
-    totals = {name: 2 * number for name, number in microbatch.counts.items()}
-    step = UpdateStep(0, (microbatch,) * 2, totals, recipe.ranks.dp_degree)
+    totals = {name: num_microbatches * number for name, number in microbatch.counts.items()}
+    step = UpdateStep(0, (microbatch,) * num_microbatches, totals, recipe.ranks.dp_degree)
     gc.collect()
     live.peak, live.flops = live.now, 0
     with mode or nullcontext(), live:
         recipe.update(step)
     counts = microbatch.counts
-    return Measured(counts.get("positions") or counts["images"], live.peak, live.flops // 2)
+    return Measured(
+        counts.get("positions") or counts["images"], live.peak, live.flops // num_microbatches
+    )
 
 
 def microbatch_of(loader: Any, size: int) -> Microbatch:

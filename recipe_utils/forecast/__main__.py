@@ -84,7 +84,7 @@ def config_of(cfg: DictConfig, folder: Path, keys: Mapping[str, Any]) -> DictCon
 @contextmanager
 def set_up(
     recipe: str, cfg: DictConfig, num_ranks: int, live: LiveBytes, **changes: Any
-) -> Iterator[tuple[Any, Callable[[int], Measured]]]:
+) -> Iterator[tuple[Any, Callable[..., Measured]]]:
     """Yields a recipe after its ``setup``, and a function that measures its update steps."""
     with tempfile.TemporaryDirectory() as folder, fake_world(num_ranks, live) as mode:
         names = runpy.run_path(recipe)
@@ -128,6 +128,8 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
         live = LiveBytes()
         with set_up(recipe, cfg, given.ranks, live, **changes) as (made, run):
             of_one, size, most = sizes_of(made, cfg)
+            if size == most:  # an update step without accumulated gradients
+                run = partial(run, num_microbatches=1)
             first = run(of_one)
             shares = shares_of(made, live)
             whole, double = run(size), run(2 * size)
