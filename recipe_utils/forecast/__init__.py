@@ -89,7 +89,8 @@ def largest_that_fits(
 
     It is on the line through the latest two points, and is run: chunks of a loss bend the line.
     """
-    points, fits = list(points), [each for each in points if each.peak <= limit]
+    points = list(points)
+    fits = [each for each in points if each.peak <= limit and each.size <= most]
     for _ in range(4):
         below, above = sorted(points[-2:])
         per_unit = max(above.peak - below.peak, 1) / max(above.size - below.size, 1)

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _aten, _flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
-_FLOPS: dict[Any, Any] = flop_registry | {  # which has no attention on a CPU
-    getattr(_aten, f"{_flash}_for_cpu{way}"): flop_registry[getattr(_aten, f"{_flash}{way}")]
-    for way in ("", "_backward")
+_LIKE = {"addmm_": "addmm"} | {f"{_flash}_for_cpu{x}": f"{_flash}{x}" for x in ("", "_backward")}
+"""Operations that PyTorch does not count, and those that have the same FLOPs."""
+_FLOPS: dict[Any, Any] = flop_registry | {
+    getattr(_aten, name): flop_registry[getattr(_aten, like)] for name, like in _LIKE.items()
 }
 
 

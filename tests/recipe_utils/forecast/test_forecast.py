@@ -17,6 +17,7 @@ from recipe_runs import DINO, DPO, KD, SFT, recipe_class, slow
 from tiny_transformers import save_tiny
 from torch._subclasses import FakeTensorMode
 
+from recipe_utils.benchmark.gpu import decoder_flops
 from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
 from recipe_utils.forecast import __main__ as forecast
 from recipe_utils.forecast.live_bytes import LiveBytes
@@ -160,6 +161,17 @@ def test_a_counter_that_does_not_see_resizes_is_wrong_by_far(config_of):
     config = config_of(SFT, **MASTER)  # FSDP2 of one rank, which casts weights as it gathers them
     seen, blind = (fake_peaks(SFT, config, make=make)[0] for make in (LiveBytes, Blind))
     assert min(abs(a / b - 1) for a, b in zip(blind, seen, strict=True)) > 0.03
+
+
+def test_flops_are_those_of_products_and_attention(config_of):
+    live, cfg = LiveBytes(), OmegaConf.create(config_of(SFT))
+    with forecast.set_up(str(recipe_path(SFT)), cfg, 1, live) as (made, run):
+        forecast.sizes_of(made, cfg)
+        found, decoder = run(512), made.model
+        documents = 512 // 64 * [64]
+        of_weights, of_attention = decoder_flops(decoder, documents, 512 - len(documents))
+    # All pairs of positions, not half of them, and the scores once more in the backward: 7 products for 3.
+    assert found.flops == pytest.approx(of_weights + of_attention * 7 / 3, rel=1e-3)
 
 
 # ---- The largest microbatch ------------------------------------------------------------------------
