@@ -11,7 +11,6 @@ The exit code is 0 if both are equal within the precision of the config's ``dtyp
 for a wrong config.
 """
 
-import argparse
 import gc
 import os
 import re
@@ -49,10 +48,11 @@ from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.prove import cut_component, plain
 from recipe_utils.prove.plain import Gradients, Precision, Step
+from recipe_utils.prove.recipe_file import OF_OUTPUT, class_of, parser_of, paths_of, redirected
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.problems import ConfigError, Problem
 from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
-from recipe_utils.tune.registry import RECIPES, config_path, recipe_path
+from recipe_utils.tune.registry import recipe_path
 
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
@@ -68,10 +68,7 @@ _NOISE = 0.02
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = (
-    "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "metric_logger", "profiler", "resume_from_checkpoint",
-    "resume_with_other_data", "resume_with_other_model", "run_val_every_n_steps", "dataset_val", "batch_size_val",
-    "keep_best_checkpoint", "sample_prompts", "sample_every_n_steps", "sample_max_new_tokens",
-    "enable_async_checkpointing", "reference_cache_dir", "teacher_cache_dir",
+    *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir", "teacher_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -88,15 +85,6 @@ _GROUPS = {
     "other": "",
 }
 """Groups of parameters and what their names contain, the first that fits."""
-
-
-def class_of(recipe: Mapping[str, Any], name: str) -> Any:
-    """Returns the class of a recipe file's names; raises ConfigError if it has none."""
-    own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
-    found = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
-    if len(found) != 1 or "Settings" not in recipe:
-        raise ConfigError(f"{name}: it needs Settings and one class with setup() and update()")
-    return found[0]
 
 
 def record(recipe_class: Any, cfg: DictConfig) -> Step:
@@ -153,22 +141,7 @@ def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) ->
 
     Paths below ``output_dir`` that exist are read where they are.
     """
-    old = str(cfg.output_dir)
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, dict):
-            own = {key: moved(each) for key, each in value.items()}
-            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
-        if isinstance(value, list):
-            return [moved(each) for each in value]
-        start, slash, rest = str(value).partition("/")
-        if start != "${output_dir}":
-            start, slash, rest = str(value).partition(f"{old}/")
-        if start not in ("", "${output_dir}") or not slash:
-            return value
-        return str(Path(old if Path(old, rest).exists() else folder, rest))
-
-    raw: Any = moved(OmegaConf.to_container(cfg, resolve=False))
+    raw = redirected(cfg, folder)
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
     cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
@@ -334,21 +307,11 @@ def compare(
 
 def main() -> None:
     """Compares the recipe given on the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe_utils.prove",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", help="registered name or path")
-    parser.add_argument("--config", required=True, help="registered name or path")
+    parser = parser_of("python -m recipe_utils.prove", __doc__)
     parser.add_argument("--nproc_per_node", type=int, default=1)
     parser.add_argument("--num_samples", type=int, default=64, help="most samples (default 64)")
     given, overrides = parser.parse_known_args()
-    recipe = str(recipe_path(given.recipe)) if given.recipe in RECIPES else given.recipe
-    if not os.path.isfile(recipe):
-        parser.error(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
-    named = config_path(given.config)
-    path = str(named) if named.is_file() and not os.path.isfile(given.config) else given.config
+    recipe, path = paths_of(parser, given)
     with ExitStack() as stack:
         folder = os.environ.get(_FOLDER) or stack.enter_context(tempfile.TemporaryDirectory())
         if given.nproc_per_node > 1:
