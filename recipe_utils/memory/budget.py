@@ -74,7 +74,7 @@ class TokenBudget:
             tokens: its budget.
             longest: most positions of a microbatch.
             step: its memory.
-            cap: bound of the growth [tokens].
+            cap: bound of the growth [tokens]; 0 to learn nothing from an update step that fits.
         """
         self._num_steps = self._num_steps + 1 if tokens == self._tokens else 0
         self._tokens = tokens
@@ -82,7 +82,7 @@ class TokenBudget:
             fits = max(step.limit - step.before, 0) / max(step.peak - step.before, 1)
             factor = min(max(fits, 0.5), _AFTER_RETRY if step.has_retried else 1)
             self.most = min(self.most, max(int(longest * factor), 1))
-        elif not self.is_settled:
+        elif cap and not self.is_settled:
             self._fits = max(self._fits, min(self._largest_after(longest, step), cap))
         self._propose()
 

@@ -54,9 +54,10 @@ class BudgetSearch:
         """Starts an update step."""
         tokens, memory = step.max_tokens, self._memory
         if memory is not None and tokens != self._loader.in_use:
-            peak, limit = memory.peak / 2**30, memory.limit / 2**30
-            before = f"{peak:.2f} of {limit:.2f} GiB at {self._longest:,}"
-            self._log(f"update step {number}: rows of up to {tokens:,} tokens ({before})")
+            taken = f"{self._longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
+            self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
+        if number > 1 and number - 1 in self._loader.batch_sizes:
+            self._budget.is_settled = False  # a larger update step may fill larger rows
         self._meter.start()
 
     def stop(self, step: Any, number: int) -> None:
@@ -64,9 +65,12 @@ class BudgetSearch:
         self._memory, seconds = self._meter.stop()
         tokens, self._longest = step.max_tokens, step.longest
         if self._tokens:  # the first update step had no optimizer state before
-            positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
-            cap = positions // (2 * self._num_stages) if self._num_stages > 1 else MOST_TOKENS
-            self._budget.add(tokens, step.longest, self._memory, max(cap, 1))
+            # One microbatch needs no longer rows, and had no gradients beside its activations.
+            cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
+            if self._num_stages > 1:
+                positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
+                cap = positions // (2 * self._num_stages)
+            self._budget.add(tokens, step.longest, self._memory, cap)
         if self._ranks.is_zero and self._untimed is not None:
             then, num_tokens, its_seconds = self._untimed
             is_latest = tokens == self._loader.max_tokens

@@ -218,11 +218,9 @@ class UpdateStepLoader:
         saved: Mapping[str, Any] = {},
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
-        self.max_tokens: int | None = None
+        self.max_tokens = collator.first_tokens
         """Budget of a microbatch in update steps that are planned from now on, the same on all ranks;
         None for that of the config."""
-        if settings.finds_budget:
-            self.max_tokens = collator.settings.max_tokens_per_microbatch
         self.in_use: int | None = None
         """Budget of the update step that the loop consumes."""
         self.follows: UpdateStepLoader | None = None
