@@ -22,9 +22,11 @@ class BudgetSearch:
         settings = loader.settings
         self._loader, self._ranks, self._log = loader, ranks, log
         self._meter = METERS[ranks.device.type](ranks.device)
-        # Compiled kernels need few lengths of rows.
-        digits = 1 if loader.collator.has_few_lengths else 6
-        self._budget = TokenBudget(loader.max_tokens, digits, settings.prefetch_update_steps + 2)
+        self._budget = TokenBudget(
+            loader.max_tokens, num_delayed=settings.prefetch_update_steps + 2
+        )
+        if loader.collator.has_few_lengths:  # for which kernels are compiled
+            self._budget.num_digits = 1
         # Two microbatches for each stage keep the bubble small.
         self._num_stages = settings.pipeline_parallel_dim
         self._memory: Measured | None = None
@@ -58,12 +60,19 @@ class BudgetSearch:
             self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
         if number > 1 and number - 1 in self._loader.batch_sizes:
             self._budget.is_settled = False  # a larger update step may fill larger rows
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Measures from here on."""
         self._meter.start()
 
     def stop(self, step: Any, number: int) -> None:
         """Measures an enqueued update step, and proposes a budget for those that are not planned."""
         self._memory, seconds = self._meter.stop()
         tokens, self._longest = step.max_tokens, step.longest
+        if self._memory.has_retried:
+            text = "the allocator had to free cached blocks; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            self._log(f"update step {number}: {text} lowers fragmentation")
         if self._tokens:  # the first update step had no optimizer state before
             # One microbatch needs no longer rows, and had no gradients beside its activations.
             cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
