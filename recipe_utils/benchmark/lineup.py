@@ -138,9 +138,8 @@ def line_up(
 
 def load_base_config(name_or_path: str) -> DictConfig:
     """Loads the base config of all baselines by registered name or path; raises ConfigError."""
-    path = next(filter(Path.is_file, (config_path(name_or_path), Path(name_or_path))), None)
-    shown = f"update_step_config={name_or_path}"
-    if path is None:
+    path, shown = config_path(name_or_path), f"update_step_config={name_or_path}"
+    if not path.is_file():
         raise ConfigError(
             f"{shown}: it is neither the name of a config of this project nor a file; set it to "
             "llama3_2/5M_full_update_step or to the path of a YAML file"

@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import random
-import runpy
 import statistics
 import tempfile
 import time
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from recipe_utils.tune.registry import config_path, recipe_path
+from recipe_utils.settings.describe import load_recipe
+from recipe_utils.tune.registry import config_path
 
 # Of a turn in tokens, before they are divided by the scale: user, thinking, answer; then turns.
 KINDS = {"turns": (100, 600, 200, 10), "agent": (500, 200, 100, 20)}
@@ -103,7 +103,7 @@ def config_of(layout: str, kind: str, num_steps: int, scale: float, folder: Path
 def measure(kind: str, num_steps: int, scale: float) -> list[dict[str, tuple[float, int, float]]]:
     """Returns CPU seconds, positions and loss by layout, for each update step."""
     found = []
-    recipe = runpy.run_path(str(recipe_path("full_finetune_update_step")))["FullFinetuneRecipe"]
+    recipe = load_recipe("full_finetune_update_step")[1]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         lines = (json.dumps({"messages": each}) for each in conversations(kind, num_steps, scale))

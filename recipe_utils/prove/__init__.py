@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -16,6 +16,29 @@ from torchtune import config, training
 
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.prove.plain import build_plain
+
+
+def redirected(cfg: DictConfig, folder: Path) -> Any:
+    """Returns a config, in plain containers, whose output goes to ``folder``.
+
+    Paths below ``output_dir`` that exist are read where they are.
+    """
+    old = str(cfg.output_dir)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            own = {key: moved(each) for key, each in value.items()}
+            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        start, slash, rest = str(value).partition("/")
+        if start != "${output_dir}":
+            start, slash, rest = str(value).partition(f"{old}/")
+        if start not in ("", "${output_dir}") or not slash:
+            return value
+        return str(Path(old if Path(old, rest).exists() else folder, rest))
+
+    return moved(OmegaConf.to_container(cfg, resolve=False))
 
 
 class GradientRecorder(Optimizer):

@@ -15,7 +15,6 @@ import argparse
 import gc
 import os
 import re
-import runpy
 import sys
 import tempfile
 import zlib
@@ -47,12 +46,14 @@ from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.prove import cut_component, plain
+from recipe_utils.prove import cut_component, plain, redirected
 from recipe_utils.prove.plain import Gradients, Precision, Step
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.describe import load_recipe
+from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.problems import ConfigError, Problem, build
 from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
-from recipe_utils.tune.registry import RECIPES, config_path, recipe_path
+from recipe_utils.tune.registry import config_path
 
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
@@ -88,15 +89,6 @@ _GROUPS = {
     "other": "",
 }
 """Groups of parameters and what their names contain, the first that fits."""
-
-
-def class_of(recipe: Mapping[str, Any], name: str) -> Any:
-    """Returns the class of a recipe file's names; raises ConfigError if it has none."""
-    own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
-    found = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
-    if len(found) != 1 or "Settings" not in recipe:
-        raise ConfigError(f"{name}: it needs Settings and one class with setup() and update()")
-    return found[0]
 
 
 def record(recipe_class: Any, cfg: DictConfig) -> Step:
@@ -149,26 +141,8 @@ def perturb(adapters: Mapping[str, Tensor]) -> None:
 
 
 def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) -> DictConfig:
-    """Returns the config of one update step whose output goes to ``folder``.
-
-    Paths below ``output_dir`` that exist are read where they are.
-    """
-    old = str(cfg.output_dir)
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, dict):
-            own = {key: moved(each) for key, each in value.items()}
-            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
-        if isinstance(value, list):
-            return [moved(each) for each in value]
-        start, slash, rest = str(value).partition("/")
-        if start != "${output_dir}":
-            start, slash, rest = str(value).partition(f"{old}/")
-        if start not in ("", "${output_dir}") or not slash:
-            return value
-        return str(Path(old if Path(old, rest).exists() else folder, rest))
-
-    raw: Any = moved(OmegaConf.to_container(cfg, resolve=False))
+    """Returns the config of one update step whose output goes to ``folder``."""
+    raw: Any = redirected(cfg, folder)
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
     cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
@@ -251,7 +225,7 @@ def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gra
         return expected, plain.gradients_of(step, objective, own)
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
     one["batch_size"] = cfg.global_batch_size
-    recipe_class = class_of(runpy.run_path(str(recipe_path(_IMAGES))), _IMAGES)
+    recipe_class = load_recipe(_IMAGES)[1]
     with mock.patch.dict(os.environ):
         for name in _LAUNCHER:  # this process alone
             os.environ.pop(name, None)
@@ -303,12 +277,12 @@ def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: st
     return int(bool(wrong))
 
 
-def compare(
-    recipe: Mapping[str, Any], cfg: DictConfig, folder: Path, name: str, num_samples: int
-) -> int:
-    """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
-    recipe_class = class_of(recipe, name)
-    keys = recipe["Settings"].__dataclass_fields__
+def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: int) -> int:
+    """Compares the gradient of a recipe. Returns the exit code, on all ranks."""
+    settings, recipe_class = build("recipe", load_recipe, recipe)
+    if recipe_class is None:
+        raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
+    keys = keys_of(settings)
     objective: Any = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
     objective = None if "mask_ratio" in keys else objective
     refuse(cfg, objective is plain.losses_of_texts)
@@ -344,11 +318,6 @@ def main() -> None:
     parser.add_argument("--nproc_per_node", type=int, default=1)
     parser.add_argument("--num_samples", type=int, default=64, help="most samples (default 64)")
     given, overrides = parser.parse_known_args()
-    recipe = str(recipe_path(given.recipe)) if given.recipe in RECIPES else given.recipe
-    if not os.path.isfile(recipe):
-        parser.error(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
-    named = config_path(given.config)
-    path = str(named) if named.is_file() and not os.path.isfile(given.config) else given.config
     with ExitStack() as stack:
         folder = os.environ.get(_FOLDER) or stack.enter_context(tempfile.TemporaryDirectory())
         if given.nproc_per_node > 1:
@@ -362,9 +331,9 @@ def main() -> None:
         def prove(cfg: DictConfig) -> int:
             """Compares the gradient of a recipe with single samples."""
             name = given.config.removesuffix(".yaml")
-            return compare(runpy.run_path(recipe), cfg, Path(folder), name, given.num_samples)
+            return compare(given.recipe, cfg, Path(folder), name, given.num_samples)
 
-        sys.argv = [recipe, "--config", path, *overrides]
+        sys.argv = [given.recipe, "--config", str(config_path(given.config)), *overrides]
         sys.exit(entry_point(prove)())
 
 
