@@ -40,6 +40,7 @@ from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.model.build.build import build_on_meta
 from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.double_precision import DoublePrecision
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
@@ -220,7 +221,7 @@ def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gra
         exact = Precision(torch.device("cpu"), *["fp64"] * 3)
         if is_cut:
             exact = Precision(device, *["fp32"] * 3)
-        with nullcontext() if is_cut else plain.Double():
+        with nullcontext() if is_cut else DoublePrecision(only_casts=True):
             expected = plain.gradients_of(step, objective, exact)
         return expected, plain.gradients_of(step, objective, own)
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
@@ -231,7 +232,7 @@ def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gra
             os.environ.pop(name, None)
         of_one = record(recipe_class, OmegaConf.create(one)).gradients
         one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
-        with plain.Double():
+        with DoublePrecision(only_casts=True):
             return record(recipe_class, OmegaConf.create(one)).gradients, of_one
 
 
