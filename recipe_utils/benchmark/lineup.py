@@ -63,10 +63,7 @@ _DEFAULTS = {
 _STOCK_LOSSES = {
     TEXT: {"loss": "CEWithChunkedOutputLoss"},
     PAIRS: {},
-    DISTILLATION: {
-        "loss": "CEWithChunkedOutputLoss",
-        "kd_loss": "ForwardKLWithChunkedOutputLoss",
-    },
+    DISTILLATION: {"loss": "CEWithChunkedOutputLoss", "kd_loss": "ForwardKLWithChunkedOutputLoss"},
 }
 """Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 _SUPPORTED = {

@@ -17,11 +17,7 @@ LIST = [{**DATA, "num_samples": 10, "seed": seed} for seed in (0, 1)]
 
 @pytest.mark.parametrize(
     ("dataset", "loss", "world_size"),
-    [
-        (PACKED, OWN_LOSS, 1),
-        slow(PACKED, STOCK_LOSS, 2),
-        slow(LIST, OWN_LOSS, 1),
-    ],
+    [(PACKED, OWN_LOSS, 1), slow(PACKED, STOCK_LOSS, 2), slow(LIST, OWN_LOSS, 1)],
     ids=["packed", "packed-stock", "list"],
 )
 def test_the_gradient_is_that_of_separate_samples(dataset, loss, world_size, tiny_config):

@@ -190,13 +190,7 @@ def test_raising_inside_a_step_ends_all_ranks_within_the_timeout(tiny_config):
     )
     started = time.monotonic()
     healthy, failing = run_distributed(
-        fail_inside_a_step,
-        2,
-        config,
-        1,
-        6,
-        expect_failures=True,
-        timeout_seconds=TIMEOUT_SECONDS,
+        fail_inside_a_step, 2, config, 1, 6, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
     )
     assert "lightning struck" in failing
     assert isinstance(healthy, str)

@@ -16,11 +16,7 @@ from recipe_utils.data.images.collator import (
     ViewSettings,
     WholeImages,
 )
-from recipe_utils.data.images.crop_rows import (
-    CLASS,
-    TokenLayout,
-    of_global_crops,
-)
+from recipe_utils.data.images.crop_rows import CLASS, TokenLayout, of_global_crops
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader

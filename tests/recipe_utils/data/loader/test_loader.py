@@ -25,10 +25,7 @@ from recipe_utils.tune.launcher import NUM_NODES
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)
 # Per rank: the dataset indices of each update step.
-UNEQUAL = [
-    [[0, 1, 2, 3, 4], [5, 6], [], [10, 11]],
-    [[7], [], [8, 9, 0], []],
-]
+UNEQUAL = [[[0, 1, 2, 3, 4], [5, 6], [], [10, 11]], [[7], [], [8, 9, 0], []]]
 
 
 def num_targets(samples):
