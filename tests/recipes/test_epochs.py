@@ -7,6 +7,7 @@ from distributed_runs import run_distributed
 from recipe_runs import (
     STEP_OF_8,
     ListLogger,
+    call_in_step,
     cosine,
     refusal,
     run_recipe,
@@ -123,11 +124,7 @@ def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
 
 # ---- A batch that grows -----------------------------------------------------------------------------
 
-GROWING = {
-    0: 4,
-    4: 8,
-    9: 16,
-}  # 38 samples: the first epoch ends after 7 update steps, the second after 11
+GROWING = {0: 4, 4: 8, 9: 16}  # 38 samples: epochs end after 7 and 11 update steps
 CONSTANT = [(4, 4), (8, 9), (16, None)]
 """Sizes of batches, and the update steps after which the next one begins."""
 
@@ -136,14 +133,7 @@ def losses_until(config, stop_after=None):
     """Losses of a training that is stopped after an update step."""
     ListLogger.logged.clear()
     with set_up(config) as recipe:
-        update = recipe.update
-
-        def update_and_stop(step):
-            if recipe.run.global_step + 1 == stop_after:
-                recipe.run.stop.set()
-            return update(step)
-
-        recipe.update = update_and_stop
+        call_in_step(recipe, stop_after, recipe.run.stop.set)
         recipe.train()
         if isinstance(config["global_batch_size"], dict):
             assert recipe.run.num_steps == 11

@@ -188,13 +188,6 @@ def test_update_steps_are_the_same_on_any_layout_and_after_a_resume(world_size, 
         assert update_steps(world_size, consumed=12 * num_done, **settings) == whole[num_done:]
 
 
-@pytest.fixture
-def one_process():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield
-    ranks.leave()
-
-
 def test_samples_carry_their_dataset_and_errors_its_name(one_process):
     loader = make_loader()
     assert [loader.dataset[i]["dataset_index"] for i in (0, 39, 40, 46, 47)] == [0, 0, 1, 1, 2]

@@ -72,13 +72,6 @@ def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
     )
 
 
-@pytest.fixture
-def one_process():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield
-    ranks.leave()
-
-
 def images_of(microbatch):
     """Returns the bytes of each image's part of the row, by name."""
     targets, inputs = microbatch.targets, microbatch.inputs

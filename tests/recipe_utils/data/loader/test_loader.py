@@ -44,13 +44,6 @@ def make_loader(samples, fill=None, dataset=None, **settings):
     )
 
 
-@pytest.fixture
-def one_process():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield
-    ranks.leave()
-
-
 def samples_of(step):
     return [row.tolist() for m in step.microbatches for row in m.inputs["tokens"]]
 
