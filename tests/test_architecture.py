@@ -26,6 +26,7 @@ LAYERS = (
     ("checkpoint",),
     ("optim", "embedded"),
     ("data",),
+    ("memory",),
     ("parallel",),
     ("settings", "tune"),
     ("files",),

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
@@ -52,6 +52,10 @@ class Collator(Protocol):
 
         Ranks with fewer microbatches run it, so that FSDP's collectives match.
         """
+
+    def with_bound(self, max_tokens: int) -> Self:
+        """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""
+        return self
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings to log before training."""

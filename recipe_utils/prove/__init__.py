@@ -8,37 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune import config, training
 
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.prove.plain import build_plain
-
-
-def redirected(cfg: DictConfig, folder: Path) -> Any:
-    """Returns a config, in plain containers, whose output goes to ``folder``.
-
-    Paths below ``output_dir`` that exist are read where they are.
-    """
-    old = str(cfg.output_dir)
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, dict):
-            own = {key: moved(each) for key, each in value.items()}
-            return own | dict.fromkeys(own.keys() & {"output_dir"}, str(folder))
-        if isinstance(value, list):
-            return [moved(each) for each in value]
-        start, slash, rest = str(value).partition("/")
-        if start != "${output_dir}":
-            start, slash, rest = str(value).partition(f"{old}/")
-        if start not in ("", "${output_dir}") or not slash:
-            return value
-        return str(Path(old if Path(old, rest).exists() else folder, rest))
-
-    return moved(OmegaConf.to_container(cfg, resolve=False))
 
 
 class GradientRecorder(Optimizer):
@@ -68,14 +45,17 @@ class RandomWeights:
         self._checkpoint_dir = model.get("path")  # of a model of transformers
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Returns weights of standard deviation 0.02, added to 1 for norms."""
-        generator, weights = torch.Generator().manual_seed(self._seed), {}
+        """Returns all weights but adapters, by name."""
         like = build_plain(self._model, torch.float32, torch.device("meta")).state_dict()
-        for name in (name for name in like if ".lora_" not in name and "magnitude" not in name):
-            weight = torch.randn(like[name].shape, generator=generator) * 0.02
-            is_scale = weight.dim() == 1 and not name.endswith("bias")
-            weights[name] = (weight + is_scale).bfloat16()
-        return {training.MODEL_KEY: weights}
+        names = (name for name in like if ".lora_" not in name and "magnitude" not in name)
+        self._generator = torch.Generator().manual_seed(self._seed)
+        return {training.MODEL_KEY: {name: self.draw(name, like[name].shape) for name in names}}
+
+    def draw(self, name: str, shape: torch.Size) -> Tensor:
+        """Returns a weight of standard deviation 0.02, added to 1 for norms."""
+        weight = torch.randn(shape, generator=self._generator) * 0.02
+        is_scale = weight.dim() == 1 and not name.endswith("bias")
+        return (weight + is_scale).bfloat16()
 
 
 def first_layers(model: dict[str, Any], num_layers: int) -> nn.Module:

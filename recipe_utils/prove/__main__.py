@@ -11,7 +11,6 @@ The exit code is 0 if both are equal within the precision of the config's ``dtyp
 for a wrong config.
 """
 
-import argparse
 import gc
 import os
 import re
@@ -47,14 +46,14 @@ from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
-from recipe_utils.prove import cut_component, plain, redirected
+from recipe_utils.prove import cut_component, plain
 from recipe_utils.prove.plain import Gradients, Precision, Step
+from recipe_utils.prove.recipe_file import OF_OUTPUT, parser_of, paths_of, redirected
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem, build
 from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
-from recipe_utils.tune.registry import config_path
 
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
@@ -70,10 +69,7 @@ _NOISE = 0.02
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = (
-    "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "metric_logger", "profiler", "resume_from_checkpoint",
-    "resume_with_other_data", "resume_with_other_model", "run_val_every_n_steps", "dataset_val", "batch_size_val",
-    "keep_best_checkpoint", "sample_prompts", "sample_every_n_steps", "sample_max_new_tokens",
-    "enable_async_checkpointing", "reference_cache_dir", "teacher_cache_dir",
+    *OF_OUTPUT, "lr_scheduler", "clip_grad_norm", "loraplus_lr_ratio", "reference_cache_dir", "teacher_cache_dir",
 )  # fmt: skip
 """Keys without influence on the gradient, except clipping, which would change it."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -143,7 +139,7 @@ def perturb(adapters: Mapping[str, Tensor]) -> None:
 
 def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) -> DictConfig:
     """Returns the config of one update step whose output goes to ``folder``."""
-    raw: Any = redirected(cfg, folder)
+    raw = redirected(cfg, folder)
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
     cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
     cfg.optimizer._component_ = "recipe_utils.prove.GradientRecorder"
@@ -309,16 +305,11 @@ def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: 
 
 def main() -> None:
     """Compares the recipe given on the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe_utils.prove",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", help="registered name or path")
-    parser.add_argument("--config", required=True, help="registered name or path")
+    parser = parser_of("python -m recipe_utils.prove", __doc__)
     parser.add_argument("--nproc_per_node", type=int, default=1)
     parser.add_argument("--num_samples", type=int, default=64, help="most samples (default 64)")
     given, overrides = parser.parse_known_args()
+    recipe, path = paths_of(parser, given)
     with ExitStack() as stack:
         folder = os.environ.get(_FOLDER) or stack.enter_context(tempfile.TemporaryDirectory())
         if given.nproc_per_node > 1:
@@ -332,9 +323,9 @@ def main() -> None:
         def prove(cfg: DictConfig) -> int:
             """Compares the gradient of a recipe with single samples."""
             name = given.config.removesuffix(".yaml")
-            return compare(given.recipe, cfg, Path(folder), name, given.num_samples)
+            return compare(recipe, cfg, Path(folder), name, given.num_samples)
 
-        sys.argv = [given.recipe, "--config", str(config_path(given.config)), *overrides]
+        sys.argv = [recipe, "--config", path, *overrides]
         sys.exit(entry_point(prove)())
 
 

@@ -50,6 +50,8 @@ class FrozenOutputs(ABC):
     """Config key of ``folder``."""
     needs_output_layer: bool
     """The loss module projects values, so the output layer stays gathered in the update step."""
+    checks_outputs = True
+    """Raises for NaN or infinite outputs where this costs no device synchronization."""
 
     def __init__(self, ranks: Ranks, is_used: bool, folder: Path | None) -> None:
         self.ranks = ranks
