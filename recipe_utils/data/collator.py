@@ -23,6 +23,8 @@ class Collator(Protocol):
     block: int = 1
     """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
     rank. Losses that couple samples need it."""
+    first_tokens: int | None = None
+    """First budget of a microbatch, if it is found while training."""
     plan: Plan
     """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.plan.plan`."""
 

@@ -30,7 +30,11 @@ class Measured(NamedTuple):
     """True if the allocator freed its cached blocks to find space, as it does before it fails."""
 
 
-def rounded(tokens: float, num_digits: int = 6) -> int:
+_NUM_DIGITS = 6
+"""Binary digits of budgets: few, so that noise changes nothing."""
+
+
+def rounded(tokens: float, num_digits: int = _NUM_DIGITS) -> int:
     """Returns the largest number of at most ``tokens`` with so many binary digits, at least 1."""
     shift = max(int(tokens).bit_length() - num_digits, 0)
     return max(int(tokens) >> shift << shift, 1)
@@ -46,22 +50,19 @@ class TokenBudget:
 
     Args:
         first: first budget [tokens].
-        num_digits: binary digits of budgets: few, so that noise changes nothing; 1 for doublings.
         num_delayed: update steps between a proposal and the first one that is planned with it.
     """
 
-    def __init__(
-        self, first: int = FIRST_TOKENS, num_digits: int = 6, num_delayed: int = 4
-    ) -> None:
+    def __init__(self, first: int = FIRST_TOKENS, num_delayed: int = 4) -> None:
         self.proposal = first
         """Budget that this rank proposes [tokens]."""
         self.is_settled = False
         """True once the search has ended, on the rank that takes times."""
-        self.most = MOST_TOKENS
-        """Bound by peaks above the limit, for the rest of the run [tokens]."""
+        self._most = MOST_TOKENS  # bound by peaks above the limit, for the rest of the run
         self._fits: float = first
-        self._wanted = first
-        self._num_digits, self._num_delayed = num_digits, num_delayed
+        self.num_digits = _NUM_DIGITS
+        """Binary digits of proposals; 1 for doublings."""
+        self._num_delayed = num_delayed
         self._rows: dict[int, tuple[int, int]] = {}  # longest rows that ran, and bytes added
         self._tokens = 0  # budget of the last update step
         self._num_steps = 0  # that ran with it before the last one
@@ -74,15 +75,15 @@ class TokenBudget:
             tokens: its budget.
             longest: most positions of a microbatch.
             step: its memory.
-            cap: bound of the growth [tokens].
+            cap: bound of the growth [tokens]; 0 to learn nothing from an update step that fits.
         """
         self._num_steps = self._num_steps + 1 if tokens == self._tokens else 0
         self._tokens = tokens
         if step.peak > step.limit or step.has_retried:
             fits = max(step.limit - step.before, 0) / max(step.peak - step.before, 1)
             factor = min(max(fits, 0.5), _AFTER_RETRY if step.has_retried else 1)
-            self.most = min(self.most, max(int(longest * factor), 1))
-        elif not self.is_settled:
+            self._most = min(self._most, max(int(longest * factor), 1))
+        elif cap and not self.is_settled:
             self._fits = max(self._fits, min(self._largest_after(longest, step), cap))
         self._propose()
 
@@ -110,11 +111,8 @@ class TokenBudget:
         if self.is_settled:
             return ""
         self._seconds[tokens].append(seconds_per_token)
-        if (
-            not is_latest
-            or tokens != self._tokens
-            or self._num_steps < self._num_delayed + _NUM_STEPS
-        ):
+        has_waited = self._num_steps >= self._num_delayed + _NUM_STEPS
+        if not (has_waited and is_latest and tokens == self._tokens):
             return ""
         times = {budget: median(each) for budget, each in sorted(self._seconds.items())}
         best = min(times.values())
@@ -127,9 +125,8 @@ class TokenBudget:
     def start_at(self, tokens: int, is_settled: bool) -> None:
         """Continues with a budget; ends the search if it is settled."""
         self.is_settled = is_settled
-        self._wanted = self._fits = tokens
+        self._fits = tokens
         self._propose()
 
     def _propose(self) -> None:
-        wanted = self._wanted if self.is_settled else MOST_TOKENS
-        self.proposal = rounded(min(self._fits, wanted, self.most), self._num_digits)
+        self.proposal = rounded(min(self._fits, self._most), self.num_digits)

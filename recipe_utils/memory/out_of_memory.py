@@ -99,10 +99,12 @@ class LackOfMemory:
         log: Callable[[str], None],
     ) -> None:
         self._loader, self._settings, self._ranks = loader, loader.settings, ranks
-        self._config, self._log = dict(config), log
+        self._config, self._log = json.loads(json.dumps(config)), log
         self._folder = Path(loader.settings.output_dir)
         self._step: Any = None  # in progress
         self._is_stepping = False
+        self.before_repeat: Callable[[], None] = lambda: None
+        """Called before an update step is repeated."""
 
     def watch(self, model: nn.Module, optimizer: Any) -> None:
         """Takes what an update step changes. Until the optimizer steps, that is gradients only.
@@ -173,6 +175,7 @@ class LackOfMemory:
                 torch.cuda.empty_cache()
             self._loader.most_tokens = most = record.tokens // 2
             self._log(f"{record}; repeated with at most {most:,}, with the same gradient")
+            self.before_repeat()
 
     def explain(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Exit callback: records an update step that ran out of memory, and raises RowsDoNotFitError."""

@@ -22,9 +22,11 @@ class BudgetSearch:
         settings = loader.settings
         self._loader, self._ranks, self._log = loader, ranks, log
         self._meter = METERS[ranks.device.type](ranks.device)
-        # Compiled kernels need few lengths of rows.
-        digits = 1 if loader.collator.has_few_lengths else 6
-        self._budget = TokenBudget(loader.max_tokens, digits, settings.prefetch_update_steps + 2)
+        self._budget = TokenBudget(
+            loader.max_tokens, num_delayed=settings.prefetch_update_steps + 2
+        )
+        if loader.collator.has_few_lengths:  # for which kernels are compiled
+            self._budget.num_digits = 1
         # Two microbatches for each stage keep the bubble small.
         self._num_stages = settings.pipeline_parallel_dim
         self._memory: Measured | None = None
@@ -54,19 +56,30 @@ class BudgetSearch:
         """Starts an update step."""
         tokens, memory = step.max_tokens, self._memory
         if memory is not None and tokens != self._loader.in_use:
-            peak, limit = memory.peak / 2**30, memory.limit / 2**30
-            before = f"{peak:.2f} of {limit:.2f} GiB at {self._longest:,}"
-            self._log(f"update step {number}: rows of up to {tokens:,} tokens ({before})")
+            taken = f"{self._longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
+            self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
+        if number > 1 and number - 1 in self._loader.batch_sizes:
+            self._budget.is_settled = False  # a larger update step may fill larger rows
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Measures from here on."""
         self._meter.start()
 
     def stop(self, step: Any, number: int) -> None:
         """Measures an enqueued update step, and proposes a budget for those that are not planned."""
         self._memory, seconds = self._meter.stop()
         tokens, self._longest = step.max_tokens, step.longest
+        if self._memory.has_retried:
+            text = "the allocator had to free cached blocks; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            self._log(f"update step {number}: {text} lowers fragmentation")
         if self._tokens:  # the first update step had no optimizer state before
-            positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
-            cap = positions // (2 * self._num_stages) if self._num_stages > 1 else MOST_TOKENS
-            self._budget.add(tokens, step.longest, self._memory, max(cap, 1))
+            # One microbatch needs no longer rows, and had no gradients beside its activations.
+            cap = MOST_TOKENS if len(step.microbatches) > 1 else 0
+            if self._num_stages > 1:
+                positions = sum(m.counts.get("positions", 0) for m in step.microbatches)
+                cap = positions // (2 * self._num_stages)
+            self._budget.add(tokens, step.longest, self._memory, cap)
         if self._ranks.is_zero and self._untimed is not None:
             then, num_tokens, its_seconds = self._untimed
             is_latest = tokens == self._loader.max_tokens

@@ -148,6 +148,7 @@ class Run:
         if loader.settings.finds_budget:
             self._search = BudgetSearch(loader, ranks, self._log.info)
             self._search.restore(self.state.token_budget)
+            self._lack_of_memory.before_repeat = self._search.start_again
         self._lack_of_memory.lower_rows(self.settings.is_first_start)
         loader.in_use = loader.max_tokens
         parts.nonfinite.restore_norms(self.state.grad_norms)

@@ -135,6 +135,7 @@ class UpdateStepLoader:
         ranks, fill, names = self.ranks, self._fill, self.collator.counts
         names = [*names, *self._counts_of_datasets]
         together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self._group, closed)
+        is_alone = ranks.world_size == 1 and self.settings.plans_by_tokens
         exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
         loaded = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy: Any = None
@@ -177,7 +178,7 @@ class UpdateStepLoader:
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
                 max_tokens=max_tokens,
-                samples=samples if ranks.world_size == 1 else None,
+                samples=samples if is_alone else None,
             )
             if self.propose_tokens or agreed.max_tokens < (max_tokens or MOST_TOKENS):
                 self.bound_rows(agreed.max_tokens)
@@ -218,11 +219,9 @@ class UpdateStepLoader:
         saved: Mapping[str, Any] = {},
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
-        self.max_tokens: int | None = None
+        self.max_tokens = collator.first_tokens
         """Budget of a microbatch in update steps that are planned from now on, the same on all ranks;
         None for that of the config."""
-        if settings.finds_budget:
-            self.max_tokens = collator.settings.max_tokens_per_microbatch
         self.in_use: int | None = None
         """Budget of the update step that the loop consumes."""
         self.follows: UpdateStepLoader | None = None

@@ -86,9 +86,10 @@ class RowCollator(Collator):
             raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
-        self._finds_budget = settings.finds_budget
-        tokens = FIRST_TOKENS if self._finds_budget else settings.max_tokens_per_microbatch
-        self._set(replace(settings, max_tokens_per_microbatch=tokens))
+        if settings.finds_budget:
+            self.first_tokens = FIRST_TOKENS
+            settings = replace(settings, max_tokens_per_microbatch=FIRST_TOKENS)
+        self._set(settings)
 
     def with_bound(self, max_tokens: int) -> Self:
         """Returns a collator of microbatches of at most ``max_tokens``."""
@@ -105,7 +106,7 @@ class RowCollator(Collator):
         bound = _number(settings)
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
         # A row longer than the budget is one sample, padded to a multiple below the budget.
-        most_tokens = 2 * MOST_TOKENS if self._finds_budget else bound
+        most_tokens = 2 * MOST_TOKENS if self.first_tokens else bound
         self.longest_row = limits.longest_row(most_tokens, num_rows * most_samples)
         """Upper bound of a row, padding included, also in validation [positions]."""
         if bound is None and self.max_seq_len is not None:
@@ -134,7 +135,7 @@ class RowCollator(Collator):
         settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
         yield from settings.cost_warnings(self.limits.costs_are_estimated)
         bound, most = _number(settings), settings.max_ranks_per_row
-        if self._finds_budget:
+        if self.first_tokens:
             return
         if bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
@@ -224,7 +225,7 @@ class TextCollator(RowCollator):
             return
         self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
         # Trees are cut when they are read, before the budget of their update step is known.
-        whole = settings.batch_size * self._longest if self._finds_budget else bound
+        whole = settings.batch_size * self._longest if self.first_tokens else bound
         self._max_positions = whole * settings.max_ranks_per_row
         self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
 
@@ -254,7 +255,7 @@ class TextCollator(RowCollator):
         settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
             return
-        if self._finds_budget and tokens is not None:
+        if self.first_tokens and tokens is not None:
             bound = max(bound, 2 * len(tokens))
         if tokens is None or not bound <= 10 * len(tokens) < 10 * bound:
             return
@@ -293,7 +294,7 @@ class TextCollator(RowCollator):
         if len(sample["tokens"]) == self.max_seq_len:
             yield f"tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
         bound = _number(self.settings) or 0
-        spans = self.settings.max_ranks_per_row > 1 and not self._finds_budget
+        spans = self.settings.max_ranks_per_row > 1 and not self.first_tokens
         if spans and len(sample["tokens"]) > bound:
             yield f"more than {bound} tokens, computed by several ranks"
 
