@@ -77,8 +77,7 @@ class Settings(
     """A torchtune tokenizer, or that of a transformers folder:
     recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
-    ``weight``."""
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
