@@ -79,8 +79,7 @@ class Settings(
     model: Component
     """Backbone: ``recipe_utils.model.vision.vision_transformer.dinov3_vit`` or one of its sizes."""
     dataset: Component | list[Component]
-    """Map-style dataset of images; labels are ignored. A list is concatenated, or mixed by
-    ``weight``."""
+    """Map-style images; labels are ignored. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """``recipe_utils.checkpoint.dinov3_vit.DINOv3Checkpointer``. Loads a given backbone, saves the
     teacher's."""

@@ -77,8 +77,7 @@ class Settings(
     """A torchtune tokenizer, or that of a transformers folder:
     recipe_utils.data.chat_template.folder_tokenizer. Its ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
-    ``weight``."""
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
@@ -198,7 +197,7 @@ class FullFinetuneRecipe:
         """Trains until the last epoch or a requested stop."""
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="target_tokens", **due):
-            metrics, grad_norm = self.update(step)
+            metrics, grad_norm = self.run.retrying(self.update, step)
             self.run.finish(step, metrics, grad_norm)
 
 

@@ -74,8 +74,7 @@ class Settings(
     tokenizer: Component
     """Both models': of torchtune or a transformers folder. ``max_seq_len`` truncates samples."""
     dataset: OfTokenizer | list[OfTokenizer]
-    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by
-    ``weight``."""
+    """Map-style dataset, identical on all ranks. A list is concatenated, or mixed by ``weight``."""
     checkpointer: Component
     """A torchtune checkpointer, or FolderCheckpointer (transformers): loads and saves weights."""
     loss: Component
@@ -223,7 +222,7 @@ class KDRecipe:
         """Trains until the last epoch or a requested stop."""
         due = {"validate": self.validate, "answer": self.answer}
         for step in self.run.steps(self.loader, counted="target_tokens", **due):
-            metrics, grad_norm = self.update(step)
+            metrics, grad_norm = self.run.retrying(self.update, step)
             seconds = self.teacher.read_seconds
             self.run.finish(step, metrics, grad_norm, teacher_seconds=seconds)
 

@@ -191,6 +191,16 @@ def module_config(weights_folder, tmp_path_factory):
 
 
 @pytest.fixture
+def one_process():
+    """The ranks of a process alone."""
+    from recipe_utils.parallel.ranks import RankSettings, join_ranks
+
+    ranks = join_ranks(RankSettings(device="cpu"))
+    yield ranks
+    ranks.leave()
+
+
+@pytest.fixture
 def started():
     """The launchers that a test starts; whatever still runs at its end is ended."""
     from programs import children_of

@@ -27,6 +27,7 @@ LAYERS = (
     ("checkpoint",),
     ("optim", "embedded"),
     ("data",),
+    ("memory",),
     ("parallel",),
     ("settings", "tune"),
     ("files",),

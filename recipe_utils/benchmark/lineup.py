@@ -63,10 +63,7 @@ _DEFAULTS = {
 _STOCK_LOSSES = {
     TEXT: {"loss": "CEWithChunkedOutputLoss"},
     PAIRS: {},
-    DISTILLATION: {
-        "loss": "CEWithChunkedOutputLoss",
-        "kd_loss": "ForwardKLWithChunkedOutputLoss",
-    },
+    DISTILLATION: {"loss": "CEWithChunkedOutputLoss", "kd_loss": "ForwardKLWithChunkedOutputLoss"},
 }
 """Recipe -> key -> torchtune's loss that replaces a loss of this project in stock recipes."""
 _SUPPORTED = {
@@ -138,9 +135,8 @@ def line_up(
 
 def load_base_config(name_or_path: str) -> DictConfig:
     """Loads the base config of all baselines by registered name or path; raises ConfigError."""
-    path = next(filter(Path.is_file, (config_path(name_or_path), Path(name_or_path))), None)
-    shown = f"update_step_config={name_or_path}"
-    if path is None:
+    path, shown = config_path(name_or_path), f"update_step_config={name_or_path}"
+    if not path.is_file():
         raise ConfigError(
             f"{shown}: it is neither the name of a config of this project nor a file; set it to "
             "llama3_2/5M_full_update_step or to the path of a YAML file"

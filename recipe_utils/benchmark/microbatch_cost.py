@@ -33,12 +33,13 @@ from recipe_utils.tune.registry import config_path
 def main() -> None:
     """Prints the measurements and the fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=str(config_path("llama3_2/5M_full_update_step")))
+    parser.add_argument("--config", default="llama3_2/5M_full_update_step")
     parser.add_argument("--max_slots", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    cfg = OmegaConf.merge(OmegaConf.load(args.config), OmegaConf.from_dotlist(args.overrides))
+    cfg: Any = OmegaConf.load(config_path(args.config))
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(args.overrides))
 
     torch.manual_seed(0)
     device = torch.device(cfg.device)

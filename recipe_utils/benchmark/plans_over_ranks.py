@@ -37,7 +37,7 @@ from recipe_utils.tune.registry import config_path
 def main() -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=str(config_path("llama3_2/5M_full_update_step")))
+    parser.add_argument("--config", default="llama3_2/5M_full_update_step")
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[2, 8, 64, 512, 4096])
     parser.add_argument("--samples_per_rank", type=int, default=16)
     parser.add_argument("--num_update_steps", type=int, default=5)
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--equal_attention_length", type=float, help="[tokens], default: on a CPU")
     args = parser.parse_args()
 
-    cfg: Any = OmegaConf.load(args.config)
+    cfg: Any = OmegaConf.load(config_path(args.config))
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     samples = [dataset[i] for i in range(len(dataset))]

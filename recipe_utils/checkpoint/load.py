@@ -74,6 +74,8 @@ class TrainingState:
     """Lowest validation loss so far."""
     grad_norms: list[float | None] = field(default_factory=list)
     """Last gradient norms, None if not finite, which ``on_spike`` compares with."""
+    token_budget: dict[str, Any] = field(default_factory=dict)
+    """Budget of microbatches that was found, and on which hardware."""
 
 
 TEACHER = "teacher_checkpointer"

@@ -15,11 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchtune import training
-from torchtune.models.convert_weights import (
-    _FROM_HF,
-    get_mapped_key,
-    tune_to_peft_adapter_config,
-)
+from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, tune_to_peft_adapter_config
 from torchtune.training import FullModelHFCheckpointer, ModelType
 
 DESCRIPTION = "trained_with.json"

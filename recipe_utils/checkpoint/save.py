@@ -15,19 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recipe_utils.checkpoint.folder import (
-    Marker,
-    publish,
-    remove_leftovers,
-    remove_older,
-)
-from recipe_utils.checkpoint.layout import (
-    SaveLayout,
-    copy_to_cpu,
-    layout_of,
-    plan_save,
-    rank_file,
-)
+from recipe_utils.checkpoint.folder import Marker, publish, remove_leftovers, remove_older
+from recipe_utils.checkpoint.layout import SaveLayout, copy_to_cpu, layout_of, plan_save, rank_file
 from recipe_utils.checkpoint.load import MODEL, OPTIMIZER, RANDOM, TrainingState
 from recipe_utils.checkpoint.tensors import (
     AnyOptimizer,

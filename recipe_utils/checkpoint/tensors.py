@@ -11,11 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipe_utils.files import CheckpointError, dtype_name
-from recipe_utils.optim.optimizer import (
-    OptimizerInBackward,
-    single_optimizers,
-    trained_parameters,
-)
+from recipe_utils.optim.optimizer import OptimizerInBackward, single_optimizers, trained_parameters
 from recipe_utils.parallel.fsdp import local, reshard, sharded_as
 
 AnyOptimizer = Optimizer | OptimizerInBackward

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import chain, count, groupby, islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +47,7 @@ _NUM_READ = 1000
 
 def read_config(path: str, overrides: list[str]) -> Any:
     """Returns the config of a file or a registered name, with ``key=value`` set."""
-    cfg: Any = OmegaConf.load(path if Path(path).is_file() else config_path(path))
+    cfg: Any = OmegaConf.load(config_path(path))
     for word in overrides:
         key, _, text = word.partition("=")
         value = OmegaConf.from_dotlist([f"value={text}"]).value

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
@@ -23,6 +23,8 @@ class Collator(Protocol):
     block: int = 1
     """Number of consecutive samples of an update step, a divisor of ``batch_size``, that stay on one
     rank. Losses that couple samples need it."""
+    first_tokens: int | None = None
+    """First budget of a microbatch, if it is found while training."""
     plan: Plan
     """Assigns samples to microbatches and ranks; see :mod:`recipe_utils.data.plan.plan`."""
 
@@ -52,6 +54,10 @@ class Collator(Protocol):
 
         Ranks with fewer microbatches run it, so that FSDP's collectives match.
         """
+
+    def with_bound(self, max_tokens: int) -> Self:
+        """Returns a collator of microbatches of at most ``max_tokens``, if their tokens are bounded."""
+        return self
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings to log before training."""

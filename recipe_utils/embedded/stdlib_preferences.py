@@ -18,10 +18,7 @@ MIN_WORDS = 4
 
 
 def word_order_dataset(
-    tokenizer: Any,
-    path: str,
-    split: str = "train",
-    num_validation_samples: int = 200,
+    tokenizer: Any, path: str, split: str = "train", num_validation_samples: int = 200
 ) -> Dataset[dict[str, Any]]:
     """Returns questions about Python's standard library with a chosen and a rejected answer.
 

@@ -13,7 +13,6 @@ import argparse
 import inspect
 import logging
 import re
-import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +30,11 @@ from torch._subclasses.fake_tensor import (
 from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
 from recipe_utils.forecast.fake_world import fake_world
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.prove.recipe_file import OF_OUTPUT, class_of, parser_of, paths_of, redirected
+from recipe_utils.prove.recipe_file import OF_OUTPUT, parser_of, paths_of, redirected
 from recipe_utils.run.entry_point import entry_point
 from recipe_utils.settings.components import component_at
+from recipe_utils.settings.describe import load_recipe
+from recipe_utils.settings.keys import keys_of
 from recipe_utils.settings.problems import ConfigError, Problem
 
 USABLE, EFFICIENCY = 0.92, 0.4
@@ -87,11 +88,13 @@ def set_up(
 ) -> Iterator[tuple[Any, Callable[..., Measured]]]:
     """Yields a recipe after its ``setup``, and a function that measures its update steps."""
     with tempfile.TemporaryDirectory() as folder, fake_world(num_ranks, live) as mode:
-        names = runpy.run_path(recipe)
-        own = config_of(cfg, Path(folder), names["Settings"].__dataclass_fields__)
+        settings, recipe_class = load_recipe(recipe)
+        if recipe_class is None:
+            raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
+        own = config_of(cfg, Path(folder), keys_of(settings))
         own.update(changes)
         try:
-            made = class_of(names, recipe)(own)
+            made = recipe_class(own)
             with made.run:
                 made.setup(own)
                 if hasattr(made.model, "decoder"):

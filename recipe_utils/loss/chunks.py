@@ -102,8 +102,7 @@ def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Call
         if len(logits) < 2:
             return function(logits, *others)
         return compiled(
-            logits,
-            *(e.clone() if isinstance(e, Tensor) and e.dim() == 1 else e for e in others),
+            logits, *(e.clone() if isinstance(e, Tensor) and e.dim() == 1 else e for e in others)
         )
 
     return call

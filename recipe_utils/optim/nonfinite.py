@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recipe_utils.optim.optimizer import (
-    OptimizerInBackward,
-    OptimizerSettings,
-    inner_optimizers,
-)
+from recipe_utils.optim.optimizer import OptimizerInBackward, OptimizerSettings, inner_optimizers
 
 
 class NonfiniteError(RuntimeError):

@@ -86,37 +86,31 @@ class OptimizerSettings(DataSettings):
             yield Problem("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
         if not self.optimizer_in_bwd:
             return
-        if self.clip_grad_norm is not None:
-            text = "the gradients never exist all at once; set one of the two to null or False"
-            yield _problem_in_backward("clip_grad_norm", text, self.clip_grad_norm)
-        if self.on_spike is not None:
-            text = "weights change before the norm is known; set one of the two to null or False"
-            yield _problem_in_backward("on_spike", text, self.on_spike)
-        if self.loraplus_lr_ratio is not None:
-            text = "all parameters have one learning rate; set one of the two to null or False"
-            yield _problem_in_backward("loraplus_lr_ratio", text, self.loraplus_lr_ratio)
         if self.pipeline_parallel_dim > 1:
             stages = f"pipeline_parallel_dim={self.pipeline_parallel_dim}"
             text = f"{stages} has several microbatches; set it to False"
             yield Problem("optimizer_in_bwd", text, True)
-        if self.plans_by_tokens:
-            text = (
-                "every backward updates the weights, and an update step may have several "
-                "microbatches; set one of the two to in_order or False"
-            )
-            yield _problem_in_backward("microbatching", text, self.microbatching)
         steps = 1
         if self.dims_or_none is not None:
             with suppress(ValueError):  # a problem of the data's keys
                 steps = self.num_accumulated(self.dims_or_none.dp_degree)
-        if steps > 1:
-            text = "every backward updates the weights; set one of the two to 1 or False"
-            yield _problem_in_backward("gradient_accumulation_steps", text, steps)
-
-
-def _problem_in_backward(key: str, text: str, value: Any) -> Problem:
-    text = f"with optimizer_in_bwd=True {text}"
-    return Problem(key, text, value)
+        every = "every backward updates the weights"
+        for key, value, allowed, text in (
+            ("clip_grad_norm", self.clip_grad_norm, None, "the gradients never exist all at once"),
+            ("on_spike", self.on_spike, None, "weights change before the norm is known"),
+            ("loraplus_lr_ratio", self.loraplus_lr_ratio, None, "there is one learning rate"),
+            (
+                "microbatching",
+                self.microbatching,
+                "in_order",
+                f"{every}, and steps may have several",
+            ),
+            ("gradient_accumulation_steps", steps, 1, every),
+        ):
+            if value != allowed:
+                shown = "null" if allowed is None else allowed
+                text = f"with optimizer_in_bwd=True {text}; set one of the two to {shown} or False"
+                yield Problem(key, text, value)
 
 
 class OptimizerInBackward(OptimizerInBackwardWrapper):
@@ -132,12 +126,7 @@ class OptimizerInBackward(OptimizerInBackwardWrapper):
         optimizers = {parameter: make_optimizer([parameter]) for parameter in trained.values()}
         super().__init__({name: optimizers[p] for name, p in trained.items()})
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
-
-    def step(self) -> None:
-        """Does nothing: the backward steps."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the backward frees the gradients."""
+        self.step = self.zero_grad = lambda *_, **__: None  # the backward does both
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

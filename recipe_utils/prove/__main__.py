@@ -14,7 +14,6 @@ for a wrong config.
 import gc
 import os
 import re
-import runpy
 import sys
 import tempfile
 import zlib
@@ -40,6 +39,7 @@ from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.model.attention.packed_attention import attention_of
 from recipe_utils.model.build.build import build_on_meta
 from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.double_precision import DoublePrecision
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.optim.optimizer import single_optimizers
@@ -48,11 +48,12 @@ from recipe_utils.parallel.process_group import world_size_from_env
 from recipe_utils.parallel.ranks import resolve_device
 from recipe_utils.prove import cut_component, plain
 from recipe_utils.prove.plain import Gradients, Precision, Step
-from recipe_utils.prove.recipe_file import OF_OUTPUT, class_of, parser_of, paths_of, redirected
+from recipe_utils.prove.recipe_file import OF_OUTPUT, parser_of, paths_of, redirected
 from recipe_utils.run.entry_point import entry_point
-from recipe_utils.settings.problems import ConfigError, Problem
+from recipe_utils.settings.describe import load_recipe
+from recipe_utils.settings.keys import keys_of
+from recipe_utils.settings.problems import ConfigError, Problem, build
 from recipe_utils.tune.launcher import REPORTED_EXIT_CODE, wait_for_ranks
-from recipe_utils.tune.registry import recipe_path
 
 FACTOR = 3.0
 """Largest difference, in units of the rounding of single samples in the same precision. Both are
@@ -137,10 +138,7 @@ def perturb(adapters: Mapping[str, Tensor]) -> None:
 
 
 def config_of(cfg: DictConfig, folder: Path, num_samples: int, is_text: bool) -> DictConfig:
-    """Returns the config of one update step whose output goes to ``folder``.
-
-    Paths below ``output_dir`` that exist are read where they are.
-    """
+    """Returns the config of one update step whose output goes to ``folder``."""
     raw = redirected(cfg, folder)
     kept = {key: value for key, value in raw.items() if key not in _UNUSED}
     cfg = OmegaConf.create({**kept, "seed": kept.get("seed") or 0})
@@ -219,18 +217,18 @@ def references(objective: Any, step: Step, is_cut: bool) -> tuple[Gradients, Gra
         exact = Precision(torch.device("cpu"), *["fp64"] * 3)
         if is_cut:
             exact = Precision(device, *["fp32"] * 3)
-        with nullcontext() if is_cut else plain.Double():
+        with nullcontext() if is_cut else DoublePrecision(only_casts=True):
             expected = plain.gradients_of(step, objective, exact)
         return expected, plain.gradients_of(step, objective, own)
     one: dict[str, Any] = {str(k): v for k, v in cfg.items() if not _LAYOUT.search(str(k))}
     one["batch_size"] = cfg.global_batch_size
-    recipe_class = class_of(runpy.run_path(str(recipe_path(_IMAGES))), _IMAGES)
+    recipe_class = load_recipe(_IMAGES)[1]
     with mock.patch.dict(os.environ):
         for name in _LAUNCHER:  # this process alone
             os.environ.pop(name, None)
         of_one = record(recipe_class, OmegaConf.create(one)).gradients
         one |= {"dtype": "fp64", "weights_dtype": None, "device": "cpu"}
-        with plain.Double():
+        with DoublePrecision(only_casts=True):
             return record(recipe_class, OmegaConf.create(one)).gradients, of_one
 
 
@@ -276,12 +274,12 @@ def report(step: Step, exact: Gradients, rounded: Gradients, name: str, cuts: st
     return int(bool(wrong))
 
 
-def compare(
-    recipe: Mapping[str, Any], cfg: DictConfig, folder: Path, name: str, num_samples: int
-) -> int:
-    """Compares the gradient of a recipe file's names. Returns the exit code, on all ranks."""
-    recipe_class = class_of(recipe, name)
-    keys = recipe["Settings"].__dataclass_fields__
+def compare(recipe: str, cfg: DictConfig, folder: Path, name: str, num_samples: int) -> int:
+    """Compares the gradient of a recipe. Returns the exit code, on all ranks."""
+    settings, recipe_class = build("recipe", load_recipe, recipe)
+    if recipe_class is None:
+        raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
+    keys = keys_of(settings)
     objective: Any = plain.losses_of_pairs if "prefix_sharing" in keys else plain.losses_of_texts
     objective = None if "mask_ratio" in keys else objective
     refuse(cfg, objective is plain.losses_of_texts)
@@ -325,7 +323,7 @@ def main() -> None:
         def prove(cfg: DictConfig) -> int:
             """Compares the gradient of a recipe with single samples."""
             name = given.config.removesuffix(".yaml")
-            return compare(runpy.run_path(recipe), cfg, Path(folder), name, given.num_samples)
+            return compare(recipe, cfg, Path(folder), name, given.num_samples)
 
         sys.argv = [recipe, "--config", path, *overrides]
         sys.exit(entry_point(prove)())

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchtune import config, training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.low_precision import FrozenNF4Linear
@@ -37,22 +36,6 @@ class Precision(NamedTuple):
     sums: str
     """Precision in which gradients of samples are summed."""
     teacher: str
-
-
-class Double(TorchFunctionMode):
-    """Casts to fp64 where a model casts to fp32, as norms and RoPE do in any precision of a model."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        # Others make tensors, as loading does, or read their bytes.
-        elif args and isinstance(args[0], Tensor) and func is not torch.Tensor.view:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def build_plain(component: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,14 +1,11 @@
 """Recipe files and configs of commands that train nothing."""
 
 import argparse
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.registry import RECIPES, config_path, recipe_path
 
 OF_OUTPUT = (
@@ -17,15 +14,6 @@ OF_OUTPUT = (
     "sample_every_n_steps", "sample_max_new_tokens", "enable_async_checkpointing",
 )  # fmt: skip
 """Keys without influence on an update step."""
-
-
-def class_of(recipe: Mapping[str, Any], name: str) -> Any:
-    """Returns the class of a recipe file's names; raises ConfigError if it has none."""
-    own = [each for each in recipe.values() if getattr(each, "__module__", 0) == recipe["__name__"]]
-    found = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
-    if len(found) != 1 or "Settings" not in recipe:
-        raise ConfigError(f"{name}: it needs Settings and one class with setup() and update()")
-    return found[0]
 
 
 def redirected(cfg: DictConfig, folder: Path) -> dict[str, Any]:
@@ -64,9 +52,7 @@ def parser_of(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 def paths_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, str]:
     """Returns the paths of a recipe and a config; ends with an error if there is no such recipe."""
-    recipe = str(recipe_path(given.recipe)) if given.recipe in RECIPES else given.recipe
-    if not os.path.isfile(recipe):
+    recipe = recipe_path(given.recipe)
+    if not recipe.is_file():
         parser.error(f"{recipe}: no recipe of this name or path; there are {', '.join(RECIPES)}")
-    named = config_path(given.config)
-    is_named = named.is_file() and not os.path.isfile(given.config)
-    return recipe, str(named) if is_named else given.config
+    return str(recipe), str(config_path(given.config))

@@ -84,7 +84,9 @@ def build_loaders(
     if not validates:
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()
-    return loader, UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
+    val_loader = UpdateStepLoader(dataset_val, collator, data, ranks, "dataset_val", fill)
+    val_loader.follows = loader
+    return loader, val_loader
 
 
 def build_image_loaders(

@@ -23,6 +23,7 @@ from recipe_utils.data.loader.collectives import OtherRankFailedError
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.loader.workers import WorkerDiedError
 from recipe_utils.files import CheckpointError
+from recipe_utils.memory.out_of_memory import RowsDoNotFitError
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import (
     end_with_parent,
@@ -65,6 +66,10 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             cfg = without(with_entries(cfg, entries), removed)
             try:
                 return recipe_main(cfg)
+            except RowsDoNotFitError as error:
+                # On its own rank: rank 0 ends because it has lost this one.
+                print(f"{error}; {_next_start(cfg)}", file=sys.stderr, flush=True)  # noqa: T201
+                sys.exit(_exit_code())
             except Exception as error:
                 # It may be the cause of a ConfigError, whose exit code would end the training.
                 if (reason := loss_of_rank(error)) is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,8 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
+from recipe_utils.memory.out_of_memory import LackOfMemory
+from recipe_utils.memory.search import BudgetSearch
 from recipe_utils.model.build.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -31,10 +33,12 @@ from recipe_utils.run.metrics import Metrics, Throughput, build_profiler
 from recipe_utils.run.resume import Resume, TrainingParts, warnings_of
 from recipe_utils.run.saves import Saves, log_model, summary_of_training
 from recipe_utils.run.settings import Due, RunSettings
+from recipe_utils.settings.keys import own_keys
 from recipe_utils.settings.problems import naming
 
 _COUNTS = {"target_tokens": "num_tokens", "pairs": "num_pairs"}
 """Totals of an update step that are logged, and their metrics."""
+T = TypeVar("T")
 _Validate = Callable[[], Mapping[str, Tensor]]
 _Answer = Callable[[Sequence[str], int], Sequence[str]]
 
@@ -72,6 +76,7 @@ class Run:
         self._unsaved_since_seconds = math.inf  # first update step since, by rank 0's clock
         self._validate: _Validate | None = None
         self._answer: _Answer | None = None
+        self._search: BudgetSearch | None = None
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
@@ -133,7 +138,19 @@ class Run:
         warnings = *self.settings.warnings(self.num_steps), *warnings_of(parts.model, self.settings)
         for text in warnings:
             self._log.warn(text)
+        loader, ranks, config = parts.loader, self._ranks, dict(self._resume.config)
+        of_memory = {key: config[key] for key in config.keys() - own_keys(RunSettings).keys()}
+        self._lack_of_memory = LackOfMemory(loader, ranks, of_memory, self._log.warn)
+        self._lack_of_memory.watch(parts.model, parts.optimizer)
+        # Before the process group is closed, which ends the other ranks.
+        self._at_exit.push(self._lack_of_memory.explain)
         self.state = self._resume.restore(parts, self.seed)
+        if loader.settings.finds_budget:
+            self._search = BudgetSearch(loader, ranks, self._log.info)
+            self._search.restore(self.state.token_budget)
+            self._lack_of_memory.before_repeat = self._search.start_again
+        self._lack_of_memory.lower_rows(self.settings.is_first_start)
+        loader.in_use = loader.max_tokens
         parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
@@ -200,6 +217,10 @@ class Run:
                         f"{self._counted.replace('_', ' ')}; skipped, weights and schedule are unchanged"
                     )
                 else:
+                    self._lack_of_memory.start(step, self.global_step + 1)
+                    if self._search is not None:
+                        self._search.start(step, self.global_step + 1)
+                    loader.in_use = step.max_tokens
                     yield step
                 if self._is_stopped:
                     return
@@ -208,6 +229,10 @@ class Run:
                 text = bar_text(epoch, epochs, self.metrics.shown, world_size, peak_bytes)
                 bar.set_description_str(text, refresh=False)  # bar.update shows it
                 bar.update(1)
+
+    def retrying(self, update: Callable[[UpdateStep], T], step: UpdateStep) -> T:
+        """Returns ``update(step)``, repeated in shorter rows if memory lacks; see :meth:`.LackOfMemory.retrying`."""
+        return self._lack_of_memory.retrying(update, step)
 
     def finish(
         self,
@@ -260,6 +285,9 @@ class Run:
 
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
+        step = self._lack_of_memory.stop(step)
+        if self._search is not None:
+            self._search.stop(step, self.global_step + 1)
         self.metrics.write_held()
         if self.sample_losses is not None:
             self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
@@ -305,6 +333,7 @@ class Run:
             metrics[_COUNTS[self._counted]] = step.totals[self._counted]
         metrics |= {name: each() if callable(each) else each for name, each in more.items()}
         metrics |= step.token_shares
+        metrics |= {} if self._search is None else self._search.metrics()
         fraction = self._changed_weights.fraction(step.is_last_of_epoch)
         metrics["weights_moved_fraction"] = fraction
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
@@ -344,7 +373,9 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        self._saves.save(replace(self.state, grad_norms=self._parts.nonfinite.norms()))
+        budget = {} if self._search is None else self._search.state()
+        norms = self._parts.nonfinite.norms()
+        self._saves.save(replace(self.state, grad_norms=norms, token_budget=budget))
         self._unsaved_since_seconds = math.inf
 
     def export(self, name: str) -> str | None:

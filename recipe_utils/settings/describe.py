@@ -1,6 +1,5 @@
 """Formats the config keys of a recipe as a table."""
 
-import os
 import runpy
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -12,22 +11,29 @@ from recipe_utils.settings.components import MadeWith
 from recipe_utils.settings.keys import alternatives_of, keys_of
 
 
-def settings_of(recipe: str) -> type:
-    """Returns the ``Settings`` of a recipe, given by registered name or path.
+def load_recipe(recipe: str) -> tuple[type, Any]:
+    """Returns the ``Settings`` of a recipe, given by registered name or path, and its class.
 
-    Raises:
-        ValueError: there is no such recipe, or it has no ``Settings``.
+    The class is the only one in the file with ``setup`` and ``update``; else None. Raises ValueError if
+    there is no such recipe, or it has no ``Settings``.
     """
     from recipe_utils.tune.registry import RECIPES, recipe_path
 
-    path = str(recipe_path(recipe)) if recipe in RECIPES else recipe
-    if not os.path.isfile(path):
+    if not (path := recipe_path(recipe)).is_file():
         names = ", ".join(RECIPES)
         raise ValueError(f"{recipe}: no recipe of this name or path; there are {names}")
-    found: Any = runpy.run_path(path).get("Settings")
-    if not is_pydantic_dataclass(found):
+    names_of_file = runpy.run_path(str(path))
+    settings: Any = names_of_file.get("Settings")
+    if not is_pydantic_dataclass(settings):
         raise ValueError(f"{recipe}: it has no Settings")
-    return found
+    own = [v for v in names_of_file.values() if getattr(v, "__module__", 0) == "<run_path>"]
+    classes = [each for each in own if hasattr(each, "setup") and hasattr(each, "update")]
+    return settings, classes[0] if len(classes) == 1 else None
+
+
+def settings_of(recipe: str) -> type:
+    """Returns the ``Settings`` of a recipe; see :func:`load_recipe`."""
+    return load_recipe(recipe)[0]
 
 
 def key_table(recipe_settings: type) -> str:

@@ -12,20 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from recipe_utils.settings.components import (
-    MadeWith,
-    check_component,
-    component_at,
-    names_of_paths,
-)
+from recipe_utils.settings.components import MadeWith, check_component, component_at, names_of_paths
 from recipe_utils.settings.describe import type_in_words
-from recipe_utils.settings.keys import (
-    AS_WRITTEN,
-    OnlyWith,
-    alternatives_of,
-    keys_of,
-    metadata_of,
-)
+from recipe_utils.settings.keys import AS_WRITTEN, OnlyWith, alternatives_of, keys_of, metadata_of
 from recipe_utils.settings.problems import ConfigError, Problem
 
 T = TypeVar("T")

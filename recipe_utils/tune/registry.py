@@ -97,10 +97,12 @@ def _is_ours(argument: str) -> bool:
 
 
 def recipe_path(name: str) -> Path:
-    """Returns the path of a recipe."""
-    return ROOT / "recipes" / f"{SAME_FILE.get(name, name)}.py"
+    """Returns the path of a recipe; any other name is a path itself."""
+    path = ROOT / "recipes" / f"{SAME_FILE.get(name, name)}.py"
+    return path if path.is_file() else Path(name)
 
 
 def config_path(name: str) -> Path:
-    """Returns the path of a config, such as ``llama3_2/5M_full_update_step``."""
-    return ROOT / "configs" / f"{name}.yaml"
+    """Returns the path of a config, such as ``llama3_2/5M_full_update_step``; any other name is a path itself."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    return path if path.is_file() else Path(name)

@@ -300,10 +300,7 @@ def test_interrupting_the_benchmark_after_some_turns_leaves_no_process(tmp_path,
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"baseline": "stoc", "num_rounds": 0},
-            ["num_rounds=0: it must be at least 1"],
-        ),
+        ({"baseline": "stoc", "num_rounds": 0}, ["num_rounds=0: it must be at least 1"]),
         (
             {"baseline": "stoc"},
             ["baseline=stoc: no entry of peers has this name; set it to one of"],

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from distributed_runs import run_distributed
 from recipe_runs import (
     STEP_OF_8,
     ListLogger,
+    call_in_step,
     cosine,
     exported_model,
     keep_messages,
@@ -156,14 +158,8 @@ def test_damaged_checkpoints_are_skipped_by_name_and_reason(reason, resumable):
 def run_until_signalled(config, at_step, on_rank):
     """Sends SIGTERM to rank ``on_rank`` in its update step ``at_step``."""
     with set_up(config) as recipe:
-        update = recipe.update
-
-        def signalled_update(*args, **kwargs):
-            if recipe.run.global_step + 1 == at_step and dist.get_rank() == on_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return update(*args, **kwargs)
-
-        recipe.update = signalled_update
+        if dist.get_rank() == on_rank:
+            call_in_step(recipe, at_step, partial(os.kill, os.getpid(), signal.SIGTERM))
         recipe.train()
     return list(ListLogger.logged)
 

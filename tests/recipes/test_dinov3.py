@@ -12,7 +12,7 @@ import torch
 from big_batch_of_views import step_of_16
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import DINO, ListLogger, cosine, set_up, writing_to
+from recipe_runs import DINO, ListLogger, call_in_step, cosine, set_up, writing_to
 from torch.distributed.tensor import DTensor
 
 from recipe_utils.checkpoint.tensors import parameters_by_name
@@ -73,14 +73,7 @@ def everything(recipe):
 def run(config, stop_at=None):
     """Returns logged metrics and :func:`everything`; stops in update step ``stop_at``."""
     with set_up(config, DINO) as recipe:
-        update = recipe.update
-
-        def watched(step):
-            if recipe.run.global_step + 1 == stop_at:
-                recipe.run.stop.set()
-            return update(step)
-
-        recipe.update = watched
+        call_in_step(recipe, stop_at, recipe.run.stop.set)
         recipe.train()
         return list(ListLogger.logged), everything(recipe)
 

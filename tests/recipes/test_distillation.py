@@ -187,11 +187,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "cache"),
-    [
-        ("pp-2", "hidden"),
-        slow("fsdp-2, packed", "all tokens"),
-    ],
+    ("layout", "cache"), [("pp-2", "hidden"), slow("fsdp-2, packed", "all tokens")]
 )
 def test_metrics_with_a_cache_are_those_without(cache, layout, tiny_kd_config):
     world_size, changes = LAYOUTS.get(layout, (1, {}))

@@ -2,11 +2,13 @@
 
 import pytest
 import tiny
+from big_batch import big_batch, steps_of
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
     STEP_OF_8,
     ListLogger,
+    call_in_step,
     cosine,
     refusal,
     run_recipe,
@@ -17,8 +19,6 @@ from recipe_runs import (
     writing_to,
 )
 
-from recipe_utils.data.loader.sampler import epoch_permutation
-
 
 def data(num_samples, **more):
     return {"_component_": "tiny.tiny_dataset", "num_samples": num_samples, **more}
@@ -28,14 +28,6 @@ def num_targets(samples):
     return sum(label != tiny.IGNORE for sample in samples for label in sample["labels"][1:])
 
 
-def steps_of(num_samples, epoch, global_batch_size):
-    """The samples of each update step of an epoch."""
-    samples = tiny.make_samples(num_samples)
-    order = epoch_permutation(num_samples, epoch, shuffle=True).tolist()
-    starts = range(0, num_samples, global_batch_size)
-    return [[samples[i] for i in order[start : start + global_batch_size]] for start in starts]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_samples"), [(1, 21), (2, 21), (4, 19), (4, 2)])
 def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_config):
@@ -43,7 +35,8 @@ def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_co
     config = tiny_config(
         dataset=data(num_samples), epochs=2, batch_size=2, gradient_accumulation_steps=2
     )
-    steps = [step for epoch in range(2) for step in steps_of(num_samples, epoch, 4 * world_size)]
+    samples = tiny.make_samples(num_samples)
+    steps = [step for epoch in range(2) for step in steps_of(samples, 4 * world_size, epoch)]
     logged = run_distributed(run_recipe, world_size, config)[0]
     assert [metrics["num_tokens"] for metrics in logged] == [num_targets(step) for step in steps]
 
@@ -56,7 +49,7 @@ def test_the_first_step_of_an_epoch_has_nothing_of_the_epoch_before(tiny_config)
     with tiny.float64_throughout():
         model = tiny.tiny_model().double()
         for epoch, step in ((0, 2), (1, 0)):
-            _, expected = tiny.big_batch_gradients(model, steps_of(21, epoch, 8)[step])
+            _, expected = big_batch(model, steps_of(tiny.make_samples(21), 8, epoch)[step])
             for name, grad in gradients[3 * epoch + step].items():
                 assert (grad - expected[name]).abs().max() < 1e-10
 
@@ -66,7 +59,7 @@ def test_drop_skips_the_short_step(tiny_config):
     batch = {"batch_size": 2, "gradient_accumulation_steps": 4, "last_update_step": "drop"}
     logged, warnings = run_recipe_keeping_warnings(tiny_config(dataset=data(21), **batch))
     assert "5 of 21 samples are skipped" in " ".join(warnings)
-    steps = steps_of(21, 0, 8)[:2]
+    steps = steps_of(tiny.make_samples(21), 8)[:2]
     assert [metrics["num_tokens"] for metrics in logged] == [num_targets(step) for step in steps]
 
 
@@ -115,7 +108,7 @@ def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
     batches = samples[:8], samples[8:], tiny.make_samples(7, seed=5)
     with tiny.float64_throughout():
         model = tiny.tiny_model().double()
-        expected = [tiny.big_batch_gradients(model, batch)[0] for batch in batches]
+        expected = [big_batch(model, batch)[0] for batch in batches]
     logged = run_distributed(run_recipe, 4, config)[0]
     losses = [m[name] for name in ("loss", "val_loss") for m in logged if name in m]
     assert losses == pytest.approx([*expected, expected[-1]], rel=1e-6)
@@ -123,11 +116,7 @@ def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
 
 # ---- A batch that grows -----------------------------------------------------------------------------
 
-GROWING = {
-    0: 4,
-    4: 8,
-    9: 16,
-}  # 38 samples: the first epoch ends after 7 update steps, the second after 11
+GROWING = {0: 4, 4: 8, 9: 16}  # 38 samples: epochs end after 7 and 11 update steps
 CONSTANT = [(4, 4), (8, 9), (16, None)]
 """Sizes of batches, and the update steps after which the next one begins."""
 
@@ -136,14 +125,7 @@ def losses_until(config, stop_after=None):
     """Losses of a training that is stopped after an update step."""
     ListLogger.logged.clear()
     with set_up(config) as recipe:
-        update = recipe.update
-
-        def update_and_stop(step):
-            if recipe.run.global_step + 1 == stop_after:
-                recipe.run.stop.set()
-            return update(step)
-
-        recipe.update = update_and_stop
+        call_in_step(recipe, stop_after, recipe.run.stop.set)
         recipe.train()
         if isinstance(config["global_batch_size"], dict):
             assert recipe.run.num_steps == 11

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from big_batch import big_batch
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
 from recipe_runs import losses, recipe_class, run_recipe, run_recipe_keeping_warnings
@@ -85,7 +86,7 @@ def test_skipping_bad_samples_trains_on_the_others_alone(
         sum(label != tiny.IGNORE for sample in step for label in sample["labels"][1:])
         for step in good
     ]
-    loss, _ = tiny.big_batch_gradients(tiny.tiny_model(), good[0])
+    loss, _ = big_batch(tiny.tiny_model(), good[0])
     assert logged[0]["loss"] == pytest.approx(loss, rel=1e-5)
     warnings = [text for _, texts in results for text in texts if "on_bad_sample=skip" in text]
     assert sorted(int(text.split()[1]) for text in warnings) == bad
@@ -190,13 +191,7 @@ def test_raising_inside_a_step_ends_all_ranks_within_the_timeout(tiny_config):
     )
     started = time.monotonic()
     healthy, failing = run_distributed(
-        fail_inside_a_step,
-        2,
-        config,
-        1,
-        6,
-        expect_failures=True,
-        timeout_seconds=TIMEOUT_SECONDS,
+        fail_inside_a_step, 2, config, 1, 6, expect_failures=True, timeout_seconds=TIMEOUT_SECONDS
     )
     assert "lightning struck" in failing
     assert isinstance(healthy, str)

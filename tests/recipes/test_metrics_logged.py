@@ -58,11 +58,7 @@ class CountReads(TorchDispatchMode):
 
 
 def num_reads_while_training(config):
-    with (
-        set_up(config) as recipe,
-        recipe.loader.epoch(0) as steps,
-        CountReads() as counter,
-    ):
+    with set_up(config) as recipe, recipe.loader.epoch(0) as steps, CountReads() as counter:
         for step in steps:
             recipe.update(step)
     return counter.num_reads

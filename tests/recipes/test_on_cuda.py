@@ -8,8 +8,10 @@ from itertools import islice
 
 import pytest
 import torch
+from live_meter import LiveMeter
 
 from recipe_utils.benchmark.gpu import Stage, random_recipe
+from recipe_utils.memory import meter
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [
@@ -54,6 +56,16 @@ def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
     assert not waits, waits[0]
+
+
+def test_a_budget_that_is_found_has_the_losses_of_a_fixed_one(device, tmp_path, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setitem(meter.METERS, "cpu", lambda _: LiveMeter(2**40))
+    stage = Stage(torch.device(device), True, tmp_path)
+    keys = {"microbatching": "packed", "max_steps_per_epoch": 12}
+    expected = trained_losses(stage, "fixed", max_tokens_per_microbatch=256, **keys)
+    found = trained_losses(stage, "auto", max_tokens_per_microbatch="auto", **keys)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_resumed_run_has_bitwise_the_same_losses(device, tmp_path):

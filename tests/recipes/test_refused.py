@@ -53,6 +53,8 @@ REFUSED = {
     (SFT, "max_tokens_per_microbatch=64"): "max_tokens_per_microbatch=64: microbatching=in_order counts samples",
     (SFT, "microbatching=packed collate_fn=tiny.collate_images"): "collate_fn=tiny.collate_images",
     (SFT, f"microbatching=packed model={GEMMA2}"): "microbatching=packed: the model's Gemma2Attention",
+    (SFT, "microbatching=packed max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: this device has no exact peak of memory to measure; set a number",
+    (SFT, "max_tokens_per_microbatch=auto"): "max_tokens_per_microbatch=auto: microbatching=in_order counts samples",
     (SFT, "microbatching=packed compile=True tokenizer.max_seq_len=null"): "without max_tokens_per_microbatch",
     (SFT, "max_ranks_per_row=2"): "max_ranks_per_row=2: microbatching=in_order keeps every sample on its rank; set microbatching=packed",
     (SFT, "microbatching=packed max_ranks_per_row=2"): "max_ranks_per_row=2: without max_tokens_per_microbatch no row is too long",

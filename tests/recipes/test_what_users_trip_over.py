@@ -182,12 +182,7 @@ def test_the_order_of_samples_follows_its_own_seed(tiny_config):
 
 @pytest.mark.parametrize(
     ("recipe", "changes"),
-    [
-        (SFT, {}),
-        (SFT, {"save_every_n_steps": 3}),
-        slow(DPO, {}),
-        slow(KD, {}),
-    ],
+    [(SFT, {}), (SFT, {"save_every_n_steps": 3}), slow(DPO, {}), slow(KD, {})],
 )
 def test_gradients_that_are_not_finite_stop_before_anything_is_exported(
     recipe, changes, tiny_config, tiny_dpo_config, tiny_kd_config

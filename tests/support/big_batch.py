@@ -34,9 +34,9 @@ NUM_PAIRS, PAIRS_PER_STEP = 17, 8  # the last update step holds a single pair
 SIDES = ("chosen", "rejected")
 
 
-def steps_of(samples, size=16):
+def steps_of(samples, size=16, epoch=0):
     """The samples of each update step of a shuffled epoch."""
-    order = epoch_permutation(len(samples), epoch=0, shuffle=True).tolist()
+    order = epoch_permutation(len(samples), epoch, shuffle=True).tolist()
     return [[samples[i] for i in order[n : n + size]] for n in range(0, len(samples), size)]
 
 
@@ -67,15 +67,21 @@ def targets_of(model, sample, prefix="", tokens="tokens"):
     return model(torch.tensor([sample[f"{prefix}{tokens}"]]))[0, :-1][is_target], labels[is_target]
 
 
+def big_batch(model, samples):
+    """Loss and gradients of plain samples."""
+    metrics, gradients = metrics_and_gradients(cross_entropy, (model, None), samples)
+    return metrics["loss"], gradients
+
+
 def cross_entropy(model, _, samples, loss_weights="tokens"):
     """The mean over targets, or over the means of datasets, and of each dataset that has a name."""
     sums, counts, weights = {}, {}, {}
     for sample in samples:
         logits, labels = targets_of(model, sample)
-        name = sample["dataset"]
+        name = sample.get("dataset")
         sums[name] = sums.get(name, 0) + F.cross_entropy(logits, labels, reduction="sum")
         counts[name] = counts.get(name, 0) + len(labels)
-        weights[name] = sample["weight"]
+        weights[name] = sample.get("weight", 1.0)
     means = {name: sums[name] / counts[name] for name in sums if counts[name]}
     weights = {n: weights[n] * (counts[n] if loss_weights == "tokens" else 1) for n in means}
     loss = sum(weights[name] * mean for name, mean in means.items()) / sum(weights.values())

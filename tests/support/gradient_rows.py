@@ -280,10 +280,7 @@ def reference(row, folder):
 
 def sequences_of_samples():
     """The sequences of each sample of TREES."""
-    return [
-        [{**each, "dataset": None, "weight": 1.0} for each in sample["sequences"]]
-        for sample in tiny.make_trees(NUM_SAMPLES)
-    ]
+    return [sample["sequences"] for sample in tiny.make_trees(NUM_SAMPLES)]
 
 
 def losses_of_samples(row, folder):

@@ -21,8 +21,8 @@ from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.problems import ConfigError
-from recipe_utils.tune.registry import ROOT
 
 WEIGHTS = {
     "weights.pt": tiny.MODEL,
@@ -37,13 +37,8 @@ WEIGHTS = {
     "four_keys.pt": {**tiny.MODEL, "num_kv_heads": 4},
     "one_key.pt": {**tiny.MODEL, "num_kv_heads": 1},
 }
-CLASSES = {
-    "full_finetune_update_step": "FullFinetuneRecipe",
-    "full_dpo_update_step": "FullDPORecipe",
-    "knowledge_distillation_update_step": "KDRecipe",
-    "dinov3_update_step": "DINOv3Recipe",
-}
-SFT, DPO, KD, DINO = CLASSES
+SFT, DPO = "full_finetune_update_step", "full_dpo_update_step"
+KD, DINO = "knowledge_distillation_update_step", "dinov3_update_step"
 
 
 # The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
@@ -107,7 +102,7 @@ def recipe_class(recipe=SFT):
 
 @cache  # by itself it tells recipe_class(SFT) from recipe_class(recipe=SFT)
 def _load(recipe):
-    return runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))[CLASSES[recipe]]
+    return load_recipe(recipe)[1]
 
 
 def tiny_config(folder, **changes):
@@ -206,6 +201,18 @@ def set_up(config, recipe=SFT):
     with made.run:
         made.setup(cfg)
         yield made
+
+
+def call_in_step(made, step, call):
+    """Makes a recipe that was set up call a function when it begins an update step."""
+    update = made.update
+
+    def call_and_update(*args):
+        if made.run.global_step + 1 == step:
+            call()
+        return update(*args)
+
+    made.update = call_and_update
 
 
 def run_recipe(config, recipe=SFT, reads_late=False):

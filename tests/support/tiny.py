@@ -467,22 +467,6 @@ def float64_throughout():
         Tensor.float = to_float32
 
 
-def big_batch_gradients(model, samples):
-    """Loss and gradients of all samples as one padded batch, in plain PyTorch."""
-    longest = max(len(sample["tokens"]) for sample in samples)
-    tokens = torch.zeros(len(samples), longest, dtype=torch.long)
-    labels = torch.full((len(samples), longest), IGNORE)
-    for row, sample in enumerate(samples):
-        tokens[row, : len(sample["tokens"])] = torch.tensor(sample["tokens"])
-        labels[row, : len(sample["labels"])] = torch.tensor(sample["labels"])
-    model.zero_grad()
-    logits = model(tokens)[:, :-1]
-    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    return loss.item(), gradients
-
-
 def tiny_model(sizes=MODEL, seed=0):
     """A model of ``MODEL`` or ``UNTIED_MODEL`` with weights of its own."""
     torch.manual_seed(seed)

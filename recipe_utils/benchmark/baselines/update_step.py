@@ -1,20 +1,17 @@
 """Update-step recipes as baselines, with checkpoints only if ``save_every_n_steps`` is set."""
 
-import runpy
 from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 
 from recipe_utils.benchmark.baselines.kinds import DISTILLATION, PAIRS, TEXT
-from recipe_utils.tune.registry import recipe_path
-
-_CLASSES = {TEXT: "FullFinetuneRecipe", PAIRS: "FullDPORecipe", DISTILLATION: "KDRecipe"}
+from recipe_utils.settings.describe import load_recipe
 
 
 def make_recipe(name: str, config: DictConfig) -> Any:
     """Returns an update-step recipe that exports nothing."""
-    recipe = runpy.run_path(str(recipe_path(name)))[_CLASSES[name]](config)
+    recipe = load_recipe(name)[1](config)
     recipe.run.export = _do_nothing
     return recipe
 

@@ -209,10 +209,7 @@ class _Draws:
 
 
 def random_box(
-    shape: Sequence[int],
-    scale: Sequence[float],
-    aspect_ratio: Sequence[float],
-    draws: np.ndarray,
+    shape: Sequence[int], scale: Sequence[float], aspect_ratio: Sequence[float], draws: np.ndarray
 ) -> Box:
     """Returns the first drawn box within an image; if there is none, the largest central one.
 

@@ -42,6 +42,8 @@ class RankCounts(NamedTuple):
     clock_ms: int = 0
     """Monotonic clock [ms]; only differences are meaningful."""
     num_skipped: int = 0
+    max_tokens: int = 0
+    """Budget of microbatches that the rank proposes for further update steps."""
 
 
 class StepCounts(NamedTuple):
@@ -55,6 +57,8 @@ class StepCounts(NamedTuple):
     """Clock of rank 0. Decisions based on it are the same on all ranks."""
     num_skipped: int = 0
     """Sum over the data-parallel ranks."""
+    max_tokens: int = 0
+    """Least budget that a rank proposes."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,11 @@ class StepCollectives:
         row: tuple[int, ...] = ()
         if local is not None:
             counts = [local.num_skipped, *(local.counts[name] for name in self.names)]
-            row = (1, local.num_microbatches, local.clock_ms)
+            row = (1, local.num_microbatches, local.clock_ms, local.max_tokens)
             row += tuple(count if self.counts_its_data else 0 for count in counts)
-        table = self._gather_rows(row, 4 + len(self.names))
+        table = self._gather_rows(row, 5 + len(self.names))
 
-        ready, num_microbatches, clock_ms, skipped, *columns = table.unbind(1)
+        ready, num_microbatches, clock_ms, max_tokens, skipped, *columns = table.unbind(1)
         if local is not None:
             _check_all_ready(ready)
         return StepCounts(
@@ -96,6 +100,7 @@ class StepCollectives:
             int(num_microbatches.max()),
             int(clock_ms[0]) / 1000,
             int(skipped.sum()),
+            int(max_tokens.min()),
         )
 
     def exchange(

@@ -18,7 +18,7 @@ What is read, checked and logged before training is in :mod:`recipe_utils.data.l
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from recipe_utils.data.loader.start import check_draws, make_order, probe
 from recipe_utils.data.mixture import MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
+from recipe_utils.memory.budget import MOST_TOKENS
 from recipe_utils.parallel.process_group import agree_on_length, gather_objects
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
@@ -74,6 +75,16 @@ class UpdateStep:
     """Skipped samples of the update step, over all DP ranks."""
     sample_sums: SampleSums | None = None
     """Losses by sample on this rank; None unless ``sample_losses``."""
+    max_tokens: int | None = None
+    """Budget of a microbatch that the update step was planned with; None for that of the config."""
+
+    samples: Sequence[Sample] | None = None
+    """Samples of an update step that no other rank takes part in."""
+
+    @property
+    def longest(self) -> int:
+        """Returns the most positions of a microbatch on this rank."""
+        return max((m.counts.get("positions", 0) for m in self.microbatches), default=0)
 
     def scale(self, count: str) -> float:
         """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
@@ -121,61 +132,80 @@ class UpdateStepLoader:
         epoch: int,
     ) -> Iterator[UpdateStep]:
         """Yields update steps with these samples of this rank; ``first`` is the index of the first."""
-        collator, ranks, fill = self.collator, self.ranks, self._fill
-        names = [*collator.counts, *self._counts_of_datasets]
+        ranks, fill, names = self.ranks, self._fill, self.collator.counts
+        names = [*names, *self._counts_of_datasets]
         together = StepCollectives(names, ranks.is_dp_leader, ranks.dp_peers, self._group, closed)
-        group = partial(group_samples, length_of=collator.length, plan=collator.plan)
-        exchange: Callable[..., Any] | None = None
-        if ranks.dp_degree > 1 and self.settings.moves_samples:
-            most = self.samples_per_rank
-            exchange = partial(together.exchange, **group.keywords, max_samples=most)
+        is_alone = ranks.world_size == 1 and self.settings.plans_by_tokens
+        exchanges = ranks.dp_degree > 1 and self.settings.moves_samples
         loaded = load_samples(self.dataset, indices_per_step, self.settings.num_workers)
         dummy: Any = None
         for index, indices in enumerate(indices_per_step, start=first):
-            with reporting_failure(exchange or together.count):
+            collator, max_tokens = self.collator, self.max_tokens
+            group = partial(group_samples, length_of=collator.length, plan=collator.plan)
+            most = self.samples_per_rank
+            exchange: Any = partial(together.exchange, **group.keywords, max_samples=most)
+            with reporting_failure(exchange if exchanges else together.count):
                 samples = next(loaded)
                 if dummy is None and (ranks.dp_degree > 1 or fill is not None):
                     # Before the ranks agree on the step: nothing may fail after that.
                     dummy = collator.dummy(
                         samples[0] if samples else self.dataset[self.probe.example]
                     )
-                rows = group(samples) if exchange is None else []
-            if exchange is not None:
+                rows = [] if exchanges else group(samples)
+            if exchanges:
                 rows = exchange(samples)
             with reporting_failure(together.count):
                 # Only plans over several ranks have rounds without samples.
                 microbatches: list[Microbatch] = []
                 for row in rows:
-                    microbatches += self._collate(*row) if row[0] else [dummy]
+                    microbatches += _collate(collator, *row) if row[0] else [dummy]
                 counts = counts_of(microbatches, collator.counts, self._counts_of_datasets)
                 num_skipped = len(indices) - len(samples)
                 now_ms = time.monotonic_ns() // 1_000_000
-                local = RankCounts(counts, len(microbatches), now_ms, num_skipped)
+                proposal = self.propose_tokens() if self.propose_tokens else MOST_TOKENS
+                proposal = min(proposal, self.most_tokens)
+                local = RankCounts(counts, len(microbatches), now_ms, num_skipped, proposal)
             agreed = together.count(local)
             num_to_run = agreed.max_microbatches if fill is None else fill(agreed.max_microbatches)
             microbatches += [dummy] * (num_to_run - len(microbatches))
-            if self._weigh is not None:
-                weights = self._weigh([agreed.totals[name] for name in self._counts_of_datasets])
-                microbatches = [m.with_dataset_weights(weights) for m in microbatches]
-            sample_sums = None
-            if self.dataset.adds_positions:
-                sample_sums = SampleSums(self.global_batch_size)
-                for microbatch in microbatches:
-                    sample_sums.count(microbatch.targets)
-                microbatches = [m.with_sample_sums(sample_sums) for m in microbatches]
-            if ranks.device.type == "cuda":
-                microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-            yield UpdateStep(
+            step = UpdateStep(
                 index,
-                tuple(microbatches),
+                microbatches,
                 agreed.totals,
                 ranks.dp_degree,
                 samples_consumed=self.cuts.window(epoch, index).stop,
                 is_last_of_epoch=index + 1 == self.cuts.num_steps(epoch),
                 clock_seconds=agreed.clock_seconds,
                 num_skipped=agreed.num_skipped,
-                sample_sums=sample_sums,
+                max_tokens=max_tokens,
+                samples=samples if is_alone else None,
             )
+            if self.propose_tokens or agreed.max_tokens < (max_tokens or MOST_TOKENS):
+                self.bound_rows(agreed.max_tokens)
+            yield self._finished(step)
+
+    def _finished(self, step: UpdateStep) -> UpdateStep:
+        """Returns an update step whose microbatches have what depends on all of them, in pinned memory."""
+        microbatches, sample_sums = step.microbatches, None
+        if self._weigh is not None:
+            weights = self._weigh([step.totals[name] for name in self._counts_of_datasets])
+            microbatches = [m.with_dataset_weights(weights) for m in microbatches]
+        if self.dataset.adds_positions:
+            sample_sums = SampleSums(self.global_batch_size)
+            for microbatch in microbatches:
+                sample_sums.count(microbatch.targets)
+            microbatches = [m.with_sample_sums(sample_sums) for m in microbatches]
+        if self.ranks.device.type == "cuda":
+            microbatches = [microbatch.pin_memory() for microbatch in microbatches]
+        return replace(step, microbatches=tuple(microbatches), sample_sums=sample_sums)
+
+    def planned_again(self, step: UpdateStep, max_tokens: int) -> UpdateStep:
+        """Returns an update step of one rank in microbatches of at most ``max_tokens``, else the same."""
+        assert step.samples is not None
+        collator = self.collator.with_bound(max_tokens)
+        rows = group_samples(step.samples, collator.length, collator.plan)
+        microbatches = [each for row in rows for each in _collate(collator, *row)]
+        return self._finished(replace(step, microbatches=microbatches, max_tokens=max_tokens))
 
     def __init__(
         self,
@@ -189,6 +219,17 @@ class UpdateStepLoader:
         saved: Mapping[str, Any] = {},
     ) -> None:
         self.collator, self.settings, self.ranks, self._fill = collator, settings, ranks, fill
+        self.max_tokens = collator.first_tokens
+        """Budget of a microbatch in update steps that are planned from now on, the same on all ranks;
+        None for that of the config."""
+        self.in_use: int | None = None
+        """Budget of the update step that the loop consumes."""
+        self.follows: UpdateStepLoader | None = None
+        """Loader whose budget in use an epoch begins with."""
+        self.propose_tokens: Callable[[], int] | None = None
+        """Returns this rank's proposal of a budget; the least of all ranks is taken."""
+        self.most_tokens = MOST_TOKENS
+        """Bound of budgets after a lack of memory."""
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
@@ -267,11 +308,19 @@ class UpdateStepLoader:
             :class:`recipe_utils.data.loader.collectives.OtherRankFailedError`: all ranks stop
             before the same update step.
         """
+        if self.follows is not None and self.follows.in_use is not None:
+            # Ranks plan further update steps at different moments, but validate after the same one.
+            self.bound_rows(self.follows.in_use)
         first = self.cuts.step_at(epoch, samples_consumed)
         steps = range(first, self.cuts.num_steps(epoch))
         self._latest = self._order(epoch), epoch
         indices = self._indices(self._latest[0], self.cuts, steps, epoch)
         return self.of_samples(indices, first, epoch)
+
+    def bound_rows(self, max_tokens: int) -> None:
+        """Plans further update steps with at most ``max_tokens`` per microbatch, the same on all ranks."""
+        if max_tokens != self.max_tokens:
+            self.max_tokens, self.collator = max_tokens, self.collator.with_bound(max_tokens)
 
     def one_pass(self, num_epochs: int) -> tuple[int, Prefetched[UpdateStep]]:
         """Returns the number of update steps, and update steps with each sample of some epochs once.
@@ -325,8 +374,9 @@ class UpdateStepLoader:
         steps = self._prepare(first, indices_per_step, closed, epoch)
         return Prefetched(steps, self.settings.prefetch_update_steps, closed)
 
-    def _collate(self, samples: Sequence[Sample], part: Part) -> list[Microbatch]:
-        collate: Any = self.collator.collate
-        if part == WHOLE:
-            return [collate(each) for each in self.collator.split(samples)]
-        return [collate(samples, part)]
+
+def _collate(collator: Collator, samples: Sequence[Sample], part: Part) -> list[Microbatch]:
+    collate: Any = collator.collate
+    if part == WHOLE:
+        return [collate(each) for each in collator.split(samples)]
+    return [collate(samples, part)]

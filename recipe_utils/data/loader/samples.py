@@ -23,11 +23,7 @@ from recipe_utils.data.loader.sampler import StepIndex
 from recipe_utils.data.loader.workers import load_batches
 from recipe_utils.data.mixture import Mixture, entries_of, mixture_of
 from recipe_utils.data.order import seed_of
-from recipe_utils.parallel.random_state import (
-    get_random_state,
-    seed_generators,
-    set_random_state,
-)
+from recipe_utils.parallel.random_state import get_random_state, seed_generators, set_random_state
 from recipe_utils.settings.components import may_mean_subset, split_entry
 
 Sample = Mapping[str, Any]

@@ -15,8 +15,9 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.plan.packed import plan_packed
 from recipe_utils.data.plan.padded import plan_in_order, plan_least_padding
 from recipe_utils.data.plan.plan import Plan
+from recipe_utils.memory.meter import METERS
 from recipe_utils.parallel.process_group import local_world_size_from_env
-from recipe_utils.parallel.ranks import ParallelDims, RankSettings
+from recipe_utils.parallel.ranks import ParallelDims, RankSettings, resolve_device
 from recipe_utils.settings.components import MadeWith, component_at
 from recipe_utils.settings.keys import STRICT, Count, CountOrZero, OnlyWith, Positive
 from recipe_utils.settings.problems import ConfigError, Problem
@@ -42,9 +43,10 @@ class DataSettings(RankSettings):
     """``in_order``: ``batch_size`` samples at a time; ``least_padding``: sorted by length and
     cut for the least cost; ``packed``: concatenated to rows without padding. The gradient is
     the same."""
-    max_tokens_per_microbatch: Count | None = None
+    max_tokens_per_microbatch: Count | Literal["auto"] | None = None
     """Maximum positions per microbatch, not with ``in_order``: tokens of a packed row, or rows
-    times the longest row. Default: ``batch_size`` times ``tokenizer.max_seq_len``."""
+    times the longest row. ``auto`` finds the fastest that fits while training (CUDA). Default:
+    ``auto`` with ``packed`` on CUDA, otherwise ``batch_size`` times ``tokenizer.max_seq_len``."""
     max_ranks_per_row: Count = 1
     """With ``packed``: 2, 4, ... neighboring ranks, up to so many, compute a sample of more
     than ``max_tokens_per_microbatch`` tokens together."""
@@ -94,6 +96,19 @@ class DataSettings(RankSettings):
         return self.microbatching == "packed"
 
     @property
+    def finds_budget(self) -> bool:
+        """Returns True if ``max_tokens_per_microbatch`` is found while training."""
+        if self.max_tokens_per_microbatch is None:
+            return self.is_packed and self._has_meter
+        return self.max_tokens_per_microbatch == "auto"
+
+    @property
+    def _has_meter(self) -> bool:
+        with suppress(ConfigError):  # a problem of ``device`` by itself
+            return resolve_device(self.device).type in METERS
+        return True
+
+    @property
     def moves_samples(self) -> bool:
         """Returns True if samples move between data-parallel ranks."""
         return self.plans_by_tokens if self.balance_over_ranks is None else self.balance_over_ranks
@@ -108,6 +123,12 @@ class DataSettings(RankSettings):
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
+        elif self.max_tokens_per_microbatch == "auto" and not self._has_meter:
+            text = (
+                "this device has no exact peak of memory to measure; set a number (on a CPU all from 1,024 "
+                "on are about equally fast)"
+            )
+            yield Problem("max_tokens_per_microbatch", text, "auto")
         if not self.plans_by_tokens and self.balance_over_ranks:
             yield unused("balance_over_ranks", f"keeps every sample on its rank; {instead}")
         if self.max_ranks_per_row > 1:
@@ -154,7 +175,7 @@ class DataSettings(RankSettings):
         if not self.is_packed:
             text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
             yield problem(text)
-        elif self.max_tokens_per_microbatch is None:
+        elif self.max_tokens_per_microbatch is None and not self._has_meter:
             text = (
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
                 "that fit on one"

@@ -76,11 +76,7 @@ def _with_targets(
 ) -> Microbatch:
     """Makes a microbatch; ``labels`` [b, s] are those of the next positions."""
     positions = (labels.flatten() != ignore_index).nonzero().squeeze(1)
-    counts = {
-        "target_tokens": len(positions),
-        "real_tokens": num_real,
-        "positions": labels.numel(),
-    }
+    counts = {"target_tokens": len(positions), "real_tokens": num_real, "positions": labels.numel()}
     return Microbatch(inputs, Targets(labels, positions), counts)
 
 
@@ -98,8 +94,7 @@ def cut_part(row: Microbatch, part: Part, num_samples: int) -> Microbatch:
     inputs["document_lengths"] = Documents(documents.lengths, part.num_ranks)
     is_own = row.targets.positions % part.num_ranks == part.first
     targets = row.targets._replace(
-        labels=row.targets.labels[:, own],
-        positions=row.targets.positions[is_own] // part.num_ranks,
+        labels=row.targets.labels[:, own], positions=row.targets.positions[is_own] // part.num_ranks
     )
     if targets.dataset_indices is not None:
         targets = targets._replace(dataset_indices=targets.dataset_indices[is_own])

@@ -4,6 +4,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -30,6 +31,7 @@ from recipe_utils.data.text.collate import (
 )
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.data.text.trees import OF_TREES, merge, split_trees
+from recipe_utils.memory.budget import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
@@ -84,13 +86,28 @@ class RowCollator(Collator):
             raise ConfigError(Problem("tokenizer.max_seq_len", text, self.max_seq_len))
         if settings.max_ranks_per_row > 1:
             self.counts = (*self.counts, "spanning_samples")
+        if settings.finds_budget:
+            self.first_tokens = FIRST_TOKENS
+            settings = replace(settings, max_tokens_per_microbatch=FIRST_TOKENS)
         self._set(settings)
+
+    def with_bound(self, max_tokens: int) -> Self:
+        """Returns a collator of microbatches of at most ``max_tokens``."""
+        return self._with(replace(self.settings, max_tokens_per_microbatch=max_tokens))
+
+    def _with(self, settings: DataSettings) -> Self:
+        other = copy(self)
+        other.cache = self.cache  # left out of copies
+        other._set(settings)
+        return other
 
     def _set(self, settings: DataSettings) -> None:
         self.settings, limits, num_rows = settings, self.limits, self._sequences
-        bound = settings.max_tokens_per_microbatch
+        bound = _number(settings)
         most_samples = max(settings.batch_size, settings.batch_size_val or 0)
-        self.longest_row = limits.longest_row(bound, num_rows * most_samples)
+        # A row longer than the budget is one sample, padded to a multiple below the budget.
+        most_tokens = 2 * MOST_TOKENS if self.first_tokens else bound
+        self.longest_row = limits.longest_row(most_tokens, num_rows * most_samples)
         """Upper bound of a row, padding included, also in validation [positions]."""
         if bound is None and self.max_seq_len is not None:
             bound = num_rows * settings.batch_size * self.max_seq_len
@@ -100,22 +117,26 @@ class RowCollator(Collator):
             self.row_multiple = limits.multiple_of_packed_rows(bound, *rows)
         self.plan = settings.make_plan(bound, limits.cost, 1 if settings.is_packed else num_rows)
 
+    @property
+    def has_few_lengths(self) -> bool:
+        """Returns True if packed rows have few lengths, for which kernels are compiled."""
+        return self.row_multiple != self.limits.row_multiple
+
     def __getstate__(self) -> dict[str, Any]:
         """Omits what DataLoader workers, which only prepare samples, do not use or cannot unpickle."""
         return {**self.__dict__, "cache": None, "settings": None}
 
     def for_validation(self) -> Self:
         """Returns a collator for the validation loader: ``batch_size_val`` samples per microbatch."""
-        other = copy(self)
-        other.cache = self.cache  # left out of copies
-        other._set(self.settings.of_validation())
-        return other
+        return self._with(self.settings.of_validation())
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings about estimated costs and about samples longer than a microbatch."""
         settings, longest, num_rows = self.settings, self.max_seq_len, self._sequences
         yield from settings.cost_warnings(self.limits.costs_are_estimated)
-        bound, most = settings.max_tokens_per_microbatch, settings.max_ranks_per_row
+        bound, most = _number(settings), settings.max_ranks_per_row
+        if self.first_tokens:
+            return
         if bound is not None and (longest is None or most * bound < num_rows * longest):
             on_most = f", max_ranks_per_row={most}" if most > 1 else ""
             more = f"more than {most * bound} tokens" if most > 1 else "more tokens"
@@ -199,17 +220,23 @@ class TextCollator(RowCollator):
             self.row_multiple = self.limits.multiple_of_packed_rows(bound, _COMMON)
             overhead = cost.overhead_slots + cost.of_sample(num_common)
             cost = cost._replace(overhead_slots=overhead)
-        self.plan = settings.make_plan(bound - num_common, cost)
+        self.plan = settings.make_plan(max(bound - num_common, 1), cost)
         if self._trees is None:
             return
         self._splits = settings.max_ranks_per_row == 1  # else ranks would wait for another row
-        self._max_positions = bound * settings.max_ranks_per_row
+        # Trees are cut when they are read, before the budget of their update step is known.
+        whole = settings.batch_size * self._longest if self.first_tokens else bound
+        self._max_positions = whole * settings.max_ranks_per_row
         self.longest_row = max(self.longest_row, self._max_positions + (self.row_multiple or 0))
 
     def _most_tokens(self, settings: DataSettings) -> int:
         """Returns the tokens that a row with more than one sample may have on each of its ranks."""
-        longest = self.max_seq_len or self.limits.max_seq_len
-        return settings.max_tokens_per_microbatch or settings.batch_size * longest
+        return _number(settings) or settings.batch_size * self._longest
+
+    @property
+    def _longest(self) -> int:
+        """Returns the tokens of the longest possible sample."""
+        return self.max_seq_len or self.limits.max_seq_len
 
     def common_beginning(self, sample: Sample, known: Any = None) -> Any:
         """Returns the tokens without targets that a sample and ``known`` begin with, [n] int64."""
@@ -228,6 +255,8 @@ class TextCollator(RowCollator):
         settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
             return
+        if self.first_tokens and tokens is not None:
+            bound = max(bound, 2 * len(tokens))
         if tokens is None or not bound <= 10 * len(tokens) < 10 * bound:
             return
         self._beginning = tokens
@@ -264,8 +293,9 @@ class TextCollator(RowCollator):
             return
         if len(sample["tokens"]) == self.max_seq_len:
             yield f"tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
-        bound = self.settings.max_tokens_per_microbatch or 0
-        if self.settings.max_ranks_per_row > 1 and len(sample["tokens"]) > bound:
+        bound = _number(self.settings) or 0
+        spans = self.settings.max_ranks_per_row > 1 and not self.first_tokens
+        if spans and len(sample["tokens"]) > bound:
             yield f"more than {bound} tokens, computed by several ranks"
 
     def prepare(self, sample: Sample, name: str) -> Sample:
@@ -343,6 +373,13 @@ class TextCollator(RowCollator):
         if self.settings.is_packed:
             sample = {key: value for key, value in sample.items() if key in _TEXT_KEYS}
         return collate_dummy(sample, self.make, self._ignore_index)
+
+
+def _number(settings: DataSettings) -> int | None:
+    """Returns ``max_tokens_per_microbatch``, which is a number in the settings of a collator."""
+    bound = settings.max_tokens_per_microbatch
+    assert bound != "auto"
+    return bound
 
 
 def check_sample(

@@ -30,11 +30,7 @@ from recipe_utils.model.attention.packed_attention import (
     raise_recompile_limit,
     self_attentions,
 )
-from recipe_utils.model.attention.rows_over_ranks import (
-    PartMask,
-    heads_of_row,
-    tokens_of_part,
-)
+from recipe_utils.model.attention.rows_over_ranks import PartMask, heads_of_row, tokens_of_part
 from recipe_utils.parallel.exchange import RowGroups
 
 

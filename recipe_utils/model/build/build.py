@@ -49,8 +49,7 @@ class ModelSettings(PipelineSettings):
     """Precision of forward and backward; null is fp32. fp16 is not supported."""
     weights_dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Precision of trained weights, their summed gradients and optimizer state; null is
-    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away, for
-    8 more bytes per parameter."""
+    ``dtype``. With ``dtype: bf16``, fp32 keeps small updates that bf16 weights round away."""
     compile: bool = False
     """Compiles each transformer layer, and the loss."""
     packed_attention: Annotated[
@@ -84,11 +83,9 @@ class ModelSettings(PipelineSettings):
     """Quantization-aware training of all weights or of LoRA:
     torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer."""
     memory_efficient_fsdp_wrap: Literal[False] = False
-    """No effect; accepted for torchtune's ``dev/8B_full_experimental``. See
-    ``custom_sharded_layers``."""
+    """No effect; accepted for torchtune's ``dev/8B_full_experimental``."""
     low_cpu_ram: bool = False
-    """No effect; accepted for torchtune's QLoRA configs. Exports upcast one NF4 weight at a
-    time."""
+    """No effect; accepted for torchtune's QLoRA configs."""
     tensor_parallel_plan: Component | None = None
     """Plan that splits layers over ``tensor_parallel_dim`` ranks:
     torchtune.models.llama3.base_llama_tp_plan."""

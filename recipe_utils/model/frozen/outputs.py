@@ -17,11 +17,7 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build.weights import (
-    check_weights,
-    crc32_of_weights,
-    fingerprint_of_config,
-)
+from recipe_utils.model.build.weights import check_weights, crc32_of_weights, fingerprint_of_config
 from recipe_utils.model.frozen.cache import OutputCache, Values
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.parallel.process_group import gather_objects
@@ -100,10 +96,7 @@ class FrozenOutputs(ABC):
         return checkpoint, fingerprints
 
     def open(
-        self,
-        build: Callable[[], FrozenModel],
-        context: Mapping[str, Any],
-        output_layer: Any = None,
+        self, build: Callable[[], FrozenModel], context: Mapping[str, Any], output_layer: Any = None
     ) -> None:
         """Opens the cache; without one builds the model.
 

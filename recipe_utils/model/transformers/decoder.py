@@ -24,10 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from recipe_utils.checkpoint.transformers import names_of_weights
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.data.text.limits import Kernel, Layout, PackedAttention
-from recipe_utils.model.attention.packed_attention import (
-    AttentionNeeds,
-    choose_kernel,
-)
+from recipe_utils.model.attention.packed_attention import AttentionNeeds, choose_kernel
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
 from recipe_utils.model.pipeline.stages import NotOnThisStage
 from recipe_utils.model.transformers.documents import (

@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
+from pydantic import TypeAdapter
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchtune.training import set_default_dtype
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
 from recipe_utils.files import write_atomically
+from recipe_utils.model.double_precision import DoublePrecision
 from recipe_utils.model.transformers.decoder import (
     Decoder,
     build,
@@ -59,6 +60,8 @@ _NUM_TOKENS = 96
 _MLP_WIDTH = 256
 _BOUND = 1e-8
 """Largest relative difference of a parameter's gradient."""
+_NUM_PARTS = 3
+"""Parts of a row that ranks compute."""
 _SEED = 0
 
 
@@ -117,12 +120,7 @@ def proof_of(config: Any, attention: str | None = None) -> Proof:
     not made of its decoder's hidden states.
     """
     found = _cached([config, attention], lambda: asdict(prove(config, attention)))
-    tuples = {
-        "modules": tuple(found["modules"]),
-        "head_dims": tuple(map(tuple, found["head_dims"])),
-        "attention_needs": tuple(found["attention_needs"]),
-    }
-    return Proof(**found | tuples)
+    return TypeAdapter(Proof).validate_python(found)  # lists of JSON become tuples
 
 
 def error_on_device(
@@ -143,12 +141,11 @@ def error_on_device(
         # fp32: some versions of PyTorch draw other weights in bf16.
         with torch.device(device), set_default_dtype(torch.float32), torch.random.fork_rng():
             copied = cut(config)
-            num_tokens = copied.get_text_config().vocab_size
             in_fp32, in_dtype = (
                 _copies(copied, attention, each) for each in (torch.float32, dtype)
             )
             lengths = [n * _TIMES_ON_DEVICE for n in _LENGTHS]
-            documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
+            documents = _drawn(copied, lengths)
             one_by_one = partial(_logits_one_by_one, documents=documents)
             expected = gradients(in_fp32(), one_by_one, documents)
             alone = gradients(in_dtype(), one_by_one, documents)
@@ -179,12 +176,8 @@ def paths_of_code() -> list[Path]:
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns what ``make`` returned before for these values, these versions and this code; else calls it."""
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
-    versions = [
-        torch.__version__,
-        transformers.__version__,
-        *(p.read_text() for p in paths_of_code()),
-    ]
-    text = json.dumps([described, *made_from[1:], *versions], default=str)
+    code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
+    text = json.dumps([described, *made_from[1:], *code], default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     path = cache / "torchtune_update_step" / f"proof_{key[:32]}.json"
@@ -210,30 +203,16 @@ def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS)
         torch.set_default_dtype(torch.float64)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), DoublePrecision():
             copied = cut(config)
-            num_tokens = copied.get_text_config().vocab_size
             make = _copies(copied, attention, torch.float64)
-            documents = [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in _LENGTHS]
-            found = _compare(make, documents, type(make()).__name__, ways)
+            found = _compare(make, _drawn(copied, _LENGTHS), type(make()).__name__, ways)
     finally:
         torch.set_default_dtype(default)
     return replace(found, seconds=time.monotonic() - start)
 
 
-class DoublePrecision(TorchFunctionMode):
-    """Replaces fp32 by fp64 in all functions, so that norms and softmaxes of a model compute in fp64, too."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        wider = {torch.float32: torch.float64, "torch.FloatTensor": "torch.DoubleTensor"}
-        args = tuple(wider.get(a, a) if isinstance(a, (torch.dtype, str)) else a for a in args)
-        kwargs = {
-            key: wider.get(a, a) if isinstance(a, torch.dtype) else a
-            for key, a in (kwargs or {}).items()
-        }
-        return func(*args, **kwargs)
+def _drawn(config: Any, lengths: Sequence[int]) -> list[Tensor]:
+    num_tokens = config.get_text_config().vocab_size
+    return [torch.randint(min(3, num_tokens - 1), num_tokens, (n,)) for n in lengths]
 
 
 def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[[], Any]:
@@ -250,9 +229,7 @@ def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[
 
     def make() -> Any:
         model = build(config, attention).eval()
-        for (
-            parameter
-        ) in model.parameters():  # buffers, such as RoPE's frequencies, stay wide in training
+        for parameter in model.parameters():  # buffers, such as RoPE's frequencies, stay wide
             parameter.data = parameter.data.to(dtype)
         model.load_state_dict(weights)
         return model
@@ -263,10 +240,9 @@ def _copies(config: Any, attention: str | None, dtype: torch.dtype) -> Callable[
 def _compare(
     make: Callable[[], Any], documents: Sequence[Tensor], name: str, ways: Sequence[Way]
 ) -> Proof:
-    longest = max(map(len, documents))
+    longest, lengths = max(map(len, documents)), [len(d) for d in documents]
     rows = torch.stack([F.pad(d, (0, longest - len(d)), value=1) for d in documents])
-    one_by_one = partial(_logits_one_by_one, documents=documents)
-    expected = gradients(make(), one_by_one, documents)
+    expected = gradients(make(), partial(_logits_one_by_one, documents=documents), documents)
     padded = gradients(make(), lambda model: list(logits_of(model, rows)), documents)
     error_of_padded = difference(padded, expected)
     if not error_of_padded <= _BOUND:
@@ -275,16 +251,21 @@ def _compare(
             "depend on rounding (ties of a sparse attention's scores), and cannot be trained exactly"
         )
     head_is_tail = check_tail(make(), make(), documents[0])
+    tokens = torch.cat(list(documents))
+
+    def is_exact(proof: Proof, *row: Any, num_stages: int = 1, **options: Any) -> bool:
+        stages = [Decoder(make(), proof) for _ in range(num_stages)]
+        return _error(stages, *row, **options) <= _BOUND
+
     for way in ways:
         proofs: Iterable[Proof] = [Proof(way, (), head_is_tail, None)]
         if way == "by_document":
             proofs = _by_document(make, documents, head_is_tail)
         splits = (True, False) if make()._can_set_attn_implementation() else (False,)
-        tries = (replace(proof, splits_attention=each) for proof in proofs for each in splits)
-        for proof in tries:
+        for proof in (replace(proof, splits_attention=each) for proof in proofs for each in splits):
             decoder = Decoder(make(), proof)
             decoder.calls = set()
-            error = _error_of_packed(decoder, documents, expected)
+            error = _error([decoder], tokens, lengths, expected)
             if not error <= _BOUND:
                 continue
             proof = replace(
@@ -294,12 +275,22 @@ def _compare(
                 head_dims=tuple(sorted(c for c in decoder.calls if isinstance(c, tuple))),
                 attention_needs=tuple(sorted(c for c in decoder.calls if isinstance(c, str))),
             )
-            sharing = replace(proof, computes_trees=True)
-            if _error_of_trees(make, documents, sharing) <= _BOUND:
-                proof = sharing
-            can_be_cut = _error_of_stages(make, documents, proof, expected) <= _BOUND
-            spans_ranks = _error_of_parts(make, documents, proof, expected) <= _BOUND
-            return replace(proof, can_be_cut=can_be_cut, spans_ranks=spans_ranks)
+            of_forest = tokens[: sum(map(length_of, _FOREST))]
+            alone = [of_forest[place] for place in _places(_FOREST)]
+            of_alone = gradients(make(), partial(_logits_one_by_one, documents=alone), alone)
+            computes_trees = is_exact(
+                replace(proof, computes_trees=True), of_forest, _FOREST, of_alone
+            )
+            proof = replace(proof, computes_trees=computes_trees)
+            row, num_stages = (proof, tokens, lengths, expected), len(layers_of(make()))
+            # A rank computes some of the heads, and sinks (s_aux) are those of all.
+            can_span = proof.splits_attention and not proof.modules
+            can_span = can_span and "s_aux" not in proof.attention_needs
+            return replace(
+                proof,
+                can_be_cut=is_exact(*row, num_stages=num_stages),
+                spans_ranks=can_span and is_exact(*row, num_ranks=_NUM_PARTS),
+            )
     last = Proof(ways[-1], (), head_is_tail, None)
     problem, _ = _modules_that_mix(make, documents, last)
     return Proof("padded", (), head_is_tail, problem or name, error_of_padded)
@@ -370,27 +361,47 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
     return (torch.stack(squares).sum() / torch.stack(norms).sum()).sqrt().item()
 
 
-def _error_of_packed(
-    decoder: Decoder, documents: Sequence[Tensor], expected: Mapping[str, Tensor]
-) -> float:
-    lengths = [len(d) for d in documents]
-    return _error(
-        [decoder], lambda: _of_row(decoder, documents)[0].split(lengths), documents, expected
-    )
+def _places(row: Sequence[Document]) -> list[Tensor]:
+    """Returns the positions in a row of each sequence."""
+    return [torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(row)]
 
 
 def _error(
     stages: Sequence[Decoder],
-    forward: Callable[[], Sequence[Tensor]],
-    documents: Sequence[Tensor],
+    tokens: Tensor,
+    row: Sequence[Document],
     expected: Mapping[str, Tensor],
+    num_ranks: int = 1,
 ) -> float:
-    """Returns the difference of the gradients of a forward through ``stages``; infinity if it raises."""
+    """Compares gradients of a row of tokens [s] with those of its sequences one at a time.
+
+    The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
+    computed one behind the other; only attention gets the row's order back, so all else must be computed
+    token by token. Returns infinity if a module cannot run so.
+    """
+    places, found = _places(row), dict[str, Any]()
+    order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
+    back, positions = order.argsort(), torch.empty_like(tokens)
+    for place in places:
+        positions[place] = torch.arange(len(place))
+    if num_ranks > 1:
+        stages[0].exchanges[num_ranks] = Exchange(
+            lambda *heads: tuple(each[back] for each in heads), lambda attended: attended[order]
+        )
+
+    def forward(_: Any) -> Sequence[Tensor]:
+        hidden = tokens[order][None]
+        for index, stage in enumerate(stages):
+            if len(stages) > 1:
+                stage.cut_to_stage(range(index, index + 1))
+            documents = Documents([row], num_ranks)
+            hidden = stage(hidden, input_pos=positions[order][None], document_lengths=documents)
+        return [hidden[0, back][place] for place in places]
+
     try:
-        gradients(stages[0].model, lambda _: forward(), documents)
+        gradients(stages[0].model, forward, [tokens[place] for place in places])
     except Exception:  # any: a module that cannot run so
         return float("inf")
-    found: dict[str, Any] = {}
     for stage in stages:
         for name, weight in stage.model.named_parameters():
             if weight.grad is not None:  # twice for a tied output
@@ -398,86 +409,13 @@ def _error(
     return difference(found, expected)
 
 
-def _error_of_parts(
-    make: Callable[[], Any],
-    documents: Sequence[Tensor],
-    proof: Proof,
-    expected: Mapping[str, Tensor],
-) -> float:
-    """Compares the parts of a row, one behind the other, with its documents one at a time.
-
-    Only attention gets the row's order back, so all else must be computed token by token.
-    """
-    # A rank computes some of the heads, and sinks (s_aux) are those of all.
-    if not proof.splits_attention or proof.modules or "s_aux" in proof.attention_needs:
-        return float("inf")
-    lengths, num_parts = [len(d) for d in documents], 3
-    order = torch.cat([torch.arange(i, sum(lengths), num_parts) for i in range(num_parts)])
-    back = order.argsort()
-    decoder = Decoder(make(), proof)
-    decoder.exchanges[num_parts] = Exchange(
-        lambda *heads: tuple(each[back] for each in heads),
-        lambda attended: attended[order],
-    )
-
-    def forward() -> Sequence[Tensor]:
-        logits = decoder(
-            torch.cat(list(documents))[order][None],
-            input_pos=torch.cat([torch.arange(n) for n in lengths])[order][None],
-            document_lengths=Documents([lengths], num_parts),
-        )
-        return logits[0, back].split(lengths)
-
-    return _error([decoder], forward, documents, expected)
-
-
-def _of_row(decoder: Decoder, documents: Sequence[Tensor], hidden: Any = None) -> Tensor:
+def _of_row(decoder: Decoder, documents: Sequence[Tensor]) -> Tensor:
     logits: Tensor = decoder(
-        torch.cat(list(documents))[None] if hidden is None else hidden,
+        torch.cat(list(documents))[None],
         input_pos=torch.cat([torch.arange(len(d)) for d in documents])[None],
         document_lengths=Documents([[len(d) for d in documents]]),
     )
     return logits
-
-
-def _error_of_trees(make: Callable[[], Any], documents: Sequence[Tensor], proof: Proof) -> float:
-    """Compares a row with trees with their sequences one at a time."""
-    tokens = torch.cat(list(documents))[: sum(map(length_of, _FOREST))]
-    places = [
-        torch.cat([torch.arange(*each) for each in chain.ranges]) for chain in chains(_FOREST)
-    ]
-    positions = torch.empty_like(tokens)
-    for place in places:
-        positions[place] = torch.arange(len(place))
-    row = {"input_pos": positions[None], "document_lengths": Documents([_FOREST])}
-    decoder, alone = Decoder(make(), proof), [tokens[place] for place in places]
-
-    def forward() -> Sequence[Tensor]:
-        logits = decoder(tokens[None], **row)[0]
-        return [logits[place] for place in places]
-
-    expected = gradients(make(), partial(_logits_one_by_one, documents=alone), alone)
-    return _error([decoder], forward, alone, expected)
-
-
-def _error_of_stages(
-    make: Callable[[], Any],
-    documents: Sequence[Tensor],
-    proof: Proof,
-    expected: Mapping[str, Tensor],
-) -> float:
-    """Compares a row through stages of one layer each with its documents one at a time."""
-    stages = [Decoder(make(), proof) for _ in layers_of(make())]
-
-    def forward() -> Sequence[Tensor]:
-        hidden = None
-        for index, stage in enumerate(stages):
-            stage.cut_to_stage(range(index, index + 1))
-            hidden = _of_row(stage, documents, hidden)
-        assert hidden is not None
-        return hidden[0].split([len(d) for d in documents])
-
-    return _error(stages, forward, documents, expected)
 
 
 @torch.no_grad()
@@ -585,11 +523,9 @@ def cut(config: Any) -> Any:
     """Returns a config of few layers of each kind, a small vocabulary, and windows shorter than the documents."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    num_layers = text.num_hidden_layers
     with torch.device("meta"):
-        num_layers, needed = (
-            text.num_hidden_layers,
-            _num_layers_with_all_kinds(build(config, "eager")),
-        )
+        needed = _num_layers_with_all_kinds(build(config, "eager"))
     for part in {id(config): config, id(text): text}.values():
         for name, value in list(vars(part).items()):
             is_pattern = isinstance(value, str) and "pattern" in name

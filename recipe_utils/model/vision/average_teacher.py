@@ -18,11 +18,7 @@ from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.loss.attach_loss import HiddenAtTargets
 from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.koleo import gradient_of_all
-from recipe_utils.loss.self_distillation import (
-    ObjectiveSettings,
-    TeacherBottlenecks,
-    TeacherViews,
-)
+from recipe_utils.loss.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.loss.sinkhorn import num_prototypes_used, sinkhorn
 from recipe_utils.model.build.build import ModelSettings
 from recipe_utils.model.build.weights import load_weights

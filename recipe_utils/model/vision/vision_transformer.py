@@ -143,11 +143,7 @@ class VisionTransformer(TransformerDecoder):
         return 2 * len(self.layers) if self.drop_path > 0 else 0
 
     def forward(
-        self,
-        tokens: Tensor,
-        *,
-        input_pos: Tensor,
-        crop_groups: CropGroups | None = None,
+        self, tokens: Tensor, *, input_pos: Tensor, crop_groups: CropGroups | None = None
     ) -> Any:
         """Returns hidden states after the final norm [b, s, d], or the output of ``output`` or of a loss module.
 

@@ -8,11 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtune import config as torchtune_config
 
-from recipe_utils.benchmark.baselines.start import (
-    load_adapters,
-    load_start,
-    write_fresh_adapters,
-)
+from recipe_utils.benchmark.baselines.start import load_adapters, load_start, write_fresh_adapters
 
 DORA = tiny.adapted(tiny.MODEL, use_dora=True)
 

@@ -74,7 +74,14 @@ def write_base(folder, weights, sizes, kind="llama"):
     save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.fixture(params=[(kind, dora) for kind in MODELS for dora in (False, True)], ids=str)
+KINDS = [
+    (kind, use_dora) if use_dora == bool(i % 2) else slow((kind, use_dora))
+    for i, kind in enumerate(MODELS)
+    for use_dora in (False, True)
+]
+
+
+@pytest.fixture(params=KINDS, ids=str)
 def exported(request, tmp_path):
     """An adapted model, its base in Hugging Face's format, and its export."""
     kind, use_dora = request.param

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import STEP_OF_8, set_up, writing_to
+from recipe_runs import STEP_OF_8, call_in_step, set_up, writing_to
 
 from recipe_utils.data.loader.samples import CheckedDataset
 from recipe_utils.evaluation.sample_losses import report_of_run
@@ -18,17 +18,12 @@ ALSO = {**DATA, "num_samples": 11, "seed": 2, "name": "code"}
 def train(config, stop_after=None, halves_positions=False):
     """Trains two epochs of 4 update steps, or until ``stop_after``."""
     with pytest.MonkeyPatch.context() as patches, set_up(config) as recipe:
-        update, get = recipe.update, CheckedDataset._get
-
-        def update_and_stop(step):
-            if recipe.run.global_step + 1 == stop_after:
-                recipe.run.stop.set()
-            return update(step)
+        get = CheckedDataset._get
 
         def get_at_half(self, at):
             return get(self, at._replace(position=at.position // 2))
 
-        recipe.update = update_and_stop
+        call_in_step(recipe, stop_after, recipe.run.stop.set)
         if halves_positions:
             patches.setattr(CheckedDataset, "_get", get_at_half)
         recipe.train()

@@ -21,6 +21,8 @@ from recipe_utils.benchmark.gpu import decoder_flops
 from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
 from recipe_utils.forecast import __main__ as forecast
 from recipe_utils.forecast.live_bytes import LiveBytes
+from recipe_utils.settings.describe import settings_of
+from recipe_utils.settings.keys import keys_of as settings_keys
 from recipe_utils.tune.registry import RECIPES, recipe_path
 
 SIZES = {SFT: (512, 1024), DPO: (512, 1024), KD: (512, 1024), DINO: (8, 16)}
@@ -60,7 +62,7 @@ def peaks_of(made, live, run, cfg, sizes):
 
 
 def keys_of(recipe):
-    return recipe_class(recipe).__init__.__globals__["Settings"].__dataclass_fields__
+    return settings_keys(settings_of(recipe))
 
 
 def assert_alike(fake, real, bound=0.01):

@@ -320,10 +320,7 @@ def test_samples_without_targets_give_zero_with_a_graph():
     [
         (False, {}),
         (False, {"divergence": "js", "kd_ratio": 1.0, "with_row_weights": True}),
-        (
-            False,
-            {"teacher_vocab": V - 13, "with_bias": True, "temperature": 2.0, "output": "bias"},
-        ),
+        (False, {"teacher_vocab": V - 13, "with_bias": True, "temperature": 2.0, "output": "bias"}),
         (True, {"divergence": "reverse", "teacher_vocab": V + 13}),
     ],
     ids=str,

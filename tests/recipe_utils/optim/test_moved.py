@@ -8,16 +8,11 @@ from torch import nn
 
 from recipe_utils.optim.moved import NUM_SAMPLED, NUM_STEPS, ChangedWeights
 from recipe_utils.optim.optimizer import OptimizerInBackward
-from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 KEY = "weights_moved_fraction"
 
 
-@pytest.fixture(autouse=True)
-def ranks():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield ranks
-    ranks.leave()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def make(weights, lr=1e-3, **options):

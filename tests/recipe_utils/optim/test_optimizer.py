@@ -7,11 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_lr
 
-from recipe_utils.optim.optimizer import (
-    OptimizerSettings,
-    build_lr_scheduler,
-    build_optimizer,
-)
+from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
 
 NUM_STEPS = 6
 

@@ -16,11 +16,7 @@ from recipe_utils.data.images.collator import (
     ViewSettings,
     WholeImages,
 )
-from recipe_utils.data.images.crop_rows import (
-    CLASS,
-    TokenLayout,
-    of_global_crops,
-)
+from recipe_utils.data.images.crop_rows import CLASS, TokenLayout, of_global_crops
 from recipe_utils.data.images.multi_crop import MultiCrop
 from recipe_utils.data.images.view_draws import mask_ratios
 from recipe_utils.data.loader.loader import UpdateStepLoader
@@ -74,13 +70,6 @@ def make_loader(dataset=None, ranks=(), layout=LAYOUT, keys=(), **data):
         settings,
         join_ranks(RankSettings(device="cpu", **dict(ranks))),
     )
-
-
-@pytest.fixture
-def one_process():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield
-    ranks.leave()
 
 
 def images_of(microbatch):

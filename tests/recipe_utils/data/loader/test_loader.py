@@ -25,10 +25,7 @@ from recipe_utils.tune.launcher import NUM_NODES
 LIMITS = ModelLimits(tiny.VOCAB_SIZE, 64, MicrobatchCost())
 SAMPLES = tiny.make_samples(12, num_without_targets=2)
 # Per rank: the dataset indices of each update step.
-UNEQUAL = [
-    [[0, 1, 2, 3, 4], [5, 6], [], [10, 11]],
-    [[7], [], [8, 9, 0], []],
-]
+UNEQUAL = [[[0, 1, 2, 3, 4], [5, 6], [], [10, 11]], [[7], [], [8, 9, 0], []]]
 
 
 def num_targets(samples):
@@ -45,13 +42,6 @@ def make_loader(samples, fill=None, dataset=None, **settings):
         "dataset",
         fill,
     )
-
-
-@pytest.fixture
-def one_process():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield
-    ranks.leave()
 
 
 def samples_of(step):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import tiny
+from recipe_runs import slow
 from torch.utils.data import DataLoader
 
 from recipe_utils.data.loader import workers
@@ -16,7 +17,7 @@ BATCHES = [[3, 0, 7], [], [11], [5, 5, 2, 1], [4], [9, 8], [23]]
 EXPECTED = [[SAMPLES[i] for i in batch] for batch in BATCHES]
 
 
-@pytest.mark.parametrize(("indices", "num_workers"), [([5], 2), ([23], 2), ([3, 11, 4], 1)])
+@pytest.mark.parametrize(("indices", "num_workers"), [([5], 2), slow([23], 2), ([3, 11, 4], 1)])
 def test_batches_come_whole_and_in_order_if_workers_are_killed(
     indices, num_workers, tmp_path, caplog
 ):
@@ -27,7 +28,7 @@ def test_batches_come_whole_and_in_order_if_workers_are_killed(
     assert all(re.match(expected, warning) for warning in caplog.messages)
 
 
-@pytest.mark.parametrize(("how", "shown"), [("SIGKILL", "SIGKILL"), (7, "exit code 7")])
+@pytest.mark.parametrize(("how", "shown"), [("SIGKILL", "SIGKILL"), slow(7, "exit code 7")])
 def test_a_sample_that_ends_every_worker_is_an_error_that_names_it_and_how(how, shown):
     dataset = tiny.KillsItsWorker(SAMPLES, [5], folder=None, how=how)
     batches = load_batches(dataset, BATCHES, num_workers=1)

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
-from recipe_utils.data.pairs.collator import (
-    PairCollator,
-    PairSettings,
-    num_shared_tokens,
-)
+from recipe_utils.data.pairs.collator import PairCollator, PairSettings, num_shared_tokens
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 

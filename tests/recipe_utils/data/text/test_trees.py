@@ -96,6 +96,7 @@ def test_the_longest_branch_follows_its_parent():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_conversation_of_1500_turns_is_merged():
     """Each drops the thinking of the turn before; depth is no recursion."""
     history, turns = [1], []

@@ -139,8 +139,7 @@ def test_packing_is_refused_before_weights_load_where_triton_lacks_something(mon
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reason"),
-    [("bf16", "support heads of width 264"), ("fp32", "compute in float32")],
+    ("dtype", "reason"), [("bf16", "support heads of width 264"), ("fp32", "compute in float32")]
 )
 def test_models_that_flash_attention_does_not_take_are_refused_by_key(dtype, reason):
     model = on_meta(with_heads(2, 264), dtype=dtype, packed_attention="varlen")

@@ -23,18 +23,11 @@ def make(sizes=tiny.MODEL):
     return config.instantiate(OmegaConf.create(sizes))
 
 
-@pytest.fixture
-def ranks():
-    ranks = join_ranks(RankSettings(device="cpu"))
-    yield ranks
-    ranks.leave()
-
-
-def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(ranks):
+def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(one_process):
     settings = ModelSettings(custom_sharded_layers=["tok_embeddings"])
     with pytest.raises(ValueError, match=r"custom_sharded_layers=\['tok_embeddings'\]"):
-        parallelize_model(on_meta(), settings, ranks)
-    parallelize_model(on_meta(tiny.UNTIED_MODEL), settings, ranks)
+        parallelize_model(on_meta(), settings, one_process)
+    parallelize_model(on_meta(tiny.UNTIED_MODEL), settings, one_process)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +40,10 @@ def test_token_embeddings_that_the_output_shares_are_not_sharded_alone(ranks):
     ],
 )
 def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
-    ranks, sizes, wrapping, num_wrapped
+    one_process, sizes, wrapping, num_wrapped
 ):
     saved, settings = tiny.tiny_model(sizes), ModelSettings(**wrapping)
-    model = parallelize_model(on_meta(sizes), settings, ranks)
+    model = parallelize_model(on_meta(sizes), settings, one_process)
     load_weights(model, {"model": saved.state_dict()}, settings, CPU)
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 20))
     torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=1e-6)
@@ -58,7 +51,7 @@ def test_plain_and_wrapped_models_load_the_weights_of_plain_ones(
     assert len(recomputing) == num_wrapped
 
 
-def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(ranks):
+def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(one_process):
     prepared = []
 
     def prepare(model, has_output):
@@ -67,7 +60,7 @@ def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(ran
         prepared.append((model, has_output, wrapped, on_meta))
 
     settings = ModelSettings(enable_activation_checkpointing=True, dtype="bf16")
-    model = build_model(make, prepare, settings, ranks)
+    model = build_model(make, prepare, settings, one_process)
     assert prepared == [(model, True, False, True)]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 

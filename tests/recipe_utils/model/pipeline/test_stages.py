@@ -19,11 +19,7 @@ def costliest(stages, costs, output_cost):
     return max([*sums[:-1], sums[-1] + output_cost])
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=8),
-    st.integers(0, 40),
-    st.integers(1, 8),
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 40), st.integers(1, 8))
 def test_no_other_cut_has_a_cheaper_costliest_stage(costs, output_cost, num_stages):
     num_stages = min(num_stages, len(costs))
     stages = split_layers(costs, output_cost, num_stages)

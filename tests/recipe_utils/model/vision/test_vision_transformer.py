@@ -14,11 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipe_utils.model.pipeline.stages import layers_of_stages
 from recipe_utils.model.vision import vision_transformer
-from recipe_utils.model.vision.vision_transformer import (
-    dinov3_vit,
-    fresh_vit_weights,
-    layer_of,
-)
+from recipe_utils.model.vision.vision_transformer import dinov3_vit, fresh_vit_weights, layer_of
 from recipe_utils.settings.components import MadeWith, check_component
 
 DIM, NUM_LAYERS = SIZES["embed_dim"], SIZES["num_layers"]

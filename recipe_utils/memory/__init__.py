@@ -1,0 +1,1 @@
+"""Memory of update steps: the budget of tokens that fits, and what did not."""
