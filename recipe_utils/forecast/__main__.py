@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,8 @@ _NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 _REFUSED = {"pipeline_parallel_dim": 1, "reference": "live", "teacher_cache": None}
 """Keys without a forecast, and their values that have one."""
 _OF_CUDA = ("compile", "enable_activation_offloading", "fsdp_cpu_offload", "fsdp")
-_LEFT_OUT = {
-    *OF_OUTPUT,
-    *_OF_CUDA,
-    "packed_attention",
-    "loss_weights",
-    "mixture",
-    "teacher_tokenizer",
-}
+_OF_DATA = ("packed_attention", "loss_weights", "mixture", "teacher_tokenizer")
+_LEFT_OUT = {*OF_OUTPUT, *_OF_CUDA, *_OF_DATA}
 _WAYS = {"recomputation": True, "no recomputation": False}
 
 
@@ -67,18 +61,22 @@ def config_of(cfg: DictConfig, folder: Path, keys: Mapping[str, Any]) -> DictCon
     made = {key: value for key, value in made.items() if key not in left_out}
     kind = "pair" if "prefix_sharing" in keys else "image" if "mask_ratio" in keys else "text"
     made |= {"device": "cpu", "dataset": {"_component_": f"{_HERE}.FakeDataset", "kind": kind}}
-    if kind != "image":
-        for name in {"checkpointer", "ref_checkpointer", "teacher_checkpointer"} & made.keys():
-            model = made["teacher_model" if name.startswith("teacher") else "model"]
-            made[name] = {"_component_": f"{_HERE}.FakeWeights", "model": model, "seed": 0}
+    with suppress(KeyError, TypeError, ValueError):  # problems that the recipe reports
+        own = made["optimizer"]
+        takes = inspect.signature(component_at(own["_component_"])).parameters
+        if cfg.get("device") != "cpu" and "foreach" in takes and not own.get("fused"):
+            own.setdefault("foreach", True)  # PyTorch's default on CUDA
+        if kind == "image":
+            return OmegaConf.create(made)
+        for name in ("checkpointer", "ref_checkpointer", "teacher_checkpointer"):
+            if made.get(name) is not None:
+                model = made["teacher_model" if name.startswith("teacher") else "model"]
+                made[name] = {"_component_": f"{_HERE}.FakeWeights", "model": model, "seed": 0}
         fixed = {"_component_": "types.SimpleNamespace", "pad_id": 0}
         made["tokenizer"] = {**fixed, "max_seq_len": made["tokenizer"].get("max_seq_len")}
         plans = hasattr(component_at(made["model"]["_component_"]), "recipe_defaults")
         if made.get("microbatching", "packed" if plans else "in_order") != "in_order":
             made["max_tokens_per_microbatch"] = 1 << 24  # measure() makes the rows
-    takes = inspect.signature(component_at(made["optimizer"]["_component_"])).parameters
-    if cfg.get("device") != "cpu" and "foreach" in takes and not made["optimizer"].get("fused"):
-        made["optimizer"].setdefault("foreach", True)  # PyTorch's default on CUDA
     return OmegaConf.create(made)
 
 
