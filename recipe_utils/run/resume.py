@@ -34,7 +34,8 @@ _WITHOUT_INFLUENCE = (
 """Keys that may change from run to run without changing what is learned."""
 
 _RANDOM_RATES = (
-    "attn_dropout", "attention_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise",
+    "attn_dropout", "attention_dropout", "dropout", "hidden_dropout", "activation_dropout",
+    "router_jitter_noise", "input_jitter_noise", "jitter_noise",
 )  # fmt: skip
 """Attributes of modules that draw random numbers in training, by whose rate."""
 
@@ -262,8 +263,8 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
     rates_of = {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
-    rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
-    rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
+    drawn = [m.p for m in modules if type(m) is nn.Dropout]  # not a LayoutFreeDropout
+    rates_of["lora_dropout" if adapters else "nn.Dropout"] = drawn
     for name, rates in rates_of.items():
         if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
             yield (
