@@ -262,9 +262,12 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
     adapters, modules = adapters_of(model).modules.values(), list(model.modules())
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
-    drawn = [m.p for m in modules if type(m) is nn.Dropout]  # not a LayoutFreeDropout
-    rates_of["lora_dropout" if adapters else "nn.Dropout"] = drawn
+    rates_of: dict[str, list[Any]] = {"lora_dropout": []}
+    rates_of |= {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
+    # Not of a LayoutFreeDropout.
+    rates_of["lora_dropout" if adapters else "dropout"] += [
+        m.p for m in modules if type(m) is nn.Dropout
+    ]
     for name, rates in rates_of.items():
         if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
             yield (

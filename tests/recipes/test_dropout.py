@@ -8,6 +8,7 @@ import tiny
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import DPO, KD, STEP_OF_8, losses, run_recipe, run_recipes, slow, writing_to
+from tiny_transformers import save_tiny
 
 from recipe_utils.data.text import collate
 
@@ -88,3 +89,23 @@ def test_a_resumed_training_draws_the_same_masks_on_other_ranks(tiny_config, tmp
     shutil.copytree(tmp_path / "two" / "step_2", tmp_path / "one" / "step_2")
     (logged,) = run_distributed(run_recipe, 1, resumed)
     assert losses(logged) == pytest.approx(one_process[0][2:], rel=1e-6)
+
+
+GPT2 = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "sizes"), [("gpt2", GPT2), ("mamba", {}), ("qwen3", {})])
+def test_folders_of_transformers_have_equal_losses(model_type, sizes, tiny_config, tmp_path):
+    """``nn.Dropout`` of the model, and of adapters, also where documents run one by one."""
+    keys = save_tiny(tmp_path / model_type, model_type, **sizes)
+    if not sizes:
+        lora = "recipe_utils.model.transformers.adapters.lora_causal_lm"
+        keys["model"] |= {"_component_": lora, "r": 4, "lora_alpha": 6, "lora_dropout": 0.3}
+        keys["model"]["target_modules"] = ["in_proj" if model_type == "mamba" else "q_proj"]
+    changes = [{}, PACKED, RECOMPUTED]
+    configs = [config_of(tiny_config, **{**keys, **each}) for each in changes]
+    first, *others = run_distributed(run_recipes, 1, configs)[0]
+    others += run_distributed(run_recipes, 2, configs[1:2])[0]
+    for logged in others:
+        assert losses(logged) == pytest.approx(losses(first), rel=1e-6)
