@@ -7,7 +7,17 @@ import pytest
 import tiny
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import DPO, KD, STEP_OF_8, losses, run_recipe, run_recipes, slow, writing_to
+from recipe_runs import (
+    DPO,
+    KD,
+    STEP_OF_8,
+    losses,
+    run_compiled_recipe,
+    run_recipe,
+    run_recipes,
+    slow,
+    writing_to,
+)
 from tiny_transformers import save_tiny
 
 from recipe_utils.data.text import collate
@@ -54,6 +64,14 @@ def test_losses_of_other_layouts_are_equal(layout, tiny_config, one_process):
         assert losses(logged) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_compiled_layers_have_equal_losses(tiny_config, one_process):
+    """The masks are part of the graphs, also of recomputed layers."""
+    for changes in (PACKED, RECOMPUTED):
+        (logged,) = run_distributed(run_compiled_recipe, 1, config_of(tiny_config, **changes))
+        assert losses(logged) == pytest.approx(one_process[0], rel=1e-6)
+
+
 def run_with_positions_in_rows(config):
     with pytest.MonkeyPatch.context() as patches:
         mixed = collate.mixed_sequence
@@ -89,6 +107,27 @@ def test_a_resumed_training_draws_the_same_masks_on_other_ranks(tiny_config, tmp
     shutil.copytree(tmp_path / "two" / "step_2", tmp_path / "one" / "step_2")
     (logged,) = run_distributed(run_recipe, 1, resumed)
     assert losses(logged) == pytest.approx(one_process[0][2:], rel=1e-6)
+
+
+TREES = {"_component_": "tiny.tiny_tree_dataset", "num_samples": 40}
+ALIKE = {"_component_": "tiny.tiny_dataset", "num_samples": 40, "num_common": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "changes"),
+    [
+        (TREES, [{**PACKED, "max_tokens_per_microbatch": number} for number in (300, 24)]),
+        (ALIKE, [{}, {**PACKED, "max_tokens_per_microbatch": 128}]),
+    ],
+)
+def test_sequences_with_one_beginning_have_equal_losses(data, changes, tiny_config):
+    """Trees cut in any way; samples that begin alike are not computed together, each has its mask."""
+    configs = [config_of(tiny_config, dataset=data, batch_size=1, **each) for each in changes]
+    first, second = map(losses, run_distributed(run_recipes, 1, configs)[0])
+    (on_two, *_) = run_distributed(run_recipe, 2, configs[1])
+    assert second == pytest.approx(first, rel=1e-6)
+    assert losses(on_two) == pytest.approx(first, rel=1e-6)
 
 
 GPT2 = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.0}

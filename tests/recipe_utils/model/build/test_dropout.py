@@ -14,6 +14,7 @@ from recipe_utils.data.order import mixed_sequence, seed_of
 from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text import collate
 from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
+from recipe_utils.data.text.trees import merge
 from recipe_utils.model.build import dropout
 from recipe_utils.model.build.dropout import LayoutFreeDropout, has_dropout, replace_dropout
 
@@ -126,6 +127,17 @@ def test_masks_of_a_sample_are_bitwise_equal_in_any_row():
         patches.setattr(collate, "mixed_sequence", in_row)
         wrong = collate_packed_microbatch([short, long], -100).inputs["dropout_keys"]
     assert not torch.equal(wrong[0, 4:13], alone[0])
+
+
+def test_a_shared_beginning_of_sequences_has_one_mask():
+    """A branch of a tree has the keys of its sequence alone."""
+    tokens = [np.array([5, 6, 7, *end]) for end in ([1, 2], [3, 4, 8])]
+    sequences = [{"tokens": each, "labels": np.where(each < 5, each, -100)} for each in tokens]
+    tree = {**merge(sequences, None, -100), "dropout_key": 3}
+    keys = collate_packed_microbatch([tree], -100).inputs["dropout_keys"][0]
+    assert len(keys) == 9  # both have a target at their last common position
+    assert torch.equal(keys, torch.from_numpy(mixed_sequence(np.full(9, 3), tree["input_pos"])))
+    assert len(keys.unique()) == 6
 
 
 def test_without_dropout_there_are_no_keys():
