@@ -47,10 +47,18 @@ MIXTURE = {
     "num_workers": 1,
 }
 DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "enable_async_checkpointing": True}
-CASES = {"all weights": (1, SHORT), "a mixture, dora, asynchronous": (2, {**MIXTURE, **DORA})}
+GROWS = {3 * i: 4 + 4 * (i % 2) for i in range(10)}  # between any kill and the end
+CASES = {
+    "all weights": (1, SHORT),
+    "a mixture, dora, asynchronous": (2, {**MIXTURE, **DORA}),
+    "a batch that grows and falls": (
+        2,
+        {**SHORT, "global_batch_size": GROWS, "gradient_accumulation_steps": ...},
+    ),
+}
 
 
-@pytest.mark.parametrize("case", ["all weights", slow("a mixture, dora, asynchronous")])
+@pytest.mark.parametrize("case", ["all weights", *map(slow, list(CASES)[1:])])
 def test_losses_after_kills_are_those_of_an_undisturbed_run(case, weights_folder, tmp_path):
     num_ranks, changes = CASES[case]
     changes = {"save_every_n_steps": 2, "export_every_n_steps": 3, **changes}

@@ -80,7 +80,10 @@ def build_loaders(
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.fill(ranks)
     drawn = (settings.epochs, run.saved_fingerprint)
-    loader = UpdateStepLoader(dataset, collator, settings, ranks, "dataset", fill, *drawn)
+    dropout_seed = run.seed if collator.limits.has_dropout else None
+    loader = UpdateStepLoader(
+        dataset, collator, settings, ranks, "dataset", fill, *drawn, dropout_seed
+    )
     if not validates:
         return loader, None
     data, collator = settings.of_validation(), collator.for_validation()

@@ -33,10 +33,8 @@ _WITHOUT_INFLUENCE = (
 ) - {"epochs"}
 """Keys that may change from run to run without changing what is learned."""
 
-_RANDOM_RATES = (
-    "attn_dropout", "attention_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise",
-)  # fmt: skip
-"""Attributes of modules that draw random numbers in training, by whose rate."""
+_NOISES = {"router_jitter_noise", "input_jitter_noise", "jitter_noise"}
+"""Attributes of modules that draw random numbers in training by this rate, besides any dropout."""
 
 
 @dataclass
@@ -258,14 +256,18 @@ def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
     """Yields a warning for each kind of random numbers in forwards, and without adapters to save alone."""
-    adapters, modules = adapters_of(model).modules.values(), list(model.modules())
+    adapters = adapters_of(model).modules
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"
-    rates_of = {name: [getattr(module, name, 0) for module in modules] for name in _RANDOM_RATES}
-    rates_of["lora_dropout"] = [adapter.dropout for adapter in adapters]
-    rates_of["dropout"] = [m.p for m in modules if type(m) is nn.Dropout and not adapters]
-    for name, rates in rates_of.items():
-        if (rate := max((r for r in rates if isinstance(r, float)), default=0)) > 0:
+    rates, of_modules = dict[str, float](), "lora_dropout" if adapters else "dropout"
+    for module in model.modules():
+        # Not of a LayoutFreeDropout.
+        own = {of_modules: module.p} if type(module) is nn.Dropout else vars(module)
+        for name, rate in own.items():
+            if isinstance(rate, float) and ("dropout" in name or name in _NOISES):
+                rates[name] = max(rate, rates.get(name, 0))
+    for name, rate in rates.items():
+        if rate > 0:
             yield (
                 f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
                 "losses of two layouts are equal in the mean only; 0 is exact"

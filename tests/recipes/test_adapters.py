@@ -358,7 +358,6 @@ def warnings_of(world_size, config):
 def test_a_key_without_effect_is_warned_of_once(tiny_config):
     config = curve_config(tiny_config, max_steps_per_epoch=1)
     for words, changes in (
-        ("lora_dropout", {"model": {**TIED, "lora_dropout": 0.1}}),
         ("model.attn_dropout=0.1", {"model": {**tiny.MODEL, "attn_dropout": 0.1}}),
         ("save_adapter_weights_only=True: the model has no", {"save_adapter_weights_only": True}),
         ("low_cpu_ram=True", {"model": TIED, "low_cpu_ram": True}),

@@ -24,6 +24,7 @@ from recipe_utils.data.loader.samples import (
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.plan import WHOLE, Part
 from recipe_utils.data.text.collate import (
+    OF_LOADER,
     collate_dummy,
     collate_microbatch,
     collate_packed_microbatch,
@@ -35,7 +36,7 @@ from recipe_utils.memory.budget import FIRST_TOKENS, MOST_TOKENS
 from recipe_utils.settings.components import component_at
 from recipe_utils.settings.problems import ConfigError, Problem
 
-_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", "dataset_index", "step_position", *OF_TREES}
+_TEXT_KEYS = {"tokens", "labels", "mask", "seq_lens", *OF_LOADER, *OF_TREES}
 
 _COMMON = ("the common beginning of samples", "")
 _log = get_logger("INFO")
@@ -250,10 +251,13 @@ class TextCollator(RowCollator):
     def share_beginning(self, tokens: Any) -> None:
         """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
 
-        Not in padded rows, in rows of several ranks, with cached outputs, or with models that compute no trees.
+        Not in padded rows, in rows of several ranks, with cached outputs, with dropout, or with models that
+        compute no trees.
         """
         settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
+            return
+        if self.limits.has_dropout:  # each sample has its own mask
             return
         if self.first_tokens and tokens is not None:
             bound = max(bound, 2 * len(tokens))

@@ -21,6 +21,11 @@ from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
+from recipe_utils.model.build.dropout import (
+    has_dropout,
+    recompute_with_keys,
+    replace_dropout,
+)
 from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
@@ -207,6 +212,7 @@ def build_on_meta(make_model: Callable[[], nn.Module], settings: ModelSettings) 
         )
     drop_upcast_hooks(model)
     freeze_base(model)
+    replace_dropout(model, settings.tensor_parallel_dim)
     model.packed_attention = settings.packed_attention  # type: ignore[assignment]
     return model
 
@@ -340,6 +346,8 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         )
     elif settings.ac_mode is not None:
         apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
+    if has_dropout(model):
+        recompute_with_keys(model)
     if is_sharded or is_cast:
         # On a single rank FSDP2 would copy frozen weights at each all-gather, so they stay outside of it.
         frozen = [] if is_sharded else [p for p in model.parameters() if not p.requires_grad]

@@ -32,6 +32,7 @@ from recipe_utils.data.text.limits import Kernel
 from recipe_utils.model.attention.block_mask import block_mask, sees
 from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
 from recipe_utils.model.attention.document_mask import attend_by_varlen
+from recipe_utils.model.build.dropout import at_positions
 
 
 class Exchange(NamedTuple):
@@ -298,8 +299,13 @@ def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
             return torch.cat(of_chains, dim=axis[0])
 
         tree_map_with_path(partial(learn, " input ", sizes=[sum(lengths)]), (args, kwargs))
-        own = [tree_map_with_path(partial(cut, chain=chain), (args, kwargs)) for chain in found]
-        return tree_map_with_path(join, *(whole(*args, **kwargs) for args, kwargs in own))
+
+        def computed(chain: Chain) -> Any:
+            args_of_chain, own = tree_map_with_path(partial(cut, chain=chain), (args, kwargs))
+            with at_positions(chain.ranges):
+                return whole(*args_of_chain, **own)
+
+        return tree_map_with_path(join, *map(computed, found))
 
     # Compiled, it would be compiled again for each length.
     module.forward = torch.compiler.disable(forward)

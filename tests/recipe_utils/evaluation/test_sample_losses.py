@@ -4,10 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
-from recipe_runs import STEP_OF_8, call_in_step, set_up, writing_to
+from recipe_runs import (
+    DPO,
+    SFT,
+    STEP_OF_8,
+    call_in_step,
+    losses,
+    run_recipe,
+    set_up,
+    slow,
+    writing_to,
+)  # fmt: skip
 
+from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.data.loader.samples import CheckedDataset
 from recipe_utils.evaluation.sample_losses import report_of_run
 
@@ -27,6 +39,24 @@ def train(config, stop_after=None, halves_positions=False):
         if halves_positions:
             patches.setattr(CheckedDataset, "_get", get_at_half)
         recipe.train()
+
+
+@pytest.mark.parametrize("make", ["tiny_config", slow("tiny_dpo_config")])
+def test_losses_of_samples_sum_to_the_logged_loss(make, request):
+    """Of each update step: weighted by targets, of pairs equally. A mean over samples is another."""
+    config = request.getfixturevalue(make)(sample_losses=True, microbatching="packed", **STEP_OF_8)
+    logged = run_distributed(run_recipe, 2, config, SFT if make == "tiny_config" else DPO)[0]
+    (found,) = np.load(Path(config["output_dir"], "logs", "sample_losses.npy"))
+    numbers = np.ones_like(found)
+    if make == "tiny_config":
+        labels = [np.array(sample["labels"][1:]) for sample in tiny.make_samples(len(found))]
+        numbers = np.array([(of_sample != tiny.IGNORE).sum() for of_sample in labels])
+    order = epoch_permutation(len(found), 0, shuffle=True).numpy()
+    steps = [order[start : start + 8] for start in range(0, len(found), 8)]
+    sums = [np.average(found[step], weights=numbers[step]) for step in steps]
+    assert losses(logged) == pytest.approx(sums, rel=1e-6)
+    if make == "tiny_config":
+        assert losses(logged) != pytest.approx([found[step].mean() for step in steps], rel=1e-3)
 
 
 def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_path):
