@@ -140,10 +140,10 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
         if way == next(iter(_WAYS)):
             parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in shares.items())
             print(f"GiB on each of {given.ranks} rank(s): {parts}")
-            columns = [f"MiB per {unit}", "GiB without", f"at {whole.size:,} {unit}s"]
-            columns += [f"largest in {given.memory:g} GiB", f"GFLOP per {unit}"]
-            columns += [f"s per {most:,} {unit}s"] * bool(tflops)
-            print(f"{'':32}", *(f"{each:>20}" for each in columns))
+            columns = [f"MiB/{unit}", "GiB without", f"at {whole.size:,} {unit}s"]
+            columns += [f"most in {given.memory:g} GiB", f"GFLOP/{unit}"]
+            columns += [f"s/{most:,} {unit}s"] * bool(tflops)
+            print(f"{'':30}", *(f"{each:>17}" for each in columns))
         per_unit = (double.peak - whole.peak) / (double.size - whole.size)
         numbers = [f"{per_unit / 2**20:.3f}", f"{(whole.peak - per_unit * whole.size) / _GIB:.2f}"]
         numbers += [f"{whole.peak / _GIB:.2f}"]
@@ -152,11 +152,9 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
         numbers += [f"{gflops:.3g}"]
         numbers += [f"{gflops * most / tflops / 1000:.3g}"] if tflops else []
         label = way + " (as configured)" * (is_recomputed == recomputes)
-        print(f"{label:32}", *(f"{each:>20}" for each in numbers), flush=True)
+        print(f"{label:30}", *(f"{each:>17}" for each in numbers), flush=True)
     ignored = "".join(f", {key}={cfg[key]}" for key in _OF_CUDA if cfg.get(key))
-    print(
-        f"Not counted: allocator, NCCL, workspaces ({1 - USABLE:.0%} are left for them){ignored}."
-    )
+    print(f"Not counted: allocator, NCCL, workspaces ({1 - USABLE:.0%} of the memory){ignored}.")
     return 0
 
 
