@@ -18,14 +18,17 @@ class LiveMeter:
     total_bytes = 1
 
     def __init__(self, limit):
-        self.limit, self._live, self.peaks = limit, LiveBytes(), []
+        self.limit, self._live, self.peaks, self._is_started = limit, LiveBytes(), [], False
 
     def start(self):
-        self._began = time.perf_counter()
+        if self._is_started:  # an update step is repeated
+            self._live.__exit__(None, None, None)
+        self._is_started, self._began = True, time.perf_counter()
         self._live.__enter__()
         self._before = self._live.peak = self._live.now
 
     def stop(self):
+        self._is_started = False
         self._live.__exit__(None, None, None)
         self.peaks.append(self._live.peak)
         seconds = time.perf_counter() - self._began
