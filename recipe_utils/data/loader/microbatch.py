@@ -29,7 +29,8 @@ class SampleSums:
     def add(self, losses: Tensor, positions: Tensor) -> None:
         """Adds losses of targets or pairs, [n], of the samples at ``positions`` [n]."""
         if self.sums is None:
-            self.sums = torch.zeros_like(self.numbers, device=losses.device)
+            size = len(self.numbers)
+            self.sums = torch.zeros(size, dtype=torch.float64, device=losses.device)
         self.sums.index_add_(0, positions, losses.detach().double())
 
     def count(self, targets: "Targets") -> None:
