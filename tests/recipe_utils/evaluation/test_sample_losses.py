@@ -83,6 +83,10 @@ def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_p
     assert lines[0].startswith(
         f"  {whole[1].max():.3f} (was {whole[0, index]:.3f}) sample {local} of dataset.{name}: "
     )
+    data = DATA if name == "chat" else ALSO
+    labels = tiny.make_samples(data["num_samples"], seed=data["seed"])[local]["labels"]
+    answer = " ".join(str(label) for label in labels if label >= 0)
+    assert lines[0].endswith(f".{name}: {answer[:60]}")
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(sys, "argv", ["plot", "--samples", runs["whole"]["output_dir"]])
         plot.main()
