@@ -46,7 +46,10 @@ MIXTURE = {
     "epochs": 2,
     "num_workers": 1,
 }
-DORA = {"model": tiny.adapted(tiny.MODEL, use_dora=True), "enable_async_checkpointing": True}
+DORA = {
+    "model": tiny.adapted(tiny.MODEL, use_dora=True, lora_dropout=0.3),
+    "enable_async_checkpointing": True,
+}
 GROWS = {3 * i: 4 + 4 * (i % 2) for i in range(10)}  # between any kill and the end
 CASES = {
     "all weights": (1, SHORT),

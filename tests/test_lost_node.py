@@ -50,13 +50,17 @@ def wait_for(condition, agents):
 def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed(
     tiny_config, tmp_path, start, started
 ):
-    """After update step 10 of 16; 4 ranks divide the global batch, 3 do not."""
+    """After update step 10 of 16; 4 ranks divide the global batch, 3 do not. It falls later."""
     killed = tmp_path / "killed"
     data = {"_component_": "tiny.waiting_dataset", "step": 10, "file": str(killed)}
     adam = {"_component_": "torch.optim.AdamW", "lr": 1e-5}
-    batch = {"batch_size": 1, "global_batch_size": 16, "gradient_accumulation_steps": ...}
+    batch = {
+        "batch_size": 1,
+        "global_batch_size": {0: 16, 12: 8},
+        "gradient_accumulation_steps": ...,
+    }
     files = {"metric_logger": None, "save_every_n_steps": 4, "resume_from_checkpoint": "auto"}
-    data["num_samples"] = 16 * 16
+    data["num_samples"] = 12 * 16 + 4 * 8
     config = tiny_config(dataset=data, optimizer=adam, prefetch_update_steps=0, **batch, **files)
     config["checkpointer"]["output_dir"] = "${output_dir}"
     config["process_group_timeout_seconds"] = SECONDS

@@ -80,7 +80,8 @@ def build_loaders(
     # Pipeline schedules need certain numbers of microbatches.
     fill = settings.fill(ranks)
     drawn = (settings.epochs, run.saved_fingerprint)
-    dropout_seed = run.seed if collator.limits.has_dropout else None
+    limits = getattr(collator, "limits", None)
+    dropout_seed = run.seed if getattr(limits, "has_dropout", False) else None
     loader = UpdateStepLoader(
         dataset, collator, settings, ranks, "dataset", fill, *drawn, dropout_seed
     )

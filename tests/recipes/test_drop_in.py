@@ -201,7 +201,8 @@ def test_settings_of_every_config_are_accepted(tmp_path):
             read_settings(cfg, settings_of(recipe_for(stock)))
         except ConfigError as error:
             for problem in error.problems:
-                missing = "device=cuda|pip install bitsandbytes|No module named 'torchvision'"
+                ours = "pip install bitsandbytes, or set it to recipe_utils.optim.AdamW8bit"
+                missing = f"device=cuda|{ours}|No module named 'torchvision'"
                 assert re.search(missing, str(problem)), (stock, str(problem))
 
 

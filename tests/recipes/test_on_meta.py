@@ -171,6 +171,7 @@ def arrivals(monkeypatch):
 def train_two_steps(config, recipe, arrivals):
     """Trains like a recipe's ``train``; the metrics of both update steps are read late."""
     config = {**config, **KEYS}
+    num_late = 1 + config.get("sample_losses", False)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         with Waits(raises=False):
@@ -180,7 +181,7 @@ def train_two_steps(config, recipe, arrivals):
                 metrics, grad_norm = made.update(step)
                 made.run.finish(step, metrics, grad_norm)
             assert {each.device for each in metrics.values()} == {META}
-            assert len(arrivals) + 1 == made.run.global_step
+            assert len(arrivals) == num_late * (made.run.global_step - 1)
         made.run.metrics.write_held()
     assert [logged["step"] for logged in ListLogger.logged] == [1, 2]
 
@@ -190,6 +191,8 @@ VARLEN = {**PACKED, "dtype": "bf16"}
 BY_DOCUMENT = {**PACKED, "packed_attention": "by_document"}
 OFFLOAD = {"fsdp_cpu_offload": True}
 LORA = {"model": tiny.adapted(tiny.MODEL)}
+DROPS = {"model": tiny.adapted(tiny.MODEL, lora_dropout=0.3)}
+KNOWN = {"sample_losses": True, "on_spike": "skip"}
 QDORA = {"model": tiny.adapted(tiny.WIDE_MODEL, use_dora=True, quantize_base=True)}
 GEMMA = {"model": tiny.GEMMA2_MODEL}
 CACHED = {"reference": "cached"}
@@ -204,7 +207,9 @@ SIMPO = {"loss": {"_component_": "recipe_utils.loss.preference.SimPOLoss"}, "sft
     ("recipe", "changes"),
     [
         (SFT, VARLEN),
-        (SFT, BY_DOCUMENT),
+        (SFT, {**BY_DOCUMENT, **DROPS, **KNOWN}),
+        slow(DPO, {**PACKED, **DROPS, **KNOWN}),
+        slow(KD, {**PACKED, **DROPS, **KNOWN}),
         (SFT, OFFLOAD),
         (SFT, {**GEMMA, **PACKED_DATASET}),
         (DPO, {**VARLEN, **LORA}),  # shared prefixes, by flex attention

@@ -29,7 +29,8 @@ class SampleSums:
     def add(self, losses: Tensor, positions: Tensor) -> None:
         """Adds losses of targets or pairs, [n], of the samples at ``positions`` [n]."""
         if self.sums is None:
-            self.sums = torch.zeros_like(self.numbers, device=losses.device)
+            size = len(self.numbers)
+            self.sums = torch.zeros(size, dtype=torch.float64, device=losses.device)
         self.sums.index_add_(0, positions, losses.detach().double())
 
     def count(self, targets: "Targets") -> None:
@@ -88,7 +89,8 @@ class Microbatch:
     inputs: Mapping[str, Any]
     """Keyword arguments of the model's forward: ``tokens`` [b, s] and further outputs of the
     collate function; for packed rows also ``input_pos`` [b, s] and ``document_lengths``
-    (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask."""
+    (:class:`recipe_utils.data.text.documents.Documents`), which determine the attention mask; for a model
+    with dropout ``dropout_keys`` [b, s] int64, without which it draws from a generator."""
     targets: Targets
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts by name, which sum to the totals of the update step; empty for a dummy microbatch."""

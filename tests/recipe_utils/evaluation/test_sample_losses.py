@@ -1,5 +1,6 @@
 """Losses by sample: continued after a resume, under the names of datasets; their values: test_gradients.py."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from recipe_runs import (
 from recipe_utils.data.loader.sampler import epoch_permutation
 from recipe_utils.data.loader.samples import CheckedDataset
 from recipe_utils.evaluation.sample_losses import report_of_run
+from recipe_utils.run import plot
 
 DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 19, "seed": 1, "name": "chat"}
 ALSO = {**DATA, "num_samples": 11, "seed": 2, "name": "code"}
@@ -59,7 +61,7 @@ def test_losses_of_samples_sum_to_the_logged_loss(make, request):
         assert losses(logged) != pytest.approx([found[step].mean() for step in steps], rel=1e-3)
 
 
-def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_path):
+def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_path, capsys):
     config = tiny_config(dataset=[DATA, ALSO], epochs=2, sample_losses=True, **STEP_OF_8)
     config["optimizer"] = {**config["optimizer"], "lr": 0.03}
     runs = {name: writing_to(tmp_path / name, config) for name in ("whole", "parts", "wrong")}
@@ -86,6 +88,17 @@ def test_a_resumed_training_continues_the_file_on_other_ranks(tiny_config, tmp_p
     assert lines[0].startswith(
         f"  {whole[1].max():.3f} (was {whole[0, index]:.3f}) sample {local} of dataset.{name}: "
     )
+    data = DATA if name == "chat" else ALSO
+    labels = tiny.make_samples(data["num_samples"], seed=data["seed"])[local]["labels"]
+    answer = " ".join(str(label) for label in labels if label >= 0)
+    assert lines[0].endswith(f".{name}: {answer[:60]}")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(sys, "argv", ["plot", "--samples", runs["whole"]["output_dir"]])
+        plot.main()
+        assert capsys.readouterr().out.splitlines() == [highest, *lines]
+        patches.setattr(sys, "argv", ["plot", "--samples", str(tmp_path)])
+        with pytest.raises(SystemExit, match="train with sample_losses=True"):
+            plot.main()
     rose = next(i for i, line in enumerate(lines) if line.startswith("Losses that rose most"))
     assert rose == 20
     index = int((whole[1] - whole[0]).argmax())
