@@ -125,7 +125,7 @@ class DataSettings(RankSettings):
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
         elif self.max_tokens_per_microbatch == "auto" and not self._has_meter:
             text = (
-                "this device has no exact peak of memory to measure; set a number (on a CPU all from 1,024 "
+                "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
                 "on are about equally fast)"
             )
             yield Problem("max_tokens_per_microbatch", text, "auto")
