@@ -119,6 +119,11 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
     """Prints the forecast of a recipe file; returns the exit code."""
     logging.disable(logging.WARNING)
     is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
+    if given.row:
+        with set_up(recipe, cfg, given.ranks, LiveBytes()) as (made, run):
+            run(sizes_of(made, cfg)[0])
+            print(run(given.row, num_microbatches=given.microbatches).peak)
+        return 0
     limit, tflops = int(USABLE * given.memory * _GIB), EFFICIENCY * (given.tflops or 0)
     for way, recomputes in _WAYS.items():
         changes = {
@@ -169,6 +174,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the training (default 1)")
     parser.add_argument("--memory", type=gib, default=80.0, help="of each rank (default 80GiB)")
     parser.add_argument("--tflops", type=float, help="peak of the device in dtype [TFLOP/s]")
+    parser.add_argument(
+        "--row", type=int, help="prints only the peak [bytes] at rows of so many tokens"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=2, help="of such rows, 1 or 2 (default)"
+    )
     given, overrides = parser.parse_known_args()
     recipe, path = paths_of(parser, given)
     sys.argv = [recipe, "--config", path, *overrides]

@@ -1,6 +1,7 @@
 """A training run: its position and loop, what is due after each update step, and its end."""
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
+from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.out_of_memory import LackOfMemory
 from recipe_utils.memory.search import BudgetSearch
 from recipe_utils.model.build.build import describe_model
@@ -77,6 +79,7 @@ class Run:
         self._validate: _Validate | None = None
         self._answer: _Answer | None = None
         self._search: BudgetSearch | None = None
+        self._expected: ExpectedPeak | None = None
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
@@ -120,6 +123,10 @@ class Run:
         if self._ranks.is_zero and self.settings.log_config:
             config.log_config(self._recipe, cfg)
         self._log.log_config(cfg)
+        if self._ranks.is_zero and self._ranks.device.type == "cuda":
+            config_of_run = Path(self.settings.output_dir) / "logs" / "config.yaml"
+            self._expected = ExpectedPeak(sys.argv[0], config_of_run, self._ranks.world_size)
+            self._at_exit.callback(self._expected.close)
         self._log.info(describe_model(model, self.settings, self._ranks.device))
         log_start(loader, self.settings.epochs)
 
@@ -288,6 +295,8 @@ class Run:
         step = self._lack_of_memory.stop(step)
         if self._search is not None:
             self._search.stop(step, self.global_step + 1)
+        if self._expected is not None:
+            self._log.info(self._expected.after(step))
         self.metrics.write_held()
         if self.sample_losses is not None:
             self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
