@@ -46,15 +46,14 @@ def limited(most, **more):
     return {"loss": {"_component_": "limited_loss.LimitedLoss", "most": most, **more}}
 
 
-def run_auto(config, recipe, *limits):
+def run_auto(config, recipe, *limits, total_bytes=1):
     """Metrics with a budget that is found below ``limits`` [bytes] by rank, and the highest peak of this rank."""
-    made = live_meter.pretend(*limits)
-    return run_recipe(config, recipe), max(made.peaks)
+    with live_meter.pretended(*limits, total_bytes=total_bytes) as made:
+        return run_recipe(config, recipe), max(made.peaks)
 
 
 def run_auto_elsewhere(*args):
-    live_meter.LiveMeter.total_bytes = 2
-    return run_auto(*args)
+    return run_auto(*args, total_bytes=2)
 
 
 ROWS = {  # recipe, layout, KiB that fit, changes
@@ -173,8 +172,9 @@ def run_failing_without_reset(config):
         else:
             kept.append(True)
 
-    tiny.RecordingSGD.zero_grad = keep_once
-    return run_failing(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny.RecordingSGD, "zero_grad", keep_once)
+        return run_failing(config)
 
 
 def test_a_microbatch_that_counts_twice_is_noticed(weights_folder):

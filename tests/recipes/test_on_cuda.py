@@ -11,7 +11,7 @@ import torch
 from live_meter import LiveMeter
 
 from recipe_utils.benchmark.gpu import Stage, random_recipe
-from recipe_utils.memory import meter
+from recipe_utils.memory.meter import METERS
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [
@@ -60,7 +60,7 @@ def test_a_warm_update_step_never_waits_for_the_device(device, tmp_path):
 
 def test_a_budget_that_is_found_has_the_losses_of_a_fixed_one(device, tmp_path, monkeypatch):
     if device == "cpu":
-        monkeypatch.setitem(meter.METERS, "cpu", lambda _: LiveMeter(2**40))
+        monkeypatch.setitem(METERS, "cpu", lambda _: LiveMeter(2**40))
     stage = Stage(torch.device(device), True, tmp_path)
     keys = {"microbatching": "packed", "max_steps_per_epoch": 12}
     expected = trained_losses(stage, "fixed", max_tokens_per_microbatch=256, **keys)

@@ -1,13 +1,15 @@
 """A meter of update steps on a CPU: the true bytes of live storages, under a pretended limit."""
 
 import time
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from recipe_utils.data.text import collator
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.memory import meter
 from recipe_utils.memory.budget import Measured
+from recipe_utils.memory.meter import METERS
 
 FIRST_TOKENS = 16
 
@@ -15,10 +17,9 @@ FIRST_TOKENS = 16
 class LiveMeter:
     """Bytes beyond what existed before the first update step."""
 
-    total_bytes = 1
-
     def __init__(self, limit):
-        self.limit, self._live, self.peaks, self._is_started = limit, LiveBytes(), [], False
+        self.limit, self.total_bytes = limit, 1
+        self._live, self.peaks, self._is_started = LiveBytes(), [], False
 
     def start(self):
         if self._is_started:  # an update step is repeated
@@ -35,9 +36,12 @@ class LiveMeter:
         return Measured(self._before, self._live.peak, self.limit), lambda: seconds
 
 
-def pretend(*limits):
+@contextmanager
+def pretended(*limits, total_bytes=1):
     """Gives each rank a meter with a limit of its own [bytes], and a first budget for tiny samples."""
     made = LiveMeter(limits[torch.distributed.get_rank() if len(limits) > 1 else 0])
-    meter.METERS["cpu"] = lambda device: made
-    collator.FIRST_TOKENS = FIRST_TOKENS
-    return made
+    made.total_bytes = total_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METERS, "cpu", lambda device: made)
+        patch.setattr(collator, "FIRST_TOKENS", FIRST_TOKENS)
+        yield made
