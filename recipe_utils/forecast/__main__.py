@@ -21,11 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.torch_version import TorchVersion
 
 from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
 from recipe_utils.forecast.fake_world import fake_world
@@ -117,6 +119,8 @@ def sizes_of(made: Any, cfg: DictConfig) -> tuple[int, int, int]:
 
 def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
     """Prints the forecast of a recipe file; returns the exit code."""
+    if TorchVersion(torch.__version__) < "2.13":  # fake collectives and shapes of FLOPs are wrong
+        raise ConfigError(f"torch={torch.__version__}: a forecast needs 2.13; install it elsewhere")
     logging.disable(logging.WARNING)
     is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
     if given.row:

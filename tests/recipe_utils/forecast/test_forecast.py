@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from recipe_runs import DINO, DPO, KD, SFT, recipe_class, slow
 from tiny_transformers import save_tiny
 from torch._subclasses import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from recipe_utils.benchmark.gpu import decoder_flops
 from recipe_utils.forecast import Measured, largest_that_fits, measure, shares_of
@@ -25,6 +26,8 @@ from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.keys import keys_of as settings_keys
 from recipe_utils.tune.registry import RECIPES, recipe_path
 
+is_old = TorchVersion(torch.__version__) < "2.13"
+pytestmark = pytest.mark.skipif(is_old, reason="fake collectives need torch 2.13")
 SIZES = {SFT: (512, 1024), DPO: (512, 1024), KD: (512, 1024), DINO: (8, 16)}
 WIDE = {"model": tiny.WIDE_UNTIED_MODEL, "microbatching": "packed"}
 LORA = {**WIDE, "model": tiny.adapted(tiny.WIDE_UNTIED_MODEL)}
