@@ -99,14 +99,14 @@ class DataSettings(RankSettings):
     def finds_budget(self) -> bool:
         """Returns True if ``max_tokens_per_microbatch`` is found while training."""
         if self.max_tokens_per_microbatch is None:
-            return self.is_packed and self._has_meter
+            return self.is_packed and self._device_type in METERS
         return self.max_tokens_per_microbatch == "auto"
 
     @property
-    def _has_meter(self) -> bool:
+    def _device_type(self) -> str | None:
         with suppress(ConfigError):  # a problem of ``device`` by itself
-            return resolve_device(self.device).type in METERS
-        return True
+            return resolve_device(self.device).type
+        return None
 
     @property
     def moves_samples(self) -> bool:
@@ -123,7 +123,7 @@ class DataSettings(RankSettings):
         instead = "set microbatching=packed or least_padding"
         if not self.plans_by_tokens and self.max_tokens_per_microbatch is not None:
             yield unused("max_tokens_per_microbatch", f"counts samples, not tokens; {instead}")
-        elif self.max_tokens_per_microbatch == "auto" and not self._has_meter:
+        elif self.max_tokens_per_microbatch == "auto" and self._device_type not in {None, *METERS}:
             text = (
                 "this device has no exact peak of memory to measure; set a number (on a CPU all from 512 "
                 "on are about equally fast)"
@@ -175,7 +175,7 @@ class DataSettings(RankSettings):
         if not self.is_packed:
             text = f"microbatching={self.microbatching} {keeps}; set microbatching=packed"
             yield problem(text)
-        elif self.max_tokens_per_microbatch is None and not self._has_meter:
+        elif self.max_tokens_per_microbatch is None and not self.finds_budget:
             text = (
                 "without max_tokens_per_microbatch no row is too long for a rank; set it to the tokens "
                 "that fit on one"
