@@ -109,6 +109,16 @@ class OneTestOrOneModule(LoadScopeScheduling):
         file = nodeid.split("::")[0]
         return file if makes_something_for_its_module(self.config.rootpath / file) else nodeid
 
+    def remove_node(self, node):
+        """Gives the others what a crashed worker has not run.
+
+        xdist 3.8 also gives them the scopes that it has finished: empty ones, at which they wait forever.
+        """
+        work = self.assigned_work[node]
+        for scope in [scope for scope, tests in work.items() if all(tests.values())]:
+            del work[scope]
+        return super().remove_node(node)
+
 
 @cache
 def makes_something_for_its_module(file):
