@@ -21,8 +21,7 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.memory.expected import ExpectedPeak
-from recipe_utils.memory.out_of_memory import LackOfMemory
-from recipe_utils.memory.search import BudgetSearch
+from recipe_utils.memory.steps import StepMemory
 from recipe_utils.model.build.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
@@ -78,7 +77,6 @@ class Run:
         self._unsaved_since_seconds = math.inf  # first update step since, by rank 0's clock
         self._validate: _Validate | None = None
         self._answer: _Answer | None = None
-        self._search: BudgetSearch | None = None
         self._expected: ExpectedPeak | None = None
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
@@ -147,17 +145,12 @@ class Run:
             self._log.warn(text)
         loader, ranks, config = parts.loader, self._ranks, dict(self._resume.config)
         of_memory = {key: config[key] for key in config.keys() - own_keys(RunSettings).keys()}
-        self._lack_of_memory = LackOfMemory(loader, ranks, of_memory, self._log.warn)
-        self._lack_of_memory.watch(parts.model, parts.optimizer)
+        model, optimizer = parts.model, parts.optimizer
+        self._memory = StepMemory(loader, model, optimizer, ranks, of_memory, self._log)
         # Before the process group is closed, which ends the other ranks.
-        self._at_exit.push(self._lack_of_memory.explain)
+        self._at_exit.push(self._memory.explain)
         self.state = self._resume.restore(parts, self.seed)
-        if loader.settings.finds_budget:
-            self._search = BudgetSearch(loader, ranks, self._log.info)
-            self._search.restore(self.state.token_budget)
-            self._lack_of_memory.before_repeat = self._search.start_again
-        self._lack_of_memory.lower_rows(self.settings.is_first_start)
-        loader.in_use = loader.max_tokens
+        self._memory.restore(self.state.token_budget, self.settings.is_first_start)
         parts.nonfinite.restore_norms(self.state.grad_norms)
         return self.num_steps, self.global_step
 
@@ -224,10 +217,7 @@ class Run:
                         f"{self._counted.replace('_', ' ')}; skipped, weights and schedule are unchanged"
                     )
                 else:
-                    self._lack_of_memory.start(step, self.global_step + 1)
-                    if self._search is not None:
-                        self._search.start(step, self.global_step + 1)
-                    loader.in_use = step.max_tokens
+                    self._memory.start(step, self.global_step + 1)
                     yield step
                 if self._is_stopped:
                     return
@@ -238,8 +228,8 @@ class Run:
                 bar.update(1)
 
     def retrying(self, update: Callable[[UpdateStep], T], step: UpdateStep) -> T:
-        """Returns ``update(step)``, repeated in shorter rows if memory lacks; see :meth:`.LackOfMemory.retrying`."""
-        return self._lack_of_memory.retrying(update, step)
+        """Returns ``update(step)``, repeated in shorter rows if memory lacks; see :meth:`.StepMemory.retrying`."""
+        return self._memory.retrying(update, step)
 
     def finish(
         self,
@@ -292,9 +282,7 @@ class Run:
 
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
-        step = self._lack_of_memory.stop(step)
-        if self._search is not None:
-            self._search.stop(step, self.global_step + 1)
+        step = self._memory.stop(step)
         if self._expected is not None:
             self._log.info(self._expected.after(step))
         self.metrics.write_held()
@@ -342,7 +330,7 @@ class Run:
             metrics[_COUNTS[self._counted]] = step.totals[self._counted]
         metrics |= {name: each() if callable(each) else each for name, each in more.items()}
         metrics |= step.token_shares
-        metrics |= {} if self._search is None else self._search.metrics()
+        metrics |= self._memory.metrics()
         fraction = self._changed_weights.fraction(step.is_last_of_epoch)
         metrics["weights_moved_fraction"] = fraction
         metrics["num_spanning_samples"] = step.totals.get("spanning_samples")
@@ -382,8 +370,7 @@ class Run:
     def save(self) -> None:
         """Saves a checkpoint that any number of ranks can resume from."""
         self.metrics.write_held()
-        budget = {} if self._search is None else self._search.state()
-        norms = self._parts.nonfinite.norms()
+        norms, budget = self._parts.nonfinite.norms(), self._memory.state()
         self._saves.save(replace(self.state, grad_norms=norms, token_budget=budget))
         self._unsaved_since_seconds = math.inf
 

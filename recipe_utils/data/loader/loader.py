@@ -142,9 +142,8 @@ class UpdateStepLoader:
         dummy: Any = None
         for index, indices in enumerate(indices_per_step, start=first):
             collator, max_tokens = self.collator, self.max_tokens
-            group = partial(group_samples, length_of=collator.length, plan=collator.plan)
-            most = self.samples_per_rank
-            exchange: Any = partial(together.exchange, **group.keywords, max_samples=most)
+            length_of, plan, most = collator.length, collator.plan, self.samples_per_rank
+            exchange = partial(together.exchange, length_of=length_of, plan=plan, max_samples=most)
             with reporting_failure(exchange if exchanges else together.count):
                 samples = next(loaded)
                 if dummy is None and (ranks.dp_degree > 1 or fill is not None):
@@ -152,7 +151,7 @@ class UpdateStepLoader:
                     dummy = collator.dummy(
                         samples[0] if samples else self.dataset[self.probe.example]
                     )
-                rows = [] if exchanges else group(samples)
+                rows = [] if exchanges else group_samples(samples, length_of, plan)
             if exchanges:
                 rows = exchange(samples)
             with reporting_failure(together.count):
