@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_utils.memory import out_of_memory
+from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.out_of_memory import ONE_SAMPLE, OutOfMemory, RowsDoNotFitError
 from recipe_utils.memory.search import BudgetSearch
 from recipe_utils.parallel.process_group import gather_objects
@@ -25,9 +27,9 @@ T = TypeVar("T")
 class StepMemory:
     """Memory of a training's update steps.
 
-    With ``max_tokens_per_microbatch: auto`` each one is measured. One that runs out of memory is repeated
-    in shorter rows by one rank without sharding. Otherwise the training ends with a record, from which its
-    next start lowers the bound of rows.
+    With ``max_tokens_per_microbatch: auto`` each one is measured; on CUDA the peak of the second one is
+    compared with its forecast. One that runs out of memory is repeated in shorter rows by one rank without
+    sharding. Otherwise the training ends with a record, from which its next start lowers the bound of rows.
 
     Args:
         loader: loader of the training.
@@ -48,12 +50,16 @@ class StepMemory:
         log: Any,
     ) -> None:
         self._loader, self._settings, self._ranks = loader, loader.settings, ranks
-        self._optimizer, self._warn = optimizer, log.warn
+        self._optimizer, self._log = optimizer, log
         self._config = json.loads(json.dumps(config))
         self._folder = Path(loader.settings.output_dir)
         self._search = None
         if loader.settings.finds_budget:
             self._search = BudgetSearch(loader, ranks, log.info)
+        self._expected: ExpectedPeak | None = None
+        if ranks.is_zero and ranks.device.type == "cuda":
+            config_of_run = self._folder / "logs" / "config.yaml"
+            self._expected = ExpectedPeak(sys.argv[0], config_of_run, ranks.world_size)
         self._step: Any = None  # in progress
         self._is_stepping = False
         # FSDP2's state and the stash of offloaded activations cannot be reset within a backward.
@@ -93,7 +99,7 @@ class StepMemory:
         loader.most_tokens = most
         loader.bound_rows(min(bound, most))
         text = f"rows have at most {loader.max_tokens:,} from here on, with the same losses"
-        self._warn(f"max_tokens_per_microbatch: {record}; {text}")
+        self._log.warn(f"max_tokens_per_microbatch: {record}; {text}")
 
     def start(self, step: Any, number: int) -> None:
         """Starts an update step."""
@@ -123,7 +129,7 @@ class StepMemory:
             if self._ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._loader.most_tokens = most = record.tokens // 2
-            self._warn(f"{record}; repeated with at most {most:,}, with the same gradient")
+            self._log.warn(f"{record}; repeated with at most {most:,}, with the same gradient")
             if self._search is not None:
                 self._search.start_again()
 
@@ -132,6 +138,8 @@ class StepMemory:
         made, self._step = self._step or step, None
         if self._search is not None:
             self._search.stop(made, self._number)
+        if self._expected is not None:
+            self._log.info(self._expected.after(made))
         return made
 
     def state(self) -> dict[str, Any]:
@@ -142,8 +150,13 @@ class StepMemory:
         """Returns budget and peak of the last update step on this rank; {} if none is searched for."""
         return {} if self._search is None else self._search.metrics()
 
-    def explain(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """Exit callback: records an update step that ran out of memory, and raises RowsDoNotFitError."""
+    def __enter__(self) -> "StepMemory":
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        """Records an update step that ran out of memory, and raises RowsDoNotFitError."""
+        if self._expected is not None:
+            self._expected.close()
         if not isinstance(error, torch.OutOfMemoryError) or self._step is None:
             return
         record = self._record()

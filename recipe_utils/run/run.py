@@ -1,7 +1,6 @@
 """A training run: its position and loop, what is due after each update step, and its end."""
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
-from recipe_utils.memory.expected import ExpectedPeak
 from recipe_utils.memory.steps import StepMemory
 from recipe_utils.model.build.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
@@ -77,7 +75,6 @@ class Run:
         self._unsaved_since_seconds = math.inf  # first update step since, by rank 0's clock
         self._validate: _Validate | None = None
         self._answer: _Answer | None = None
-        self._expected: ExpectedPeak | None = None
         self._at_exit = ExitStack()
         self._signals = ExitStack()  # closed last: signals also stop a write in progress
 
@@ -121,10 +118,6 @@ class Run:
         if self._ranks.is_zero and self.settings.log_config:
             config.log_config(self._recipe, cfg)
         self._log.log_config(cfg)
-        if self._ranks.is_zero and self._ranks.device.type == "cuda":
-            config_of_run = Path(self.settings.output_dir) / "logs" / "config.yaml"
-            self._expected = ExpectedPeak(sys.argv[0], config_of_run, self._ranks.world_size)
-            self._at_exit.callback(self._expected.close)
         self._log.info(describe_model(model, self.settings, self._ranks.device))
         log_start(loader, self.settings.epochs)
 
@@ -147,8 +140,8 @@ class Run:
         of_memory = {key: config[key] for key in config.keys() - own_keys(RunSettings).keys()}
         model, optimizer = parts.model, parts.optimizer
         self._memory = StepMemory(loader, model, optimizer, ranks, of_memory, self._log)
-        # Before the process group is closed, which ends the other ranks.
-        self._at_exit.push(self._memory.explain)
+        # Left before the process group is closed, which ends the other ranks.
+        self._at_exit.enter_context(self._memory)
         self.state = self._resume.restore(parts, self.seed)
         self._memory.restore(self.state.token_budget, self.settings.is_first_start)
         parts.nonfinite.restore_norms(self.state.grad_norms)
@@ -283,8 +276,6 @@ class Run:
     def advance(self, step: UpdateStep) -> None:
         """Counts an enqueued update step and writes the metrics of the previous one."""
         step = self._memory.stop(step)
-        if self._expected is not None:
-            self._log.info(self._expected.after(step))
         self.metrics.write_held()
         if self.sample_losses is not None:
             self.sample_losses.take(step, self.state.epoch, self.global_step + 1)
