@@ -93,7 +93,7 @@ def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed
 
 @pytest.mark.slow
 def test_ranks_know_how_many_nodes_may_come(tiny_config, tmp_path, start):
-    """Of a single agent, the first of 1 or 2."""
+    """A single agent starts, the first of 1 or 2."""
     config = tiny_config(pipeline_parallel_dim=2)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     options = ("--nnodes=1:2", "--rdzv_conf=last_call_timeout=1")

@@ -341,7 +341,7 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_a_model_of_transformers_is_packed_in_its_way(name):
-    """With the heads and switches of its config; the proof has few layers anyway."""
+    """Models have the heads and switches of their config; the proof has few layers anyway."""
     _, way, described = OF_TRANSFORMERS[name]
     narrow = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "pad_token_id": 0}
     assert prove(AutoConfig.for_model(**{**described, **narrow}), "sdpa").way == way

@@ -119,7 +119,7 @@ def omit_a_microbatch():
 
 
 def divide_by_the_microbatches_of_stages():
-    """As PyTorch's schedules do by default."""
+    """Divides losses by the number of microbatches, as PyTorch's schedules do by default."""
     run = Pipeline.forward_backward
     Pipeline.forward_backward = lambda self, taught, loss_of: run(
         self, taught, lambda sums: loss_of(sums) / len(taught)

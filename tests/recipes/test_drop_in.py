@@ -78,7 +78,7 @@ def tiny_model_for(stock, cfg):
 
 
 def on_this_machine(stock, tiny_config):
-    """What a machine without GPU, downloads and bitsandbytes must replace, and nothing else."""
+    """Replaces only what a machine without GPU, downloads and bitsandbytes must replace."""
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
     tiny_values = OmegaConf.create(tiny_config(model=tiny_model_for(stock, cfg), dataset=DATA))
     replaced = ["output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"]
@@ -219,7 +219,7 @@ def model_on_meta(cfg):
 
 @pytest.mark.parametrize("part", [0, *map(slow, range(1, 8))])
 def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatch):
-    """In the real models, on the meta device."""
+    """Models are the real ones, on the meta device."""
     pretend_torchvision(monkeypatch)
     kinds = {}
     for stock in EVERY:

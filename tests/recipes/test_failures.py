@@ -127,7 +127,7 @@ def test_ranks_that_have_other_samples_are_named(tiny_config):
 
 
 def test_other_keys_of_packed_samples_are_ignored_with_one_warning(tiny_config):
-    """As ``datasets.map`` leaves them."""
+    """``datasets.map`` leaves such keys in samples."""
     config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, microbatching="packed")
     samples = tiny.make_samples(24)
     expected, _ = run_on_samples(config, samples)

@@ -101,7 +101,7 @@ ROWS = [
 
 @on_ranks(FAST, ROWS)
 def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, tmp_path):
-    """With samples of uneven numbers of targets, and microbatches that have none at all."""
+    """Samples have uneven numbers of targets, and some microbatches have none."""
     assert_exact(rows, weights_folder, tmp_path)
 
 
@@ -163,7 +163,7 @@ def gradients_of_tied_copies_not_summed(patches):
 
 
 class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
-    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
+    """Schedule that divides gradients by the number of microbatches, PyTorch's default."""
 
     def __init__(self, *args, scale_grads, **kwargs):
         super().__init__(*args, scale_grads=True, **kwargs)

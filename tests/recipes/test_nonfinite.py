@@ -98,7 +98,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank(
 
 @pytest.mark.parametrize("reads_late", [False, slow(True)], ids=["at-once", "late"])
 def test_a_run_stops_with_a_checkpoint_of_unchanged_weights(reads_late, make_config):
-    """With metrics that are read late, one update step later."""
+    """If metrics are read late, it stops one update step later."""
     config = make_config()
     for error, _, changed in run(2, config, [3], NAN, reads_late):
         assert REASON in error

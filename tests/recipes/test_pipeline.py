@@ -85,7 +85,7 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
 
 @pytest.mark.slow
 def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
-    """With a learning rate of 0, or the last digits would differ."""
+    """The learning rate is 0, or the last digits would differ."""
     exported = []
     for name, world_size, dims in (("one", 1, {}), ("stages", 2, PP_2)):
         sgd = {"_component_": "torch.optim.SGD", "lr": 0.0}

@@ -79,7 +79,7 @@ SIZES = {**tiny.WIDE_MODEL, "num_layers": 4, "num_heads": 8, "max_seq_len": NUM_
 
 
 def saved_bytes(num_ranks, recomputes):
-    """Of activations that the backward of a row of one document needs, on this rank."""
+    """Returns the bytes of activations that the backward of a one-document row needs on this rank."""
     ranks = join_ranks(RankSettings(device="cpu"))
     model = tiny.tiny_model(SIZES)
     groups = ranks.row_groups(ranks.world_size)

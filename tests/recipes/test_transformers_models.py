@@ -122,7 +122,7 @@ def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, t
 
 @pytest.mark.parametrize("keeps_documents", [True, False])
 def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monkeypatch):
-    """Without them it raises, instead of computing the row as one document."""
+    """A recomputation without them raises, instead of computing the row as one document."""
     config = tiny_config_of("lfm2")
     model = decoder.Decoder(decoder.build(config, "sdpa"), probe.prove(config, "sdpa"))
     samples = torch.arange(3, 12).split([4, 5])

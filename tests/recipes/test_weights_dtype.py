@@ -86,7 +86,7 @@ def reference(sizes, steps_of_ranks, sums_each_microbatch=False, accumulate=torc
 
 
 def equal(gradients, expected):
-    """Whether the gradients are equal bit for bit; a stage has some of them."""
+    """Returns True if the gradients are bitwise equal; a stage has some of them."""
     assert gradients.keys() <= expected.keys()
     assert {g.dtype for g in gradients.values()} == {torch.float32}
     return all(torch.equal(gradients[name], expected[name]) for name in gradients)

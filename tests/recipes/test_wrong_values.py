@@ -47,7 +47,7 @@ OWN = {
     recipe: [key for key in types if recipe == SFT or TYPES[SFT].get(key) != types[key]]
     for recipe, types in TYPES.items()
 }
-"""What other recipes share with the first is read by the same code."""
+"""Keys of each recipe that are tested. Keys shared with the first recipe are read by the same code."""
 
 
 def bounds_of(recipe, key):
@@ -66,7 +66,7 @@ def values_for(recipe, key):
 
 
 def is_documented(recipe, key, value):
-    """Whether the type column of the table of keys allows a value."""
+    """Returns True if the type column of the table of keys allows a value."""
     return any(fits(kind, value, key) for kind in TYPES[recipe][key])
 
 
@@ -153,7 +153,7 @@ def test_a_value_is_documented_or_refused_by_the_name_of_its_key(recipe, num_val
 
 
 def set_up_each(recipe, config, folder):
-    """For each key and value that the settings take: why no recipe could be made with it, if so."""
+    """Returns errors that do not name their key, by key and value, for values that the settings accept."""
     os.chdir(folder)
     failed = {}
     for key in OWN[recipe]:

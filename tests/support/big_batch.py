@@ -18,13 +18,13 @@ DATA = {
     "mask_prompts": False,
 }
 STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
-"""Of a config: shuffled update steps of 16 samples, with uneven numbers of targets or none."""
+"""Config keys of shuffled update steps of 16 samples, with uneven numbers of targets or none."""
 MIXED = [
     {**DATA, "num_samples": 7, "num_without_targets": 1, "seed": 1, "name": "chat", "loss_weight": 0.3},
     {**DATA, "num_samples": 10, "num_without_targets": 1, "seed": 2, "name": "code"},
     {**DATA, "num_samples": 2, "num_without_targets": 1, "seed": 4, "name": "math", "loss_weight": 2},
 ]  # fmt: skip
-"""As many samples, of three named datasets, the third without a target in the last update step."""
+"""Three named datasets with as many samples; the third has no target in the last update step."""
 HELD_OUT = [
     {**DATA, "num_samples": 5, "num_without_targets": 1, "seed": 5, "name": "code"},
     {**DATA, "num_samples": 4, "num_without_targets": 1, "seed": 6, "name": "else"},

@@ -46,7 +46,7 @@ WEIGHTS = {"dino": 0.9, "ibot": 0.8, "koleo": 0.3, "gram": 0.5}
 
 
 class Reference(NamedTuple):
-    """Of each update step, and at the end."""
+    """Results of each update step, and at the end."""
 
     metrics: list[dict[str, float]]
     gradients: list[dict[str, Tensor]]

@@ -22,7 +22,7 @@ def sequences_of(row):
 
 
 def mask_of(row):
-    """Which positions attend to which, of all pairs: ``mask[q][k]``."""
+    """Returns ``mask[q][k]``, True if position q attends to position k."""
     size = sum(map(length_of, row))
     seen = [[False] * size for _ in range(size)]
     for sequence in sequences_of(row):

@@ -59,7 +59,7 @@ MODELS = {
     "lora": tiny.adapted(tiny.DEEP_UNTIED_MODEL, apply_lora_to_output=True),
     "dora": tiny.adapted(tiny.DEEP_UNTIED_MODEL, use_dora=True),
 }
-"""Of torchtune; another name is a type of transformers."""
+"""Models of torchtune; other names are types of transformers."""
 TEACHERS = {
     **dict.fromkeys(("tied", "tied lora"), tiny.TEACHER_MODEL),
     **dict.fromkeys(("untied", "lora", "dora"), tiny.UNTIED_TEACHER_MODEL),
@@ -69,7 +69,7 @@ SYNCS = ("each_microbatch", "last_microbatch")
 
 
 class Objective(NamedTuple):
-    """What is trained, and how :mod:`big_batch` computes it."""
+    """Recipe of a row, and its computation by :mod:`big_batch`."""
 
     recipe: str
     oracle: Callable[..., dict[str, Any]]
@@ -77,7 +77,7 @@ class Objective(NamedTuple):
     """Arguments of the oracle."""
     config: dict[str, Any] = {}  # noqa: RUF012
     tolerance: float = 1e-9
-    """Of metrics, relative."""
+    """Relative tolerance of metrics."""
 
 
 COMMON = {**DATA, "num_common": 8}
@@ -166,7 +166,7 @@ class Row(NamedTuple):
 
     @property
     def is_folder(self):
-        """Whether one of the models is of transformers."""
+        """Returns True if one of the models is of transformers."""
         return any(name and name not in MODELS for name in self.models)
 
 
@@ -193,7 +193,7 @@ def on_ranks(fast, rows):
 
 
 ROLES = {"model": {}, "reference": {"seed": 1}, "teacher": {"seed": 1, "vocab_size": 150, "hidden_size": 96}}  # fmt: skip
-"""Of models of transformers, what differs."""
+"""Differences between models of transformers."""
 
 
 def folder_keys(folder, role, model_type):
@@ -311,7 +311,7 @@ def losses_of_samples(row, folder):
 
 @cache
 def validation_losses(model):
-    """Of the held-out datasets, by metric."""
+    """Returns the expected losses of the held-out datasets, by metric."""
     with tiny.float64_throughout():
         models = models_in_float64(Row("one", model), None)
         metrics, _ = metrics_and_gradients(cross_entropy, models, samples_of(*HELD_OUT))
@@ -322,7 +322,7 @@ def validation_losses(model):
 
 
 def run_rows(cases, mutate=None):
-    """For each case, gradients of each update step, what was logged, numbers of ranks of rows, losses by sample."""
+    """Returns for each case gradients of each update step, logs, ranks per row and losses by sample."""
     return [run_row(*case, mutate) for case in cases]
 
 

@@ -78,7 +78,7 @@ def become_program(argv, output):
 
 
 def lines_on(screen):
-    """What stands on the screen, without empty lines; each state of a progress bar is a line."""
+    """Returns the lines on the screen that are not empty; each state of a progress bar is a line."""
     return [line for line in screen.replace("\r", "\n").splitlines() if line.strip()]
 
 

@@ -91,7 +91,7 @@ class ListLogger(MetricLoggerInterface):
 
 
 def losses(logged):
-    """Of the update steps, without the validations between them; torchtune logs tensors."""
+    """Returns losses of update steps, without validations between them; torchtune logs tensors."""
     return [float(metrics["loss"]) for metrics in logged if "loss" in metrics]
 
 
@@ -227,12 +227,12 @@ def run_recipe(config, recipe=SFT, reads_late=False):
 
 
 def run_recipes(configs, recipe=SFT):
-    """What :func:`run_recipe` returns, for each of the configs."""
+    """Returns the results of :func:`run_recipe` for each config."""
     return [run_recipe(config, recipe) for config in configs]
 
 
 def run_compiled_recipe(config, recipe=SFT):
-    """What :func:`run_recipe` returns with compiled layers."""
+    """Returns the result of :func:`run_recipe` with compiled layers."""
     with pytest.MonkeyPatch.context() as patch:  # or later tests of this process would have it, too
         patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes a minute
         return run_recipe({**config, "compile": True}, recipe)
@@ -263,7 +263,7 @@ def run_stock_recipe(config, kind="full_finetune"):
 
 
 def run_recipe_keeping_warnings(config, recipe=SFT):
-    """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
+    """Returns the result of :func:`run_recipe`, and the warnings that this rank logged."""
     with keep_messages(logging.WARNING) as warnings:
         return run_recipe(config, recipe), warnings
 

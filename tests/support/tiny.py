@@ -442,7 +442,7 @@ class MeanOverPositions(nn.CrossEntropyLoss):
 
 
 class UnsavableSGD(torch.optim.SGD):
-    """From its fourth step on its state holds something that is neither a tensor nor a plain value."""
+    """Optimizer whose state has a value that is no tensor and not plain, from its fourth step on."""
 
     num_steps = 0
 

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 _rows: ContextVar[Rows] = ContextVar("rows")
-"""Without a default: outside of a forward documents are unknown, not absent."""
+"""Rows of the current forward. It has no default: outside of a forward documents are unknown, not absent."""
 
 
 class Window(NamedTuple):

@@ -48,7 +48,7 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("qwen3_moe", "gpt_oss", "lfm2"))])
 def test_an_export_is_a_folder_like_the_first(model_type, tiny_config, tmp_path):
-    """With the same names of weights, tied ones once, and the logits that training would go on with."""
+    """It has the same names of weights, tied ones once, and the logits of the trained model."""
     tied = {"tie_word_embeddings": model_type == "qwen3"}
     keys = save_tiny(tmp_path / "in", model_type, **tied)
     (tmp_path / "in" / "tokenizer.json").write_text("{}")

@@ -458,7 +458,7 @@ def test_datasets_of_torchtune_train_answers(chatml, write):
 
 
 def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
-    """With workers, which are forked after the tokenizer was used."""
+    """Workers are forked after the tokenizer was used."""
     model = {**tiny.MODEL, "vocab_size": chatml.vocab_size}
     (weights := tmp_path / "weights").mkdir()
     torch.save(tiny.tiny_model(model).state_dict(), weights / "weights.pt")

@@ -179,7 +179,7 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(frozen, hidden_an
 
 @pytest.mark.parametrize("kind", ["linear", "bias"])
 def test_a_backward_in_two_parts_gives_each_part_its_gradient(kind, hidden_and_targets):
-    """As zero-bubble schedules have it: for the hidden states now, for the weight later."""
+    """Zero-bubble schedules run it for the hidden states first, for the weight later."""
     hidden, targets = hidden_and_targets
     output = make_output(kind)
     loss = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, hidden, targets, True)

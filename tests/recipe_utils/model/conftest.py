@@ -7,7 +7,7 @@ from torch.nn.attention import varlen as varlen_module
 
 
 def flash_attention(q, k, v, sizes, window_size, scale=None, grad=None):
-    """What FlashAttention computes of documents of ``sizes``; given ``grad`` its gradients, by the formula.
+    """Computes FlashAttention of documents of ``sizes``; given ``grad`` its gradients, by the formula.
 
     Takes q [t, h, d], k and v [t, h or fewer, d]. No autograd: it ends above a custom operator's kernels.
     """

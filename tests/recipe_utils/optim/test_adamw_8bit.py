@@ -120,7 +120,7 @@ def test_a_row_s_state_depends_on_that_row_only():
 
 @pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one(monkeypatch):
-    """As on CUDA, without a graph break; here traced only."""
+    """CUDA compiles it without a graph break; here it is only traced."""
     traced = adamw_8bit._compiled("eager")
     for rows in range(2, 12):  # more shapes than PyTorch's limit of recompilations
         weight = torch.ones(rows, 4)

@@ -131,7 +131,7 @@ def test_attention_and_overhead_enter_the_cost():
 
 
 def rows_of(ranks):
-    """For each round its rows: first rank, number of ranks, positions."""
+    """Returns the rows of each round: first rank, number of ranks, positions."""
     rounds = []
     for index in range(max(map(len, ranks), default=0)):
         holders = {}

@@ -225,7 +225,7 @@ def targets_with_contexts(microbatch):
 
 
 def test_a_row_computes_the_beginning_of_its_samples_once():
-    """Of trees, too; samples that begin otherwise, or with a target, stand behind them."""
+    """Samples may be trees. Samples that begin otherwise, or with a target, follow them."""
     common = list(range(1, 9))
     groups = [
         {"sequences": [

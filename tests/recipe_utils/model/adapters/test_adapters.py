@@ -1,4 +1,4 @@
-"""What is trained is found in any model; merged weights compute what the adapted layers did."""
+"""Trained weights are found in any model; merged weights compute what the adapted layers did."""
 
 import pytest
 import tiny

@@ -145,7 +145,7 @@ def test_queries_and_keys_are_normalized_as_torchtune_does(flash_attention_on_a_
 
 
 def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attention_on_a_cpu):
-    """As with torch 2.11, whose varlen_attn has no enable_gqa."""
+    """torch 2.11's varlen_attn has no enable_gqa."""
     varlen_attn = varlen_module.varlen_attn
 
     def of_torch_2_11(query, key, value, *bounds, window_size):

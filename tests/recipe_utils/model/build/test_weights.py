@@ -73,7 +73,7 @@ def test_cpu_offload_keeps_parameters_on_the_cpu_and_buffers_on_the_device(monke
 
 
 def load_and_gather(layouts):
-    """For each layout, whether every rank's weights came back whole, in order, and on rank 0 only."""
+    """Returns for each layout True if all ranks' weights came back whole, in order, on rank 0 only."""
     found = []
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""What is proved of a decoder at start-up: packed rows by the first way that is exact, or none."""
+"""Start-up proof of a decoder: it computes packed rows in the first way that is exact, or in none."""
 
 import copy
 import re
