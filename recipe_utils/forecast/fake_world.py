@@ -1,4 +1,4 @@
-"""Replacements for weights, data and other ranks, with which a recipe runs on fake tensors."""
+"""Replacements for weights, data and other ranks: a recipe runs on fake tensors."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -59,8 +59,8 @@ class FakeDataset:
 def fake_world(num_ranks: int, live: LiveBytes) -> Iterator[FakeTensorMode]:
     """Makes this process rank 0 of ``num_ranks``, with weights whose bytes ``live`` counts.
 
-    Only what makes weights runs on fake tensors; yields their mode, for ``update``. Recipes must be
-    imported in it.
+    Only functions that make weights run on fake tensors. Yields their mode, for ``update``. Recipes
+    must be imported within this context.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
