@@ -400,7 +400,7 @@ def _in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
         if isinstance(arguments := call["function"]["arguments"], str):
             call["function"] = {**call["function"], "arguments": json.loads(arguments)}
     if not calls:
-        del openai["tool_calls"]  # some templates ask only whether the key is there
+        del openai["tool_calls"]  # some templates only test if the key exists
     return openai, message["role"] == "assistant" and message.get("weight") != 0
 
 

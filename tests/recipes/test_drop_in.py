@@ -62,7 +62,7 @@ def recipe_for(stock):
 
 
 def tiny_model_for(stock, cfg):
-    """A tiny model with the adapters that a config asks for; in NF4 where it does."""
+    """Returns a tiny model with the adapters of a config; in NF4 if the config has NF4."""
     if stock in QAT:  # wide enough for its groups
         return tiny.WIDE_UNTIED_MODEL
     if stock in FULL or stock in DEV or "_full_dpo" in stock:

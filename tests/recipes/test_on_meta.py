@@ -148,7 +148,7 @@ def arrivals(monkeypatch):
         )
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    # torch 2.15 asks the driver which library computes it.
+    # torch 2.15 queries the driver for the library that computes it.
     capability = "_cudnn_version_and_major_capability"
     monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)

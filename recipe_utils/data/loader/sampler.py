@@ -36,7 +36,7 @@ class StepIndex(NamedTuple):
 
 
 class UpdateSteps(Sequence[list[StepIndex]]):
-    """Dataset indices of each update step, made when they are asked for.
+    """Dataset indices of each update step, computed on demand.
 
     Args:
         steps: indices of the update steps in their epoch.

@@ -133,7 +133,7 @@ def _insert(
         last.nexts = np.append(filled, last.nexts[num_shared:])
         last.reach += num_new
         start += num_shared
-    if num_new and path and not last.below:  # a sequence that ended here goes on
+    if num_new and path and not last.below:  # a sequence that ended here continues
         last.tokens = np.append(last.tokens, tokens[start:])
         last.nexts = np.append(last.nexts, nexts[start:])
     elif num_new:
