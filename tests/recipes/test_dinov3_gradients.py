@@ -127,7 +127,7 @@ def divide_by_the_microbatches_of_stages():
 
 
 def average_ibot_over_all_patches():
-    """iBOT as a mean over the masked patches of a microbatch instead of those of a crop."""
+    """Makes iBOT a mean over the masked patches of a microbatch instead of those of a crop."""
 
     def collated(self, samples):
         made = collate(self, samples)

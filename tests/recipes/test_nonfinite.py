@@ -124,7 +124,7 @@ def test_late_metrics_are_read_before_anything_is_saved(changes, make_config):
 
 @pytest.mark.parametrize(("fused", "reads_late"), [(True, True), slow(False, False)])
 def test_a_spike_is_skipped_alike_before_and_after_a_resume(fused, reads_late, make_config):
-    """Update steps 14 and 16 of 18, compared with norms of which 12 are in a checkpoint."""
+    """Update steps 14 and 16 of 18 are compared with norms of which 12 are in a checkpoint."""
     changes = {"on_spike": "skip", "sample_losses": True, "save_every_n_steps": 12}
     whole = make_config(fused, epochs=3, **changes)
     (logged, warnings, changed), other = run(2, whole, [14, 16], 1000.0, reads_late)

@@ -1,4 +1,4 @@
-"""Rows that several ranks compute together: the curve of one process, also resumed, and less memory.
+"""Rows that several ranks compute together have one process's curve, also resumed, with less memory.
 
 ``test_gradients.py`` and its like have their gradients.
 """
@@ -51,7 +51,7 @@ def trained(tiny_config):
 
 
 def curve(logged):
-    """Losses and validation losses by update step."""
+    """Returns losses and validation losses by update step."""
     return [
         (m["step"], name, m[name]) for m in logged for name in ("loss", "val_loss") if name in m
     ]

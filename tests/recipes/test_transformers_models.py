@@ -1,4 +1,4 @@
-"""Models of transformers in the recipes: the plan, what is proved of them, resume, refusals by name.
+"""Models of transformers in the recipes: plan, proof, resume, and refusals by name.
 
 ``test_gradients.py`` and its like have their gradients.
 """
@@ -160,7 +160,7 @@ def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_pa
     ],
 )
 def test_trees_are_proved(model_type, computes_trees):
-    """Biases of Bloom and MPT are of places in a row, which a branch's are not."""
+    """Biases of Bloom and MPT depend on places in a row, which are not the positions of a branch."""
     assert probe.prove(tiny_config_of(model_type), "sdpa").computes_trees is computes_trees
 
 

@@ -55,7 +55,7 @@ class Reference(NamedTuple):
 
 
 def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
-    """A config of the update steps below, for :func:`recipe_runs.run_recipe_recording_gradients`."""
+    """Returns a config of the update steps below, for :func:`recipe_runs.run_recipe_recording_gradients`."""
     base = tiny_config()
     kept = ("output_dir", "metric_logger", "device", "process_group_timeout_seconds")
     return {

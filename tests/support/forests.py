@@ -33,7 +33,7 @@ def mask_of(row):
 
 
 def some_tree(size, draw):
-    """A tree of some positions: most are cut into a segment and up to four children, down to few."""
+    """Returns a tree of some positions: most are cut into a segment and up to four smaller children."""
     if size < 3 or draw.random() < 0.2:
         return size
     first = draw.randint(1, size - 2)

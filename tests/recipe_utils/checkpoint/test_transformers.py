@@ -1,4 +1,4 @@
-"""Folders of transformers: what is read is what transformers reads, and reads exports as they were trained."""
+"""Weights of folders are read as transformers reads them; it reads exports as they were trained."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def logits_of(folder):
 
 
 def read(config):
-    """All weights and buffers after a recipe's setup, and logits, on a rank of several."""
+    """Returns all weights and buffers after a recipe's setup, and logits, on a rank of several."""
     with set_up(config) as made:
         made.model.eval()
         tensors = dict([*made.model.named_parameters(), *made.model.named_buffers()])
@@ -81,7 +81,7 @@ def change_config(folder, **changes):
 
 
 def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_path):
-    """Between the save and the resume, and beside the weights that the model gets."""
+    """It changes between save and resume, and differs from that beside the loaded weights."""
     config = tiny_config(
         **save_tiny(tmp_path / "in", "qwen3"), save_every_n_steps=1, max_steps_per_epoch=2
     )

@@ -1,4 +1,4 @@
-"""Losses by sample: continued after a resume, under the names of datasets; their values: test_gradients.py."""
+"""Losses by sample continue after a resume, with names of datasets; test_gradients.py has their values."""
 
 import sys
 from pathlib import Path

@@ -35,7 +35,7 @@ all_outputs = pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
 
 
 def values_and_gradients(loss, output, hidden, targets):
-    """Values of a loss, and gradients in which each value has a factor of its own."""
+    """Returns values of a loss, and gradients with a different factor for each value."""
     values = loss(output, hidden, targets).view(-1)
     factors = torch.arange(len(values), dtype=values.dtype) - 3
     return values, *torch.autograd.grad(values @ factors, [hidden, *parameters_of(output)])

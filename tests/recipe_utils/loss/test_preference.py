@@ -1,4 +1,4 @@
-"""Each loss is what its paper says; one that a recipe could not sum over pairs is refused."""
+"""Each loss equals its paper's formula; one that a recipe could not sum over pairs is refused."""
 
 import inspect
 
@@ -76,7 +76,7 @@ def test_simpo_asks_for_a_margin_and_no_reference(log_probs):
 
 
 def test_trl_s_losses_are_the_same(log_probs):
-    """By the formulas of its trainer's own text, which cannot be called apart from it."""
+    """The formulas are those in the source of TRL's trainer, which cannot be called separately."""
     text = inspect.getsource(trl.DPOTrainer._compute_loss)
     chosen, rejected, ref_chosen, ref_rejected = log_probs
     delta, beta, noise = chosen - ref_chosen - rejected + ref_rejected, 0.4, 0.2

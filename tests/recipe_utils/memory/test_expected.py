@@ -1,4 +1,4 @@
-"""A training's peak beside its forecast, in one line; the process for it does not disturb the training."""
+"""One line compares a training's peak with its forecast, whose process does not disturb the training."""
 
 import os
 import time

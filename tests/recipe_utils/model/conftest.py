@@ -64,7 +64,7 @@ def flash_attention_on_a_cpu():
 
 @pytest.fixture
 def flex_attention_on_a_cpu(monkeypatch):
-    """Flex attention with a backward on a CPU, where PyTorch has none."""
+    """Allows flex attention with a backward on a CPU, where PyTorch has none."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
     triton = "recipe_utils.model.attention.packed_attention.missing_for_triton"
     monkeypatch.setattr(triton, lambda: None)

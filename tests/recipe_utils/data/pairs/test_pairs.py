@@ -1,4 +1,4 @@
-"""Pairs become microbatches in which every target of each answer stands once, behind its own tokens."""
+"""Pairs become microbatches with every target of each answer once, after its own tokens."""
 
 import pickle
 

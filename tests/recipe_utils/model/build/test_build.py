@@ -1,4 +1,4 @@
-"""Models are built without memory, prepared before they are wrapped, and wrapped as asked for."""
+"""Models are built without memory, prepared before they are wrapped, and wrapped as configured."""
 
 from functools import partial
 
