@@ -1,4 +1,4 @@
-"""With dropout by sample and position, any layout and any resume has the losses of one process."""
+"""Dropout by sample and position: any layout and any resume has the losses of one process."""
 
 import shutil
 

@@ -42,7 +42,7 @@ def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_co
 
 
 def test_the_first_step_of_an_epoch_has_nothing_of_the_epoch_before(tiny_config):
-    """With 21 samples, 8 per step, stock recipes add the last microbatches to the next epoch."""
+    """There are 21 samples, 8 per step: stock recipes add the last microbatches to the next epoch."""
     config = tiny_config(dataset=data(21), epochs=2, batch_size=2, gradient_accumulation_steps=4)
     (gradients,) = run_distributed(run_recipe_recording_gradients, 1, config)
     assert len(gradients) == 6

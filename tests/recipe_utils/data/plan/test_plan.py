@@ -188,7 +188,7 @@ def test_more_ranks_than_needed_where_a_round_would_wait_for_one_row():
 
 
 def test_planning_looks_at_a_full_row_again_only_for_a_sample_that_fits(monkeypatch):
-    """With 16,384 samples on 64 ranks, heap operations grow with samples, not with samples times rows."""
+    """16,384 samples on 64 ranks: heap operations grow with samples, not with samples times rows."""
     num_calls = 0
 
     def count(heap, item):
