@@ -17,10 +17,10 @@ SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")])
 )
-# Models this small gain nothing from threads, which get into each other's way. Before torch is imported,
-# and for the processes that tests start.
+# Threads slow down models this small. Set before torch is imported, and for the processes that tests
+# start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Proofs of decoders, made once by whichever process comes first, outside the user's folders.
+# Proofs of decoders, made once by the first process that needs them, outside the user's folders.
 os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/torchtune_update_step_tests_{os.getuid()}"
 sys.path.insert(0, SUPPORT)
 gc.set_threshold(
@@ -42,10 +42,10 @@ settings.load_profile("untimed")
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Side by side where whole folders run; the start of workers is too long for a file or one test.
+    """Returns the number of workers: none for files or single tests, because workers start too slowly.
 
-    One worker more than there are cores, because many tests wait for processes of their own; few all in
-    all, because each holds the imports twice.
+    Otherwise one worker more than there are cores, because many tests wait for processes of their own; at
+    most 8, because each holds the imports twice.
     """
     files = [arg for arg in config.args if not Path(arg.split("::")[0]).is_dir()]
     return 0 if files else min(len(os.sched_getaffinity(0)) + 1, 8)
@@ -72,7 +72,7 @@ def pytest_make_collect_report(collector):
 
 
 def _skipped_for_want_of_hardware_only(report, path):
-    """Turns a skip for any other reason into a failure: packages are no reason, ``[test]`` brings them."""
+    """Turns a skip for any other reason into a failure, also for packages, which ``[test]`` installs."""
     if report.outcome == "skipped" and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if not re.search(r"CUDA|Linux|torch 2\.13", reason):
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class OneTestOrOneModule(LoadScopeScheduling):
-    """Gives a worker a test at a time, or all of a file whose tests share what is made for their module."""
+    """Gives a worker a test at a time, or all tests of a file that share a fixture of their module."""
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::")[0]
@@ -148,7 +148,7 @@ def process_is_restored():
 
 @pytest.fixture(scope="session")
 def weights_folder(tmp_path_factory):
-    """A folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""
+    """Returns a folder with the tiny model's weights; configs of :func:`recipe_runs.tiny_config` use it."""
     import recipe_runs
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -175,19 +175,19 @@ def tiny_config(weights_folder, tmp_path):
 
 @pytest.fixture
 def tiny_dpo_config(weights_folder, tmp_path):
-    """The same for preference tuning."""
+    """Makes such configs for preference tuning."""
     return config_maker(weights_folder, tmp_path, "tiny_dpo_config")
 
 
 @pytest.fixture
 def tiny_kd_config(weights_folder, tmp_path):
-    """The same for distillation."""
+    """Makes such configs for distillation."""
     return config_maker(weights_folder, tmp_path, "tiny_kd_config")
 
 
 @pytest.fixture(params=["tiny_config", "tiny_dpo_config", "tiny_kd_config"])
 def recipe_and_config(request, weights_folder, tmp_path):
-    """Each recipe of texts, and what makes its tiny configs."""
+    """Returns each recipe of texts, and a maker of its tiny configs."""
     from recipe_runs import DPO, KD, SFT
 
     recipes = {"tiny_config": SFT, "tiny_dpo_config": DPO, "tiny_kd_config": KD}
@@ -196,13 +196,13 @@ def recipe_and_config(request, weights_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def module_config(weights_folder, tmp_path_factory):
-    """The same for what a module's tests share, in a folder of its own."""
+    """Makes configs as :func:`tiny_config` for a whole module, with a folder of its own."""
     return config_maker(weights_folder, tmp_path_factory.mktemp("module"))
 
 
 @pytest.fixture
 def one_process():
-    """The ranks of a process alone."""
+    """Yields the ranks of a single process."""
     from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
     ranks = join_ranks(RankSettings(device="cpu"))
@@ -212,7 +212,7 @@ def one_process():
 
 @pytest.fixture
 def started():
-    """The launchers that a test starts; whatever still runs at its end is ended."""
+    """Yields a list for the launchers that a test starts; ends those that still run after the test."""
     from programs import children_of
 
     processes = []

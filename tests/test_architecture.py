@@ -32,7 +32,7 @@ LAYERS = (
     ("settings", "tune"),
     ("files",),
 )
-"""From the top. A package imports packages of lower layers only."""
+"""Layers from top to bottom. A package imports packages of lower layers only."""
 MAX_FILES = 10
 
 

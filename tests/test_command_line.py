@@ -20,7 +20,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def by_name(weights_folder, tmp_path_factory):
-    """A folder with a config of 3 update steps of 4 samples, and its losses in `out`."""
+    """Returns a folder with a config of 3 update steps of 4 samples, and its losses in `out`."""
     folder = tmp_path_factory.mktemp("by_name")
     config = make_tiny_config(
         weights_folder,

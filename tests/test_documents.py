@@ -1,6 +1,6 @@
 """Documents: links resolve, key tables and commands are those of the program.
 
-``python tests/test_documents.py`` writes the key tables of ``recipes/*.md`` anew.
+``python tests/test_documents.py`` rewrites the key tables of ``recipes/*.md``.
 """
 
 import re
@@ -58,7 +58,7 @@ def rows_of(recipe):
 
 
 def expected_keys(recipe):
-    """The whole table for the first recipe; for others, rows that differ and keys that are missing."""
+    """Returns the whole table for the first recipe; for others, rows that differ and missing keys."""
     if recipe == FIRST:
         return "\n".join(rows_of(recipe)) + "\n"
     first, own = rows_of(FIRST), rows_of(recipe)
@@ -165,7 +165,7 @@ def has_config(name):
 
 
 def check_run(arguments):
-    """A registered recipe, or a file of the user; keys that are overridden exist."""
+    """Checks that a recipe is registered, or a file of the user, and that overridden keys exist."""
     recipes = [word for word in arguments if word in RECIPES or word == "generate"]
     assert recipes or any(word.endswith(".py") for word in arguments), arguments
     if "--config" in arguments:

@@ -1,4 +1,4 @@
-"""The README's commands: the embedded defaults train on real text, export and answer."""
+"""The README's commands: the embedded defaults train on real text, export and sample."""
 
 import math
 from pathlib import Path
@@ -38,14 +38,14 @@ def answer(path, *overrides):
 
 
 def logged(folder, name):
-    """Values of a metric, in the order of update steps."""
+    """Returns values of a metric, in the order of update steps."""
     lines = read_metrics(folder / "logs" / "metrics.jsonl")
     return [line[name] for line in lines if name in line]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Output folder of the embedded default after 10 update steps, at a rate that fits so few."""
+    """Returns the output folder of the embedded default after 10 update steps, at a rate for so few."""
     folder = tmp_path_factory.mktemp("embedded")
     rate = ("optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=8")
     each = ("run_val_every_n_steps=3", "export_every_n_steps=9", *rate)
@@ -99,7 +99,7 @@ def test_adapters_lower_the_validation_loss_and_generate_loads_the_merged_model(
 
 @pytest.mark.slow
 def test_a_folder_of_transformers_is_trained_from_scratch_and_then_with_adapters(tmp_path):
-    """Fresh weights, exported with the tokenizer; adapters by its chat template, merged and for PEFT."""
+    """Fresh weights are exported with the tokenizer; adapters use its chat template, merged and for PEFT."""
     first, second = tmp_path / "full", tmp_path / "lora"
     each = ("run_val_every_n_steps=5", "optimizer.lr=4e-3", "lr_scheduler.num_warmup_steps=4")
     train(QWEN3, first, "max_steps_per_epoch=10", *each)

@@ -153,7 +153,7 @@ def is_alive(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads states of processes from /proc")
 def test_no_process_outlives_a_program_that_is_killed(weights_folder, tmp_path, started):
-    """Nor do its DataLoader workers."""
+    """Its DataLoader workers end, too."""
     config = config_of_text(weights_folder, num_workers=2, epochs=1000)
     arguments = [SFT, "--config", str(write(config, tmp_path)), *logging_to(tmp_path / "out")]
     process = Popen([TUNE, "run", *arguments], stdout=DEVNULL, stderr=DEVNULL)
@@ -180,7 +180,7 @@ while True:
 
 @pytest.mark.slow
 def test_ranks_that_a_second_signal_ends_are_not_restarted(tmp_path, start):
-    """The launcher fails."""
+    """The launcher exits with an error."""
     (tmp_path / "any.py").write_text(CATCHES_SIGNALS)
     process = start("--max-restarts=3", "any.py", "--config", "any", cwd=tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("runs_0_*"))) == 2, process)

@@ -50,7 +50,7 @@ def wait_for(condition, agents):
 def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed(
     tiny_config, tmp_path, start, started
 ):
-    """After update step 10 of 16; 4 ranks divide the global batch, 3 do not. It falls later."""
+    """It is killed after update step 10 of 16. 4 ranks divide the batch, 3 do not; it shrinks at step 12."""
     killed = tmp_path / "killed"
     data = {"_component_": "tiny.waiting_dataset", "step": 10, "file": str(killed)}
     adam = {"_component_": "torch.optim.AdamW", "lr": 1e-5}
@@ -93,7 +93,7 @@ def test_training_resumes_with_the_same_losses_after_one_of_four_nodes_is_killed
 
 @pytest.mark.slow
 def test_ranks_know_how_many_nodes_may_come(tiny_config, tmp_path, start):
-    """Of a single agent, the first of 1 or 2."""
+    """A single agent starts, the first of 1 or 2."""
     config = tiny_config(pipeline_parallel_dim=2)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     options = ("--nnodes=1:2", "--rdzv_conf=last_call_timeout=1")

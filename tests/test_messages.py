@@ -36,7 +36,7 @@ def run_in(folder, config, *overrides):
 
 @pytest.fixture(scope="module")
 def whole(weights_folder, tmp_path_factory):
-    """Folder, output and metrics of three epochs."""
+    """Returns folder, output and metrics of three epochs."""
     folder = tmp_path_factory.mktemp("whole")
     config = make_tiny_config(
         weights_folder,

@@ -101,11 +101,11 @@ BACKBONES = {  # as published: arXiv:2508.10104, arXiv:2104.14294
     "vit/L16_dinov3_update_step": 303e6,
 }
 BETAS = [0.9, 0.95]
-"""Stock's beta2 of 0.999 averages over 1000 update steps, longer than most fine-tuning runs."""
+"""Betas of AdamW: stock's beta2 of 0.999 averages over 1000 update steps, longer than most fine-tuning."""
 SAMPLES = 160
-"""Per update step and rank; stock's configs have 16 or 32."""
+"""Samples per update step and rank; stock's configs have 16 or 32."""
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Per parameter: its code, an 8-bit scale per 64 and a 32-bit scale per 256 of those."""
+"""Bits per parameter: its code, an 8-bit scale per 64 and a 32-bit scale per 256 of those."""
 
 
 def load(name):
@@ -122,7 +122,7 @@ def recipe_of(name):
 
 
 def full_name(name):
-    """The config that trains all weights of the same model."""
+    """Returns the config that trains all weights of the same model."""
     name = re.sub(r"[\d.]+B_to_(.*)_KD_", r"\1_full_", name)
     return re.sub("_q?lora_", "_full_", name).replace("_dpo", "")
 
@@ -134,7 +134,7 @@ def build_once(component):
 
 
 def build(name, key="model"):
-    """On the meta device; configs of one model share it."""
+    """Builds a model on the meta device, once for all configs that have it."""
     return build_once(json.dumps(plain(name)[key]))
 
 
@@ -143,18 +143,18 @@ def size(module):
 
 
 def memory_in_header(name):
-    """GB by what they are of, in the header's lines."""
+    """Returns GB by purpose, as in the header's lines."""
     text = config_path(name).read_text().replace("\n#", "")
     return [float(number) for number in re.findall(r"([\d.]+) GB", text)]
 
 
 def bytes_per_trained(cfg):
-    """A weight, its gradient and the two moments of AdamW; those of 8 bits have scales."""
+    """Returns bytes of a weight, its gradient and AdamW's two moments, which have scales in 8 bits."""
     return 4 + 4 + (2 * (1 + 4 / 256) if "8bit" in cfg.optimizer._component_ else 8)
 
 
 def files_of(checkpointer):
-    """The checkpointer with its files by name."""
+    """Returns the checkpointer with its files by name."""
     files = checkpointer["checkpoint_files"]
     if isinstance(files, dict):
         files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
@@ -341,7 +341,7 @@ def test_a_model_of_transformers_has_its_published_size_and_the_memory_in_its_he
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_a_model_of_transformers_is_packed_in_its_way(name):
-    """With the heads and switches of its config; the proof has few layers anyway."""
+    """Models have the heads and switches of their config; the proof has few layers anyway."""
     _, way, described = OF_TRANSFORMERS[name]
     narrow = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "pad_token_id": 0}
     assert prove(AutoConfig.for_model(**{**described, **narrow}), "sdpa").way == way

@@ -155,7 +155,7 @@ def tests(stage: Stage) -> Result:
 
 
 def _python(arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs Python beside the checkout; returns its exit code and what it printed."""
+    """Runs Python beside the checkout; returns exit code and output."""
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT.parent)
     return ran.returncode, ran.stderr[-2000:] + ran.stdout

@@ -1,7 +1,7 @@
 """Step checkpoints, from which training resumes, and exported models.
 
 Importing it corrects torchtune 0.6.1's names of Gemma 2's weights, for loading and exporting: it
-swaps the norms before and after the feed-forward, so the model that it loads is another one.
+swaps the norms before and after the feed-forward, so it loads a different model.
 """
 
 from torchtune.models.gemma2 import _convert_weights

@@ -141,7 +141,7 @@ class FolderCheckpointer:
         folder = self._checkpoint_dir
         if any(folder.glob("*.safetensors")):
             verbosity = get_verbosity()
-            set_verbosity_error()  # its table of missing keys says that they can be ignored
+            set_verbosity_error()  # hides a table with the advice to ignore missing keys
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, local_files_only=True, dtype="auto", output_loading_info=True

@@ -172,7 +172,7 @@ class FolderTokenizer:
     def _targets(self, chat: Chat, trains: Sequence[bool], tools: Any) -> Owned:
         """Returns the tokens of a conversation, each with the trained message that it belongs to.
 
-        An assistant's turn starts where the generation prompt ends, and ends behind its last stop
+        An assistant's turn starts where the generation prompt ends, and ends after its last stop
         token. Other messages train as a whole. A token belongs to the message of its last character.
         """
         render = cache(lambda num, prompt=False: self._render(chat[:num], tools, prompt))
@@ -271,7 +271,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         tokenizer: a :class:`FolderTokenizer`.
         path: file with an object per line, ``messages`` and ``tools`` in OpenAI's format; kept in memory.
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
-            one of each conversation, whose turns compute what they begin with once.
+            one of each conversation, whose turns compute common beginnings once.
 
     Raises:
         ValueError: another tokenizer, or another value of ``split_turns``.
@@ -400,7 +400,7 @@ def _in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:
         if isinstance(arguments := call["function"]["arguments"], str):
             call["function"] = {**call["function"], "arguments": json.loads(arguments)}
     if not calls:
-        del openai["tool_calls"]  # some templates ask only whether the key is there
+        del openai["tool_calls"]  # some templates only test if the key exists
     return openai, message["role"] == "assistant" and message.get("weight") != 0
 
 

@@ -38,10 +38,10 @@ class Collator(Protocol):
 
     @abstractmethod
     def length(self, sample: Sample) -> int:
-        """Returns what ``plan`` takes of a sample: its length, or for views its position."""
+        """Returns the value that ``plan`` takes for a sample: its length, or for views its position."""
 
     def split(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """Returns the samples of each microbatch that one of the plan becomes."""
+        """Returns the samples of each microbatch into which one of the plan is split."""
         return [samples]
 
     @abstractmethod
@@ -64,13 +64,13 @@ class Collator(Protocol):
         yield from ()
 
     def common_beginning(self, sample: Sample, known: Any = None) -> Any:
-        """Returns what a sample and ``known`` begin with and a row may compute once; None if nothing can."""
+        """Returns the common beginning of a sample and ``known`` that a row may compute once, or None."""
         return None
 
     def share_beginning(self, tokens: Any) -> None:
-        """Takes what the samples of the dataset begin with, before the first plan; the same on all ranks."""
+        """Takes the common beginning of all samples, before the first plan; the same on all ranks."""
         return None
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields what is doubtful in a prepared sample, in words that are counted over samples."""
+        """Yields doubts about a prepared sample, as texts that are counted over samples."""
         yield from ()

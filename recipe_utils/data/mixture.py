@@ -129,8 +129,8 @@ class MixtureOrder:
     """Order of a mixture's samples over all epochs of a training, in update steps.
 
     Each dataset is passed through without repetition, in a new order each time, also across epochs.
-    ``settings`` are DataSettings; ``sizes`` are samples of update steps, by the first update step of
-    the training that has so many. Weights are divided by ``means``, by name, if given.
+    ``settings`` are DataSettings; ``sizes`` map an update step of the training to the samples per update
+    step from there on. Weights are divided by ``means``, by name, if given.
     """
 
     def __init__(

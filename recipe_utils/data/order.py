@@ -3,7 +3,7 @@
 import numpy as np
 
 NUM_IN_MEMORY = 2**24
-"""Most samples whose order is an array, ``torch.randperm``'s."""
+"""Maximum number of samples whose order is an array (``torch.randperm``)."""
 
 _NUM_ROUNDS = 6
 _U64 = np.uint64
@@ -31,9 +31,9 @@ def mixed_sequence(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 class LazyPermutation:
-    """Permutation of ``range(num)``, computed for the positions that are asked for.
+    """Permutation of ``range(num)``, computed for the requested positions only.
 
-    A Feistel network over the next power of 4, applied again to what lies outside (cycle walking;
+    A Feistel network over the next power of 4, applied again to values outside (cycle walking;
     Black and Rogaway, 2002). Integers only, so it is the same on every machine. Without a seed it is
     the identity.
     """

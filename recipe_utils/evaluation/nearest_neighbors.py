@@ -34,7 +34,7 @@ class NearestNeighbors:
             has = f"{bank.dataset.name} has {len(bank.dataset)} images"
             raise ValueError(f"knn_neighbors={num_neighbors}: {has}; set it to fewer")
         is_same = len(images.dataset) == len(bank.dataset)
-        with suppress(SampleError):  # skipped or raised when it is its turn
+        with suppress(SampleError):  # skipped or raised when the sample is loaded
             is_same = is_same and all(images.dataset[0]["digest"] == bank.dataset[0]["digest"])
         if is_same:
             raise ValueError(

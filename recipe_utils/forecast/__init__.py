@@ -1,4 +1,4 @@
-"""Memory and FLOPs of a recipe's update steps, whose ``setup`` and ``update`` run on fake tensors."""
+"""Memory and FLOPs of the update steps of a recipe that runs on fake tensors."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from recipe_utils.optim.optimizer import single_optimizers
 from recipe_utils.parallel.fsdp import local
 
 _MOST_DOCUMENTS = 8
-"""Samples of a long row, which then are longer: more take the same bytes, and longer to measure."""
+"""Documents of a long row. More documents take the same bytes, but longer to measure."""
 
 
 class Measured(NamedTuple):
-    """Positions, or images, of each microbatch; highest bytes; FLOPs per microbatch without the optimizer's."""
+    """Positions (or images) per microbatch, peak bytes, and FLOPs per microbatch without the optimizer's."""
 
     size: int
     peak: int
@@ -35,7 +35,7 @@ def measure(
 ) -> Measured:
     """Runs ``update`` of a recipe with a ``FakeDataset`` on equal microbatches of about ``size``.
 
-    The first call also makes the optimizer's state, so its peak is another one.
+    The first call also creates the optimizer's state, so its peak differs.
     """
     microbatch = microbatch_of(recipe.loader, size)
     totals = {name: num_microbatches * number for name, number in microbatch.counts.items()}
@@ -51,7 +51,7 @@ def measure(
 
 
 def microbatch_of(loader: Any, size: int) -> Microbatch:
-    """Returns a microbatch of about ``size`` positions, at least a sample, or of so many images."""
+    """Returns a microbatch of about ``size`` positions and at least one sample, or of ``size`` images."""
     collator, dataset, made = loader.collator, loader.dataset, loader.dataset.dataset
     if "images" in collator.counts:
         images = [dataset[StepIndex(i, position=i, step_size=size)] for i in range(size)]
@@ -65,7 +65,7 @@ def microbatch_of(loader: Any, size: int) -> Microbatch:
 
 
 def shares_of(recipe: Any, live: LiveBytes) -> dict[str, int]:
-    """Returns bytes after an update step by what they are for; gradients are freed by then."""
+    """Returns bytes after an update step by purpose; gradients are freed by then."""
     parameters, parts = [*recipe.model.parameters()], {}
     states = (s for each in single_optimizers(recipe.optimizer) for s in each.state.values())
     found = {
@@ -87,7 +87,7 @@ def largest_that_fits(
 ) -> Measured | None:
     """Returns the largest microbatch, at most ``most``, whose peak is within ``limit``; None if none is.
 
-    It is on the line through the latest two points, and is run: chunks of a loss bend the line.
+    Candidates lie on the line through the latest two points. Each is run, because chunks of a loss bend the line.
     """
     points = list(points)
     fits = [each for each in points if each.peak <= limit and each.size <= most]

@@ -1,4 +1,4 @@
-"""What a recipe gets in place of weights, data and other ranks: all of it is here."""
+"""Replacements for weights, data and other ranks: a recipe runs on fake tensors."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class FakeWeights(RandomWeights):
 
 
 class FakeDataset:
-    """Map-style dataset of ``kind`` text, pair or image; all tokens, or those that a pair does not share, are targets."""
+    """Map-style dataset of ``kind`` text, pair or image; targets are all tokens, of pairs those not shared."""
 
     def __init__(self, tokenizer: Any = None, kind: str = "text") -> None:
         self.kind, self.length = kind, 64
@@ -59,8 +59,8 @@ class FakeDataset:
 def fake_world(num_ranks: int, live: LiveBytes) -> Iterator[FakeTensorMode]:
     """Makes this process rank 0 of ``num_ranks``, with weights whose bytes ``live`` counts.
 
-    Only what makes weights runs on fake tensors; yields their mode, for ``update``. Recipes must be
-    imported in it.
+    Only functions that make weights run on fake tensors. Yields their mode, for ``update``. Recipes
+    must be imported within this context.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -12,14 +12,14 @@ from torch.utils.flop_counter import flop_registry
 
 _aten, _flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
 _LIKE = {"addmm_": "addmm"} | {f"{_flash}_for_cpu{x}": f"{_flash}{x}" for x in ("", "_backward")}
-"""Operations that PyTorch does not count, and those that have the same FLOPs."""
+"""Operation that PyTorch does not count -> operation with the same FLOPs."""
 _FLOPS: dict[Any, Any] = flop_registry | {
     getattr(_aten, name): flop_registry[getattr(_aten, like)] for name, like in _LIKE.items()
 }
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of the storages that operations in it make, and those of :meth:`hold`, while they live.
+    """Counts the bytes of live storages: those that operations in it make, and those of :meth:`hold`.
 
     It follows ``storage.resize_``, with which FSDP2 frees and gathers weights.
     """
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # comes back with the parts
+            return NotImplemented  # is called again with the parts
         made = func(*args, **(kwargs or {}))
         if (count := _FLOPS.get(getattr(func, "_overloadpacket", func))) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=made)

@@ -30,10 +30,9 @@ class ChunkedLoss(nn.Module):
     its sums (three matrix products, none twice). Chunking over tokens follows torchtune (pull
     1390), computing gradients in the forward follows Liger Kernel (arXiv:2410.10989).
 
-    If the output weight is not a plain tensor (tensor parallel, an output layer that FSDP2 shards
-    on its own, that has a bias or a fake-quantized weight, or of another class), each of
-    ``num_output_chunks`` chunks is projected by the output layer itself and recomputed in the
-    backward. Their number is fixed, because all FSDP ranks must call the layer equally often.
+    The output layer itself projects each of ``num_output_chunks`` chunks, and again in the backward, if
+    it is tensor parallel, a separate FSDP2 unit or of another class, or has a bias or a fake-quantized
+    weight. Their number is fixed, because all FSDP ranks must call the layer equally often.
 
     Args:
         tokens_per_chunk: target tokens projected at once.
@@ -111,8 +110,8 @@ def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Call
 class WeightGradient:
     """Gradient of an output weight [v, d], summed over chunks.
 
-    A sum in bf16 is rounded at each chunk; sums of a few chunks are summed in fp32, which takes a buffer of
-    v * d fp32 numbers if there are more. An fp32 sum of all chunks would move three times the bytes.
+    Each addition in bf16 rounds, so bf16 sums of a few chunks are summed in fp32, in a buffer of v * d
+    numbers that exists only with more chunks. An fp32 sum of all chunks would move three times the bytes.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -229,7 +228,7 @@ def plain_weight(output: nn.Module | TiedLinear) -> Tensor | None:
 
 
 def losses_by_target(targets: Targets, hidden: Tensor) -> Tensor | None:
-    """Returns the place for each target's loss [n], which a recomputation overwrites; or None."""
+    """Returns a buffer for each target's loss [n], which a recomputation overwrites; None if not needed."""
     if targets.sample_sums is None or targets.sample_positions is None:
         return None
     return hidden.new_zeros(len(targets.positions), dtype=sum_dtype(hidden))

@@ -1,1 +1,1 @@
-"""Memory of update steps: the budget of tokens that fits, and what did not."""
+"""Memory of update steps: the largest budget of tokens that fits, and out-of-memory errors."""

@@ -11,9 +11,9 @@ MOST_TOKENS = 2**20
 _AFTER_RETRY = 0.85
 """Factor of a row for which the allocator had to free its cached blocks."""
 _NOISE = 1.02
-"""Factor of the bytes of the longest row, whose growth would seem less by noise than it is."""
+"""Factor of the bytes of the longest row, so that noise does not hide their growth."""
 _NUM_STEPS = 8
-"""Update steps, more than a proposal is delayed, without a larger budget before the search ends."""
+"""Update steps without a larger budget before the search ends, besides the delay of a proposal."""
 _SLOWER = 1.03
 """Factor of the least time that a smaller budget may take."""
 
@@ -41,12 +41,12 @@ def rounded(tokens: float, num_digits: int = _NUM_DIGITS) -> int:
 
 
 class TokenBudget:
-    """Largest budget that fits this rank, and on the rank that takes times the fastest one.
+    """Search for the largest budget that fits this rank; on the rank that takes times, for the fastest.
 
-    The budget grows from below: never beyond twice the longest row *that ran*, nor beyond what a square
-    through two measured rows puts at the limit, which bounds every growth between a line and a square,
-    with any constant. Once it stops growing, the smallest of the budgets tried is taken whose median time
-    per token is within 3 % of the best. Ranks agree by the minimum of their proposals.
+    The budget grows from below: to at most twice the longest row *that ran*, and to at most the row at
+    which a parabola through two measured rows reaches the limit. The parabola bounds any growth between
+    linear and quadratic, with any constant. Once the budget stops growing, the search takes the smallest
+    one tried whose median time per token is within 3 % of the best. Ranks use their least proposal.
 
     Args:
         first: first budget [tokens].
@@ -65,7 +65,7 @@ class TokenBudget:
         self._num_delayed = num_delayed
         self._rows: dict[int, tuple[int, int]] = {}  # longest rows that ran, and bytes added
         self._tokens = 0  # budget of the last update step
-        self._num_steps = 0  # that ran with it before the last one
+        self._num_steps = 0  # update steps with it before the last one
         self._seconds: dict[int, list[float]] = defaultdict(list)
 
     def add(self, tokens: int, longest: int, step: Measured, cap: int = MOST_TOKENS) -> None:
@@ -75,7 +75,7 @@ class TokenBudget:
             tokens: its budget.
             longest: most positions of a microbatch.
             step: its memory.
-            cap: bound of the growth [tokens]; 0 to learn nothing from an update step that fits.
+            cap: bound of the growth [tokens]; 0 to ignore an update step that fits.
         """
         self._num_steps = self._num_steps + 1 if tokens == self._tokens else 0
         self._tokens = tokens

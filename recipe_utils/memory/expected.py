@@ -1,4 +1,4 @@
-"""The measured peak of a training beside its forecast, which another process computes meanwhile."""
+"""Comparison of a training's measured peak memory with its forecast, which another process computes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""Beginnings of the launcher's variables, which the process must not see."""
+"""Prefixes of the launcher's environment variables, which the process must not inherit."""
 
 
 class ExpectedPeak:

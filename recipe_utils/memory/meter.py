@@ -27,8 +27,8 @@ class Meter(Protocol):
 class CudaMeter:
     """Meter of a CUDA device, which counts active bytes on the host when work is enqueued.
 
-    Reserved bytes would contain what an earlier shape needed; allocated ones lack blocks that another
-    stream still uses. The limit leaves out what other processes and libraries hold.
+    Reserved bytes include blocks of earlier shapes; allocated bytes exclude blocks that another stream
+    still uses. The limit excludes memory of other processes and libraries.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ ONE_SAMPLE = (
     "a row is one sample there; set enable_activation_checkpointing=True, max_ranks_per_row=2 (packed), or a "
     "smaller tokenizer.max_seq_len"
 )
-"""What to do about a row that no bound makes shorter."""
+"""Advice for a row that no bound makes shorter."""
 
 
 class RowsDoNotFitError(RuntimeError):

@@ -67,7 +67,7 @@ class BudgetSearch:
         self._meter.start()
 
     def stop(self, step: Any, number: int) -> None:
-        """Measures an enqueued update step, and proposes a budget for those that are not planned."""
+        """Measures an enqueued update step, and proposes a budget for those not yet planned."""
         self._memory, seconds = self._meter.stop()
         tokens, self._longest = step.max_tokens, step.longest
         if self._memory.has_retried:

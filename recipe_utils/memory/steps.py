@@ -1,4 +1,4 @@
-"""Memory of a training's update steps: the search for their budget, and what follows a lack of memory."""
+"""Memory of a training's update steps: search for their budget, and recovery from out-of-memory errors."""
 
 import gc
 import json
@@ -109,7 +109,7 @@ class StepMemory:
         self._loader.in_use = step.max_tokens
 
     def retrying(self, update: Callable[[Any], T], step: Any) -> T:
-        """Returns ``update(step)``, which one rank without sharding repeats in shorter rows if memory lacks.
+        """Returns ``update(step)``; a single rank without sharding repeats it in shorter rows if out of memory.
 
         All gradients are computed again, so no microbatch counts twice.
         """

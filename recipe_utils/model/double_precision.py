@@ -1,4 +1,4 @@
-"""Computation in fp64 of what models compute in fp32 whatever their precision, such as norms and softmaxes."""
+"""fp64 in place of the fp32 that models use in any precision, such as in norms and softmaxes."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _WIDER: dict[Any, Any] = {torch.float32: torch.float64, "torch.FloatTensor": "to
 class DoublePrecision(TorchFunctionMode):
     """Replaces fp32 by fp64 in the functions that a model calls.
 
-    With ``only_casts``, in functions of tensors only: others make tensors, as loading does, or read their
-    bytes.
+    With ``only_casts``, only in functions of a tensor, except views: other functions make tensors, as
+    loading does, or read their bytes.
     """
 
     def __init__(self, only_casts: bool = False) -> None:

@@ -25,8 +25,8 @@ class NonfiniteGuard:
 
     Fused optimizers skip a step on the device, by the ``found_inf`` that PyTorch's gradient scaler
     sets. For other optimizers the host reads one number per update step. An optimizer that steps in
-    the backward is not guarded. ``device`` is that of the gradient norms. With ``on_spike``, norms
-    far above the median of the last ones, spikes among them, are treated alike.
+    the backward is not guarded. ``device`` is that of the gradient norms. With ``on_spike``, spikes are
+    treated alike: norms far above the median of the last ones, which include spikes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NonfiniteGuard:
         self._num_norms = 0
         self._spikes = torch.zeros(4, dtype=torch.float64, device=device)
         self.highest_losses: Callable[[int], str] = lambda _: ""
-        """Returns the highest losses of samples of an update step, by its number."""
+        """Function that returns the highest losses of samples of an update step, by its number."""
         self._num_skipped, self._num_in_a_row, self._most_in_a_row = torch.zeros(
             3, dtype=torch.int64, device=device
         )
@@ -76,7 +76,7 @@ class NonfiniteGuard:
     # ---- Spikes ---------------------------------------------------------------------------------
 
     def _is_spike(self, norm: Tensor, is_nonfinite: Tensor) -> Tensor:
-        """Returns whether a norm [] is one, without a device synchronization; adds it to the norms."""
+        """Returns True [] for a spike, without a device synchronization; adds the norm [] to the last ones."""
         median = self._norms.nanmedian()
         is_above = ~is_nonfinite & (norm > self._settings.spike_factor * median)
         is_spike = is_above & (self._norms.isfinite().sum() >= _MIN_NORMS)
@@ -100,9 +100,9 @@ class NonfiniteGuard:
             self._num_norms += 1
 
     def take_spikes(self) -> Tensor:
-        """Returns for :meth:`judge_spikes`, [4], since the last call; call it before :meth:`take_counts`.
+        """Returns the spikes since the last call, [4]; call it before :meth:`take_counts`.
 
-        Number of spikes, and of the last one the number of update steps up to it, norm and median.
+        Number of spikes; of the last one, the number of update steps up to it, the norm and the median.
         """
         spikes, self._spikes = self._spikes, torch.zeros_like(self._spikes)
         return spikes

@@ -1,6 +1,6 @@
 """Comparison of an update step's gradient with single samples: ``python -m recipe_utils.prove``.
 
-Here are the components that replace those of the user's config.
+This module contains the components that replace those of the user's config.
 """
 
 import copy

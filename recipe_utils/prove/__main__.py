@@ -65,7 +65,7 @@ MOST_WEIGHTS = 1 << 27
 _IMAGES = "dinov3_update_step"
 """Recipe whose losses couple samples: its own code computes the reference, in one microbatch."""
 _NOISE = 0.02
-"""Standard deviation of what is added to adapters: with B = 0, the gradient of A is 0."""
+"""Standard deviation of the noise added to adapters: with B = 0, the gradient of A is 0."""
 _FOLDER = "TORCHTUNE_UPDATE_STEP_PROVE"
 """Environment variable with the temporary folder of all ranks."""
 _UNUSED = (

@@ -146,7 +146,7 @@ def _documents(item: Mapping[str, Any], ignored: int, device: torch.device) -> I
 
 
 def losses_of_texts(step: Step, model: Any, precision: Precision) -> Iterator[Tensor]:
-    """Cross-entropy per target token, with weights of datasets, and the divergence from a teacher."""
+    """Yields each document's part of the loss per target token, with weights of datasets and a teacher."""
     cfg, loss_fn = step.cfg, config.instantiate(step.cfg.loss)
     ignored, smoothing = loss_fn.ignore_index, getattr(loss_fn, "label_smoothing", 0.0)
     ratio = cfg.get("kd_ratio", 0.5) if "teacher_model" in cfg else 0.0
@@ -198,7 +198,7 @@ def _divergence(kd_loss: Mapping[str, Any]) -> Any:
 
 
 def losses_of_pairs(step: Step, model: Any, precision: Precision) -> Iterator[Tensor]:
-    """The configured preference loss per pair, and the likelihood of chosen answers per target."""
+    """Yields the configured preference loss per pair, and the likelihood of chosen answers per target."""
     cfg, loss_fn = step.cfg, config.instantiate(step.cfg.loss)
     sft_weight = cfg.get("sft_loss_weight", 0.0)
     needs_reference = getattr(loss_fn, "needs_reference", True)

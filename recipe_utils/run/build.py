@@ -1,4 +1,4 @@
-"""Tries optimizers, builds loaders, and optimizers of vision transformers."""
+"""Builders of loaders and of vision transformers' optimizers; trial steps of optimizers."""
 
 import json
 import logging
@@ -206,7 +206,7 @@ def _problem_with_steps(cfg: Any, cfg_schedule: Any, settings: Any, device: Any)
     try:
         step(model, optimizer, 1)
         step(model, optimizer, 2)
-    except Exception as error:  # any: it is a program of others
+    except Exception as error:  # any: the optimizer may be third-party code
         text = "training makes one step for each gradient, dense and without a closure"
         raise ValueError(f"{name}: {text}, which fails: {error}; set another optimizer") from error
     try:

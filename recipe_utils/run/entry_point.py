@@ -45,9 +45,9 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Wraps the ``main`` of a recipe; replaces torchtune's ``config.parse``.
 
     The command line is torchtune's; ``~KEY`` also removes components, and ``dataset.0.weight=0.4``
-    sets a key of an entry of a list. One rank prints user errors
-    once, last and without a traceback; each rank that lost another one prints a line. The exit code is
-    2 for errors in the config or a checkpoint, so that the launcher does not retry; otherwise 1 or 3.
+    sets a key of an entry of a list. One rank prints user errors once, last and without a traceback;
+    each rank that lost another one prints a line. The exit code is 2 for errors in the config or a
+    checkpoint, so that the launcher does not retry; otherwise 1 or 3.
     """
 
     @wraps(recipe_main)

@@ -255,7 +255,7 @@ def _movable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
-    """Yields a warning for each kind of random numbers in forwards, and without adapters to save alone."""
+    """Yields warnings of random numbers in forwards, and of ``save_adapter_weights_only`` without adapters."""
     adapters = adapters_of(model).modules
     if settings.save_adapter_weights_only and not adapters:
         yield "save_adapter_weights_only=True: the model has no adapters; exports all weights"

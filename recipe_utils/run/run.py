@@ -106,7 +106,7 @@ class Run:
         return self._resume.saved_fingerprint
 
     def open_log(self, cfg: DictConfig, model: nn.Module, loader: UpdateStepLoader) -> None:
-        """Logs what will be trained on what. Builds ``metric_logger`` and ``profiler``.
+        """Logs the model and its data. Builds ``metric_logger`` and ``profiler``.
 
         Call it after all other checks; ``model`` is whole, on the meta device.
         """
@@ -168,7 +168,7 @@ class Run:
 
         Args:
             loader: loader of the training.
-            counted: update steps whose total of it is 0 are skipped on all ranks.
+            counted: name of a count; update steps whose total of it is 0 are skipped on all ranks.
             validate: returns validation metrics.
             answer: maps prompts and the maximum number of new tokens to answers.
         """
@@ -221,7 +221,7 @@ class Run:
                 bar.update(1)
 
     def retrying(self, update: Callable[[UpdateStep], T], step: UpdateStep) -> T:
-        """Returns ``update(step)``, repeated in shorter rows if memory lacks; see :meth:`.StepMemory.retrying`."""
+        """Returns ``update(step)``, repeated in shorter rows if out of memory; see :meth:`.StepMemory.retrying`."""
         return self._memory.retrying(update, step)
 
     def finish(

@@ -43,7 +43,7 @@ KINDS = {
 
 
 def curve_config(tiny_config, **changes):
-    """8 update steps of 8 samples, clipped, with weight decay."""
+    """Returns a config of 8 update steps of 8 samples, clipped, with weight decay."""
     return tiny_config(
         **{
             "dataset": {"_component_": "tiny.tiny_dataset", "num_samples": 64},
@@ -207,14 +207,14 @@ def test_an_optimizer_in_the_backward_steps_adapters_alike(tiny_config):
 
 
 def resumed(config, folder, **changes):
-    """The config of a training that resumes from a copy of another's step 4."""
+    """Returns the config of a training that resumes from a copy of another's step 4."""
     shutil.copytree(Path(config["output_dir"], "step_4"), folder / "step_4")
     return {**resuming_in(folder, config), **changes}
 
 
 @pytest.fixture(scope="module", params=["dora", "qlora"])
 def saved_after_4(request, module_config):
-    """A config that was run on one process, and its trained adapters."""
+    """Returns a config that was run on one process, and its trained adapters."""
     config = curve_config(
         module_config,
         model=KINDS[request.param],

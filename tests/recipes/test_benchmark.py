@@ -40,7 +40,7 @@ def fresh_checkpointer(folder, model, seed=0):
 
 
 def write_configs(folder, peers, of_recipe=None, **changes):
-    """Paths of the benchmark's config and its output."""
+    """Returns paths of the benchmark's config and its output."""
     recipe_config = {**hugging_face_runs.config(folder), "batch_size": 2, **(of_recipe or {})}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_config))
     benchmark_config = {
@@ -88,7 +88,7 @@ def work(spec, pipe, output):
 
 
 def run_here(folder, *args, **changes):
-    """The screen, the Markdown and the JSON of a benchmark with forked workers."""
+    """Returns the screen, the Markdown and the JSON of a benchmark with forked workers."""
     config_path, output = write_configs(folder, *args, **changes)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(interleave, "Popen", ForkedWorker)
@@ -266,7 +266,7 @@ def test_all_baselines_learn_from_the_same_teacher(model, kd_ratio, peers, tmp_p
 
 
 def workers_of(folder):
-    """Ids of the workers of the benchmark that writes to this folder: their output goes there."""
+    """Returns the ids of the workers of the benchmark whose output goes to this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):

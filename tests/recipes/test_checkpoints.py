@@ -38,7 +38,7 @@ DATA = {"_component_": "tiny.tiny_dataset", "num_samples": 38}
 
 
 def config_of(tiny_config, **changes):
-    """Two epochs of 5 update steps, the last of each with 6 samples; saved after step 3, 6 and 9."""
+    """Returns a config of two epochs of 5 update steps, the last with 6 samples; saves after step 3, 6 and 9."""
     return tiny_config(
         **{
             "dataset": DATA,
@@ -94,7 +94,7 @@ def test_it_resumes_bitwise_from_the_middle_and_from_the_end_of_an_epoch(
 
 @pytest.fixture(scope="module")
 def saved_on_two_ranks(module_config):
-    """A config that was run on 2 ranks, with a checkpoint after step 3, and its losses."""
+    """Returns a config that was run on 2 ranks, with a checkpoint after step 3, and its losses."""
     config = config_of(module_config)
     uninterrupted = losses(run_distributed(run_recipe, 2, config)[0])
     keep_only(config, 3)
@@ -103,7 +103,7 @@ def saved_on_two_ranks(module_config):
 
 @pytest.fixture
 def resumable(saved_on_two_ranks, tmp_path):
-    """A config that resumes from a copy of that checkpoint, and the losses."""
+    """Returns a config that resumes from a copy of that checkpoint, and the losses."""
     config, uninterrupted = saved_on_two_ranks
     shutil.copytree(Path(config["output_dir"], "step_3"), tmp_path / "out" / "step_3")
     return resuming_in(tmp_path / "out", config), uninterrupted
@@ -207,7 +207,7 @@ def test_draws_of_a_dataset_are_repeated_after_a_resume_and_on_other_ranks(tiny_
 
 
 def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_config):
-    """Unshuffled, sample 20 belongs to update step 3, which is prepared during update step 2."""
+    """Sample 20 belongs to update step 3 (not shuffled), which is prepared during update step 2."""
     bad = {"20": {"tokens": [], "labels": []}}
     config = config_of(
         tiny_config, save_every_n_steps=..., shuffle=False, dataset={**DATA, "replace": bad}
@@ -217,7 +217,7 @@ def test_a_stop_saves_although_the_next_update_step_cannot_be_prepared(tiny_conf
 
 
 def run_with_clock(config, seconds_per_step):
-    """Rank 0's clock advances by so much per counted update step, the others' faster."""
+    """Runs with a clock of rank 0 that advances by so much per counted update step; others' are faster."""
     speed = 1 if dist.get_rank() == 0 else 10
     readings = itertools.count(10**6)
     ours = {"monotonic_ns": lambda: int(speed * next(readings) * seconds_per_step * 1e9)}
@@ -247,7 +247,7 @@ def test_it_saves_every_so_many_minutes_of_rank_0_on_all_ranks(
 
 
 def run_with_full_disk(config, method, at_step, rank, num_bytes):
-    """After update step ``at_step``, ``rank`` cannot write larger files while ``method`` runs."""
+    """Runs; after update step ``at_step``, ``rank`` cannot write larger files while ``method`` runs."""
     with keep_messages(logging.WARNING) as warnings, set_up(config) as recipe:
         unlimited = getattr(recipe.run, method)
 
@@ -339,7 +339,7 @@ def test_without_a_checkpoint_it_starts_from_scratch_only_with_auto(tiny_config)
 
 @pytest.mark.slow
 def test_an_optimizer_whose_state_cannot_be_saved_does_not_end_the_training(tiny_config):
-    """It keeps what cannot be saved from its fourth step on, and is tried for three."""
+    """Its state cannot be saved from its fourth step on; it is tried for three steps."""
     config = config_of(tiny_config, optimizer={"_component_": "tiny.UnsavableSGD", "lr": 0.01})
     ((logged, warnings),) = run_distributed(run_recipe_keeping_warnings, 1, config)
     assert len(logged) == 10

@@ -22,7 +22,7 @@ LIST = [{**DATA, "num_samples": 10, "seed": seed} for seed in (0, 1)]
     ids=["packed", "packed-stock", "list"],
 )
 def test_the_gradient_is_that_of_separate_samples(dataset, loss, world_size, tiny_config):
-    """Every token is a target: stock predicts the first token of a document from the one before."""
+    """Every token is a target: stock predicts a document's first token from the document before."""
     config = tiny_config(dataset=dataset, loss=loss, batch_size=2, gradient_accumulation_steps=10)
     samples = tiny.make_samples(24, mask_prompts=False)
     if dataset is LIST:

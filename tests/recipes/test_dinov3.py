@@ -52,7 +52,7 @@ CURVE = (*METRICS, "lr", "ema_momentum", "teacher_temperature")
 
 
 def config_of(tiny_config, **changes):
-    """Three update steps of 16, 16 and 5 images an epoch, in microbatches of two."""
+    """Returns a config of update steps of 16, 16 and 5 images per epoch, in microbatches of two."""
     return step_of_16(tiny_config, **{"batch_size": 2, "optimizer": SGD, **changes})
 
 

@@ -119,7 +119,7 @@ def omit_a_microbatch():
 
 
 def divide_by_the_microbatches_of_stages():
-    """As PyTorch's schedules do by default."""
+    """Divides losses by the number of microbatches, as PyTorch's schedules do by default."""
     run = Pipeline.forward_backward
     Pipeline.forward_backward = lambda self, taught, loss_of: run(
         self, taught, lambda sums: loss_of(sums) / len(taught)
@@ -127,7 +127,7 @@ def divide_by_the_microbatches_of_stages():
 
 
 def average_ibot_over_all_patches():
-    """iBOT as a mean over the masked patches of a microbatch instead of those of a crop."""
+    """Makes iBOT a mean over the masked patches of a microbatch instead of those of a crop."""
 
     def collated(self, samples):
         made = collate(self, samples)

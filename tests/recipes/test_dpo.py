@@ -30,7 +30,7 @@ def run(config):
 
 
 def of(logged, *names):
-    """Metrics of each update step; torchtune logs tensors."""
+    """Returns metrics of each update step; torchtune logs tensors."""
     return [[float(metrics[n]) for n in names] for metrics in logged if "loss" in metrics]
 
 
@@ -67,7 +67,7 @@ def test_adapters_on_even_steps_are_those_of_the_stock_recipe(tiny_dpo_config, t
 
 @pytest.fixture(scope="module")
 def curve(weights_folder, tmp_path_factory):
-    """Metrics of two epochs on one process, of 5 update steps, the last of each with 6 pairs."""
+    """Returns metrics of two epochs on one process, of 5 update steps, the last of each with 6 pairs."""
     config = config_of(partial(tiny_dpo_config_of, weights_folder))
     return run(writing_to(tmp_path_factory.mktemp("curve"), config))
 
@@ -123,7 +123,7 @@ def test_validation_has_the_same_metrics_on_any_number_of_ranks(tiny_dpo_config)
 
 
 def test_in_a_held_out_step_metrics_are_of_all_pairs(tiny_dpo_config):
-    """Validation on the data of the first update step, before and after a step of learning rate 0."""
+    """Validation runs on the first update step's data, before and after a step of learning rate 0."""
     data = {**PAIRS, "num_pairs": 8}
     config = config_of(
         tiny_dpo_config, epochs=1, dataset=data, dataset_val=data, run_val_every_n_steps=1,

@@ -1,4 +1,4 @@
-"""The gradient of every parameter is that of its pairs one by one, in float64, whatever the layout."""
+"""The gradient of every parameter is that of single pairs, in float64, on any layout."""
 
 from contextlib import nullcontext
 

@@ -121,7 +121,7 @@ def test_where_it_comes_from_changes_nothing(plan, world_size, dims, cached_conf
     assert exported_model(configs[1]).read_bytes() == exported_model(configs[0]).read_bytes()
     assert computing == finding
     assert exported_model(configs[2]).read_bytes() == exported_model(configs[3]).read_bytes()
-    # In the pass before training, a pair meets other pairs in its microbatch, which some kernels' last
+    # In the pass before training, a pair has other pairs in its microbatch, which some kernels' last
     # digits depend on.
     assert computing == pytest.approx(live, rel=1e-5)
     # The third has computed what the fourth found.

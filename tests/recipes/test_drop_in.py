@@ -52,17 +52,17 @@ DISTILLATION = configs_of(
 TRANSLATED = {
     "dev/11B_lora_multi_dataset.yaml": "llama3_2_vision/11B_lora_multi_dataset_update_step"
 }
-"""Stock config: ours; its keys are those of a recipe that torchtune's command line does not have."""
+"""Stock config -> this project's; its recipe is not registered in torchtune's command line."""
 EVERY = [*STOCK, *PREFERENCES, *DISTILLATION]
 
 
 def recipe_for(stock):
-    """Ours, for a stock config."""
+    """Returns this project's recipe for a stock config."""
     return {**dict.fromkeys(PREFERENCES, DPO), **dict.fromkeys(DISTILLATION, KD)}.get(stock, SFT)
 
 
 def tiny_model_for(stock, cfg):
-    """A tiny model with the adapters that a config asks for; in NF4 where it does."""
+    """Returns a tiny model with the adapters of a config; in NF4 if the config has NF4."""
     if stock in QAT:  # wide enough for its groups
         return tiny.WIDE_UNTIED_MODEL
     if stock in FULL or stock in DEV or "_full_dpo" in stock:
@@ -78,7 +78,7 @@ def tiny_model_for(stock, cfg):
 
 
 def on_this_machine(stock, tiny_config):
-    """What a machine without GPU, downloads and bitsandbytes must replace, and nothing else."""
+    """Replaces only what a machine without GPU, downloads and bitsandbytes must replace."""
     cfg = OmegaConf.load(STOCK_CONFIGS / stock)
     tiny_values = OmegaConf.create(tiny_config(model=tiny_model_for(stock, cfg), dataset=DATA))
     replaced = ["output_dir", "tokenizer", "model", "checkpointer", "metric_logger", "dataset"]
@@ -118,7 +118,7 @@ def test_all_configs_that_train_are_here():
 
 @pytest.mark.parametrize("stock", TRANSLATED)
 def test_a_translated_config_trains_the_same(stock, monkeypatch, tmp_path):
-    """The recipe of that config had keys of its own for a list of datasets."""
+    """The recipe of that config had separate keys for a list of datasets."""
     pretend_torchvision(monkeypatch)
     theirs = OmegaConf.to_container(OmegaConf.load(STOCK_CONFIGS / stock))
     ours = OmegaConf.load(config_path(TRANSLATED[stock]))
@@ -142,7 +142,7 @@ def test_a_translated_config_trains_the_same(stock, monkeypatch, tmp_path):
 
 
 def train(stock_configs, world_size, tiny_config):
-    """Those that accumulate do so over 2 microbatches; all of them take four times as long."""
+    """Trains configs. Those that accumulate have 2 microbatches; all of theirs take four times as long."""
     configs = [on_this_machine(stock, tiny_config) for stock in stock_configs]
     for cfg in configs:
         cfg["gradient_accumulation_steps"] = min(cfg["gradient_accumulation_steps"], 2)
@@ -193,7 +193,7 @@ def test_configs_of_preferences_and_distillation_train(world_size, recipe, tiny_
 
 
 def test_settings_of_every_config_are_accepted(tmp_path):
-    """Keys, values and components' arguments, none replaced; only CUDA and packages may be missing."""
+    """No keys, values or components' arguments are replaced; only CUDA and packages may be missing."""
     for stock in EVERY:
         cfg = OmegaConf.load(STOCK_CONFIGS / stock)
         cfg.output_dir = str(tmp_path)
@@ -213,13 +213,13 @@ def _built(component):
 
 
 def model_on_meta(cfg):
-    """Built once for all configs that have it; heads are attached to a copy."""
+    """Returns a model that is built once for all its configs; heads are attached to a copy."""
     return deepcopy(_built(json.dumps(OmegaConf.to_container(cfg))))
 
 
 @pytest.mark.parametrize("part", [0, *map(slow, range(1, 8))])
 def test_losses_vocabularies_and_units_are_found_in_every_model(part, monkeypatch):
-    """In the real models, on the meta device."""
+    """Models are the real ones, on the meta device."""
     pretend_torchvision(monkeypatch)
     kinds = {}
     for stock in EVERY:

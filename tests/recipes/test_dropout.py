@@ -1,4 +1,4 @@
-"""Dropout by samples and positions: the losses of any layout are those of one process, also resumed."""
+"""Dropout by sample and position: any layout and any resume has the losses of one process."""
 
 import shutil
 
@@ -122,7 +122,7 @@ ALIKE = {"_component_": "tiny.tiny_dataset", "num_samples": 40, "num_common": 16
     ],
 )
 def test_sequences_with_one_beginning_have_equal_losses(data, changes, tiny_config):
-    """Trees cut in any way; samples that begin alike are not computed together, each has its mask."""
+    """Trees may be cut in any way. Samples that begin alike have separate masks, so they share nothing."""
     configs = [config_of(tiny_config, dataset=data, batch_size=1, **each) for each in changes]
     first, second = map(losses, run_distributed(run_recipes, 1, configs)[0])
     (on_two, *_) = run_distributed(run_recipe, 2, configs[1])
@@ -136,7 +136,7 @@ GPT2 = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.0}
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "sizes"), [("gpt2", GPT2), ("mamba", {}), ("qwen3", {})])
 def test_folders_of_transformers_have_equal_losses(model_type, sizes, tiny_config, tmp_path):
-    """``nn.Dropout`` of the model, and of adapters, also where documents run one by one."""
+    """``nn.Dropout`` is in the model or in adapters, also if documents run one by one."""
     keys = save_tiny(tmp_path / model_type, model_type, **sizes)
     if not sizes:
         lora = "recipe_utils.model.transformers.adapters.lora_causal_lm"

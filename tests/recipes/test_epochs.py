@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch; short, empty and skipped update steps."""
+"""Every sample is trained once per epoch, also with short, empty and skipped update steps."""
 
 import pytest
 import tiny
@@ -31,7 +31,7 @@ def num_targets(samples):
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_samples"), [(1, 21), (2, 21), (4, 19), (4, 2)])
 def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_config):
-    """Also with fewer samples than ranks."""
+    """There may be fewer samples than ranks."""
     config = tiny_config(
         dataset=data(num_samples), epochs=2, batch_size=2, gradient_accumulation_steps=2
     )
@@ -42,7 +42,7 @@ def test_each_epoch_trains_on_every_sample_once(world_size, num_samples, tiny_co
 
 
 def test_the_first_step_of_an_epoch_has_nothing_of_the_epoch_before(tiny_config):
-    """21 samples, 8 per step: stock recipes add the last microbatches to the next epoch."""
+    """There are 21 samples, 8 per step: stock recipes add the last microbatches to the next epoch."""
     config = tiny_config(dataset=data(21), epochs=2, batch_size=2, gradient_accumulation_steps=4)
     (gradients,) = run_distributed(run_recipe_recording_gradients, 1, config)
     assert len(gradients) == 6
@@ -66,7 +66,7 @@ def test_drop_skips_the_short_step(tiny_config):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_step_without_targets_is_skipped_on_all_ranks(world_size, tiny_config):
-    """Not shuffled, the last 8 of 16 samples have no target: step 2 of 2, in both epochs."""
+    """The last 8 of 16 samples (not shuffled) have no target: step 2 of 2, in both epochs."""
     config = tiny_config(
         dataset=data(16, num_without_targets=8),
         shuffle=False,
@@ -93,7 +93,7 @@ def test_max_steps_per_epoch_counts_update_steps_also_in_the_schedule(tiny_confi
 
 @pytest.mark.slow
 def test_losses_in_fp32_are_exact_over_all_ranks(tiny_config):
-    """Those of training and of validation."""
+    """The losses are those of training and of validation."""
     config = tiny_config(
         dataset=data(16),
         dataset_val=data(7, seed=5),
@@ -122,7 +122,7 @@ CONSTANT = [(4, 4), (8, 9), (16, None)]
 
 
 def losses_until(config, stop_after=None):
-    """Losses of a training that is stopped after an update step."""
+    """Returns losses of a training that is stopped after an update step."""
     ListLogger.logged.clear()
     with set_up(config) as recipe:
         call_in_step(recipe, stop_after, recipe.run.stop.set)
@@ -134,7 +134,7 @@ def losses_until(config, stop_after=None):
 
 @pytest.mark.parametrize("ranks", [(1, 2), slow((4, 4)), slow((2, 1))])
 def test_a_growing_batch_trains_as_pieces_of_constant_batches(ranks, tiny_config, tmp_path):
-    """Also if it is stopped in the step before a border, and resumed on other ranks."""
+    """It may be stopped in the step before a change, and resumed on other ranks."""
     given = {
         "dataset": data(38),
         "epochs": 2,

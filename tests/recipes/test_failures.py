@@ -1,4 +1,4 @@
-"""Bad data and ranks that fail or leave are named, and no other rank hangs."""
+"""Bad data and ranks that fail or exit are named, and no other rank hangs."""
 
 import itertools
 import os
@@ -64,7 +64,7 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_before_the_step(microbatching,
 def test_skipping_bad_samples_trains_on_the_others_alone(
     microbatching, world_size, num_workers, tiny_config
 ):
-    """Unshuffled; update step 2 of 8 samples has nothing but bad ones, step 1 and 3 have some."""
+    """Not shuffled, all 8 samples of update step 2 are bad, and some of steps 1 and 3."""
     bad = [0, 3, *range(8, 16), 20]
     samples = tiny.make_samples(24)
     for index, sample in zip(bad, itertools.cycle(BAD_SAMPLES)):
@@ -127,7 +127,7 @@ def test_ranks_that_have_other_samples_are_named(tiny_config):
 
 
 def test_other_keys_of_packed_samples_are_ignored_with_one_warning(tiny_config):
-    """As ``datasets.map`` leaves them."""
+    """``datasets.map`` leaves such keys in samples."""
     config = tiny_config(dataset={"_component_": "tiny.samples_dataset"}, microbatching="packed")
     samples = tiny.make_samples(24)
     expected, _ = run_on_samples(config, samples)
@@ -162,7 +162,7 @@ def test_a_worker_that_is_killed_on_one_rank_changes_no_loss(microbatching, tiny
 
 
 def fail_inside_a_step(config, failing_rank, at_microbatch):
-    """Rank ``failing_rank`` raises in its forward; returns how long each rank took to end."""
+    """Makes rank ``failing_rank`` raise in its forward; returns the time each rank took to end."""
     import torch.distributed as dist
 
     cfg = OmegaConf.create(config)

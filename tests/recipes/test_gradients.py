@@ -1,4 +1,4 @@
-"""The gradient of every parameter is that of one big batch, in float64, whatever the layout."""
+"""The gradient of every parameter is that of one big batch, in float64, on any layout."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ FAST = [  # one per way to train
 
 
 def possible_rows():
-    """All combinations but those that the recipe refuses."""
+    """Yields all combinations except those that the recipe refuses."""
     models = ("tied", "untied", "lora", "dora")
     plans = ("in_order", "least_padding", "packed")
     sizes = (1, 3, 4)  # 3: the last microbatch of a share is smaller
@@ -101,7 +101,7 @@ ROWS = [
 
 @on_ranks(FAST, ROWS)
 def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, tmp_path):
-    """With samples of uneven numbers of targets, and microbatches that have none at all."""
+    """Samples have uneven numbers of targets, and some microbatches have none."""
     assert_exact(rows, weights_folder, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_gradient_and_metrics_are_those_of_one_big_batch(rows, weights_folder, t
 
 
 def weights_normalized_by_microbatch(patches):
-    """The weights of datasets average 1 over the targets of each microbatch, not of the update step."""
+    """Normalizes weights of datasets over the targets of each microbatch, not of the update step."""
     recipe = recipe_class()
     sums = recipe.sums
 
@@ -163,7 +163,7 @@ def gradients_of_tied_copies_not_summed(patches):
 
 
 class ScalingSchedule(pipeline.SCHEDULES["1F1B"]):
-    """As PyTorch's schedules are by default: divides gradients by the number of microbatches."""
+    """Schedule that divides gradients by the number of microbatches, PyTorch's default."""
 
     def __init__(self, *args, scale_grads, **kwargs):
         super().__init__(*args, scale_grads=True, **kwargs)

@@ -47,7 +47,7 @@ def test_the_same_global_batch_gives_the_same_losses(layout, tiny_config, one_pr
 
 @pytest.mark.slow
 def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, one_process_losses):
-    """A budget below some samples: each of those has a row of twice the length."""
+    """Some samples are longer than the budget: each of those has a row of twice the length."""
     config = tiny_config(
         dataset=DATA,
         batch_size=4,
@@ -60,7 +60,7 @@ def test_compiled_packed_rows_of_one_length_give_the_same_losses(tiny_config, on
 
 
 def run_counting_compilations(config):
-    """The losses with rows of as many lengths as on CUDA, and how many graphs were compiled after each of them."""
+    """Returns losses with rows of as many lengths as on CUDA, and the number of compiled graphs after each."""
     packed_attention._COMPILED_LENGTHS = dict.fromkeys(("cpu", "cuda"), 4)
     num_graphs = []
 
@@ -78,7 +78,7 @@ def run_counting_compilations(config):
 def test_compiled_packed_rows_of_few_lengths_are_compiled_for_the_first_and_then_for_any(
     tiny_config,
 ):
-    """None after the first two update steps and the first validation, whatever the lengths."""
+    """None is compiled after the first two update steps and the first validation, for any lengths."""
     config = tiny_config(
         optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},  # AdamW makes much of a last digit
         microbatching="packed",

@@ -47,7 +47,7 @@ def limited(most, **more):
 
 
 def run_auto(config, recipe, *limits, total_bytes=1):
-    """Metrics with a budget that is found below ``limits`` [bytes] by rank, and the highest peak of this rank."""
+    """Returns metrics with a searched budget below ``limits`` [bytes] by rank, and this rank's highest peak."""
     with live_meter.pretended(*limits, total_bytes=total_bytes) as made:
         return run_recipe(config, recipe), max(made.peaks)
 
@@ -100,7 +100,7 @@ def test_a_budget_that_is_found_gives_the_losses_of_a_fixed_one(row, weights_fol
 
 @pytest.mark.slow
 def test_a_resume_begins_with_the_budget_that_was_found(weights_folder, tmp_path):
-    """Bitwise once it has settled; before, and with another memory, the losses agree to rounding."""
+    """Losses are bitwise equal once it has settled; before, and with another memory, up to rounding."""
     changes = {**TEXTS, "prefetch_update_steps": 0, "save_every_n_steps": 3, "global_batch_size": 8}
     changes |= {"keep_last_n_checkpoints": None, "max_tokens_per_microbatch": "auto"}
     config = tiny_config(weights_folder, **{**PACKED, **changes})
@@ -136,7 +136,7 @@ BOUND |= {"max_tokens_per_microbatch": 100}
 
 
 def test_one_rank_repeats_an_update_step_in_shorter_rows(weights_folder):
-    """The gradients in float64 are those without the interruption, also after some microbatches."""
+    """Gradients in float64 are those without the out-of-memory error, also after some microbatches."""
     config = tiny_config(weights_folder, **BOUND)
     (expected,) = run_distributed(run_recipe_recording_gradients, 1, config)
     for changes in (limited(60), limited(60, skip=3)):
@@ -154,7 +154,7 @@ def run_failing(config):
 
 
 def difference(found, expected):
-    """Largest difference of gradients by parameter, relative to the parameter's norm."""
+    """Returns the largest difference of gradients by parameter, relative to the parameter's norm."""
     return max(
         float((mine[name] - theirs[name]).norm() / theirs[name].norm())
         for mine, theirs in zip(found, expected, strict=True)
@@ -163,7 +163,7 @@ def difference(found, expected):
 
 
 def run_failing_without_reset(config):
-    """Gradients of the microbatches that ran before the lack of memory stay."""
+    """Keeps gradients of the microbatches that ran before an out-of-memory error."""
     zero_grad, kept = tiny.RecordingSGD.zero_grad, []
 
     def keep_once(self, set_to_none=True):
@@ -197,7 +197,7 @@ def test_a_microbatch_that_counts_twice_is_noticed(weights_folder):
 def test_an_update_step_that_cannot_be_repeated_ends_with_what_to_set(
     changes, text, weights_folder, tmp_path
 ):
-    """FSDP2 within a backward, an optimizer within its step, one long sample, samples in order."""
+    """It fails in FSDP2's backward, in the optimizer's step, for one long sample, or with ``in_order``."""
     config = writing_to(tmp_path, tiny_config(weights_folder, **{**BOUND, **changes}))
     with pytest.raises(RowsDoNotFitError, match="rank 0 ran out of memory in update step") as error:
         run_recipe(config)
@@ -208,7 +208,7 @@ def test_an_update_step_that_cannot_be_repeated_ends_with_what_to_set(
             ConfigError, match="max_tokens_per_microbatch: rank 0 ran out of memory"
         ):
             run_recipe(again)
-        # Another config may have the memory; a new training forgets the record.
+        # Another config may fit; a new training deletes the record.
         assert len(run_recipe({**again, **limited(1000)})) > 1
         run_recipe({**config, **limited(1000)})
         assert not (tmp_path / "out_of_memory.json").exists()

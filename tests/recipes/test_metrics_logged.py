@@ -106,7 +106,7 @@ class Reads(TorchFunctionMode):
 def test_metrics_are_read_after_the_next_update_step_is_enqueued(
     log_every_n_steps, recipe_and_config
 ):
-    """Between two update steps only metrics of an earlier one are read; at an epoch's end all."""
+    """Between two update steps only metrics of an earlier one are read; at an epoch's end, all are."""
     recipe, make = recipe_and_config
     every = log_every_n_steps
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True}

@@ -98,7 +98,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank(
 
 @pytest.mark.parametrize("reads_late", [False, slow(True)], ids=["at-once", "late"])
 def test_a_run_stops_with_a_checkpoint_of_unchanged_weights(reads_late, make_config):
-    """With metrics that are read late, one update step later."""
+    """If metrics are read late, it stops one update step later."""
     config = make_config()
     for error, _, changed in run(2, config, [3], NAN, reads_late):
         assert REASON in error
@@ -124,7 +124,7 @@ def test_late_metrics_are_read_before_anything_is_saved(changes, make_config):
 
 @pytest.mark.parametrize(("fused", "reads_late"), [(True, True), slow(False, False)])
 def test_a_spike_is_skipped_alike_before_and_after_a_resume(fused, reads_late, make_config):
-    """Update steps 14 and 16 of 18, compared with norms of which 12 are in a checkpoint."""
+    """Update steps 14 and 16 of 18 are compared with norms of which 12 are in a checkpoint."""
     changes = {"on_spike": "skip", "sample_losses": True, "save_every_n_steps": 12}
     whole = make_config(fused, epochs=3, **changes)
     (logged, warnings, changed), other = run(2, whole, [14, 16], 1000.0, reads_late)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the recipe; on a CPU the same code runs without the device's part."""
+"""Tests of the recipe that need a GPU; on a CPU the same code runs without the device's part."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
-"""Update steps whose model, optimizer and microbatches are on the meta device, in place of a GPU.
+"""Update steps with model, optimizer and microbatches on the meta device, in place of a GPU.
 
-The meta device has shapes and no numbers: whatever the host reads from it raises, and so does a mix of two devices.
-Blocking copies to it raise here, too. Streams, pinned memory and the kernels' own time need a GPU.
+The meta device has shapes and no numbers: every read by the host raises, and so does a mix of two devices.
+Blocking copies to it raise here, too. Streams, pinned memory and times of kernels need a GPU.
 """
 
 import sys
@@ -60,7 +60,7 @@ class Waits(TorchDispatchMode):
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
             return func(*args, **kwargs)
         made = func(*args, **kwargs)
-        # A kernel takes a number of the host without a wait, a copy does not.
+        # A kernel takes a number of the host without a wait; a copy waits.
         copies = is_copy or func is torch.ops.aten.copy_.default
         leaves = [t for t in tree_leaves((args, kwargs, made)) if isinstance(t, torch.Tensor)]
         if len({t.is_meta for t in leaves if t.dim() or copies}) > 1 and self.raises:
@@ -69,7 +69,7 @@ class Waits(TorchDispatchMode):
 
 
 class LikeCuda(TorchFunctionMode):
-    """Raises for a tensor made of numbers on the device. ``is_cuda`` is True of tensors on it."""
+    """Raises for a tensor made of numbers on the device. ``is_cuda`` is True for tensors on it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.is_cuda.__get__:
@@ -148,7 +148,7 @@ def arrivals(monkeypatch):
         )
     monkeypatch.setattr(packed_attention, "missing_for_triton", lambda: None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    # torch 2.15 asks the driver which library computes it.
+    # torch 2.15 queries the driver for the library that computes it.
     capability = "_cudnn_version_and_major_capability"
     monkeypatch.setattr(varlen, capability, lambda _: (None, 9), raising=False)
     monkeypatch.setattr("torchtune.training.validate_no_params_on_meta_device", lambda _: None)

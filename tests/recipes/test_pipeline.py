@@ -36,7 +36,7 @@ def curve_config(tiny_config, sizes, **changes):
 
 
 def figures(logged):
-    """Losses, validation losses and gradient norms in the order of the log, and the counted tokens."""
+    """Returns losses, validation losses and gradient norms in the order of the log, and the counted tokens."""
     keys = ("loss", "val_loss", "grad_norm", "num_tokens")
     return [(m["step"], key, m[key]) for m in logged for key in keys if key in m]
 
@@ -68,7 +68,7 @@ CURVES = {  # model, ranks, and keys of configs whose curves are that of one pro
 
 @pytest.fixture(scope="module")
 def one_process(module_config):
-    """By model, what one process without stages logs in 6 update steps."""
+    """Returns by model the log of 6 update steps of one process without stages."""
     configs = [curve_config(module_config, sizes) for sizes in MODELS.values()]
     (curves,) = run_distributed(run_recipes, 1, configs)
     return dict(zip(MODELS, map(figures, curves), strict=True))
@@ -76,7 +76,7 @@ def one_process(module_config):
 
 @pytest.mark.parametrize("layout", ["fast", *map(slow, list(CURVES)[1:])])
 def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
-    """Losses, validation losses, norms over all stages and counts, the last step short."""
+    """Losses, validation losses, norms over all stages and counts are equal; the last step is short."""
     model, world_size, changes = CURVES[layout]
     configs = [curve_config(tiny_config, MODELS[model], **each) for each in changes]
     for logged in run_distributed(run_recipes, world_size, configs)[0]:
@@ -85,7 +85,7 @@ def test_the_curve_is_that_of_one_process(layout, tiny_config, one_process):
 
 @pytest.mark.slow
 def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
-    """With a learning rate of 0, or the last digits would differ."""
+    """The learning rate is 0, or the last digits would differ."""
     exported = []
     for name, world_size, dims in (("one", 1, {}), ("stages", 2, PP_2)):
         sgd = {"_component_": "torch.optim.SGD", "lr": 0.0}
@@ -100,7 +100,7 @@ def test_the_exported_model_is_the_same_file(tiny_config, tmp_path):
 
 @pytest.mark.slow
 def test_too_few_microbatches_are_warned_of_once(tiny_config):
-    """One row for two stages; a microbatch without targets is added."""
+    """There is one row for two stages; a microbatch without targets is added."""
     changes = {"microbatching": "packed", "batch_size": 16, "max_tokens_per_microbatch": 1000}
     config = curve_config(tiny_config, tiny.DEEP_MODEL, **changes, **PP_2)
     (_, warnings), _ = run_distributed(run_recipe_keeping_warnings, 2, config)

@@ -31,7 +31,7 @@ ALSO = "{_component_: tiny.tiny_dataset, num_samples: 24, weight: 2}"
 
 
 def mixture(code, also=ALSO):
-    """The override that mixes a dataset, called code, with another one."""
+    """Returns the override that mixes a dataset, called code, with another one."""
     return f"dataset=[{CODE % code},{also}]"
 
 
@@ -239,7 +239,7 @@ SEVERAL = ("model={", "tensor_parallel_dim=", "pipeline_parallel_dim=", "device=
 
 
 def with_overrides(config, overrides):
-    """A config with ``KEY=VALUE KEY=VALUE`` of a command line, parsed as ``tune run`` does."""
+    """Returns a config with ``KEY=VALUE KEY=VALUE`` of a command line, parsed as ``tune run`` does."""
     cfg = OmegaConf.create(config)
     for override in re.split(r" (?=[\w.]+=)", overrides):
         key = override.partition("=")[0]
@@ -283,7 +283,7 @@ def test_a_wrong_config_is_refused_by_key(
     ids=["keys", "combinations"],
 )
 def test_all_problems_are_reported_at_once(changes, expected, tiny_config):
-    """First those of each key by itself; once there are none, those between keys."""
+    """Problems of single keys are reported first; if there are none, those between keys."""
     with pytest.raises(ConfigError) as error:
         recipe_class(recipe=DINO)(OmegaConf.create(step_of_16(tiny_config, **changes)))
     assert {str(problem).split(":")[0] for problem in error.value.problems} == expected

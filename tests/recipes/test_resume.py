@@ -1,4 +1,4 @@
-"""A training that was stopped within an epoch goes on as if it had not been: one row per way to train."""
+"""A training that was stopped within an epoch resumes as if it had not been: one row per way to train."""
 
 import shutil
 from pathlib import Path
@@ -55,7 +55,7 @@ FAST = ("cached reference", "cached teacher")
 
 
 def figures(logged, is_same_layout=True):
-    """All metrics but times and those of a run's start, or those that no layout changes."""
+    """Returns all metrics but times and those of a run's start, or those that no layout changes."""
     return [
         (metrics["step"], name, value)
         for metrics in logged

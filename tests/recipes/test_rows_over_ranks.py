@@ -1,4 +1,4 @@
-"""Rows that several ranks compute together: the curve of one process, also resumed, and less memory.
+"""Rows that several ranks compute together have one process's curve, also resumed, with less memory.
 
 ``test_gradients.py`` and its like have their gradients.
 """
@@ -51,7 +51,7 @@ def trained(tiny_config):
 
 
 def curve(logged):
-    """Losses and validation losses by update step."""
+    """Returns losses and validation losses by update step."""
     return [
         (m["step"], name, m[name]) for m in logged for name in ("loss", "val_loss") if name in m
     ]
@@ -79,7 +79,7 @@ SIZES = {**tiny.WIDE_MODEL, "num_layers": 4, "num_heads": 8, "max_seq_len": NUM_
 
 
 def saved_bytes(num_ranks, recomputes):
-    """Of activations that the backward of a row of one document needs, on this rank."""
+    """Returns the bytes of activations that the backward of a one-document row needs on this rank."""
     ranks = join_ranks(RankSettings(device="cpu"))
     model = tiny.tiny_model(SIZES)
     groups = ranks.row_groups(ranks.world_size)

@@ -1,4 +1,4 @@
-"""Models of transformers in the recipes: the plan, what is proved of them, resume, refusals by name.
+"""Models of transformers in the recipes: plan, proof, resume, and refusals by name.
 
 ``test_gradients.py`` and its like have their gradients.
 """
@@ -122,7 +122,7 @@ def test_what_cannot_be_split_is_refused_by_name(tiny_config, tiny_dpo_config, t
 
 @pytest.mark.parametrize("keeps_documents", [True, False])
 def test_a_recomputation_has_the_documents_of_its_forward(keeps_documents, monkeypatch):
-    """Without them it raises, instead of computing the row as one document."""
+    """A recomputation without them raises, instead of computing the row as one document."""
     config = tiny_config_of("lfm2")
     model = decoder.Decoder(decoder.build(config, "sdpa"), probe.prove(config, "sdpa"))
     samples = torch.arange(3, 12).split([4, 5])
@@ -160,7 +160,7 @@ def test_a_model_that_computes_no_trees_shares_no_prefix(tiny_dpo_config, tmp_pa
     ],
 )
 def test_trees_are_proved(model_type, computes_trees):
-    """Biases of Bloom and MPT are of places in a row, which a branch's are not."""
+    """Biases of Bloom and MPT depend on places in a row, which are not the positions of a branch."""
     assert probe.prove(tiny_config_of(model_type), "sdpa").computes_trees is computes_trees
 
 

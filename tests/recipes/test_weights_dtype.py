@@ -33,14 +33,14 @@ from recipe_utils.model.build.kernels import fuse_norms_and_rope
 from recipe_utils.settings.problems import ConfigError
 
 FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Since 2.15 it sums what a kernel returns in fp32 (that of norm scales) without a cast to the bf16 weight's dtype."""
+"""Since 2.15, FSDP2 sums fp32 gradients of kernels (norm scales) without a cast to the bf16 weight's dtype."""
 
 MIXED = {"dtype": "bf16", "weights_dtype": "fp32"}
 RECORDED = {**STEP_OF_16, **MIXED, "batch_size": 2, "optimizer": RECORDING_SGD}
 
 
 def gradients_and_steps(config):
-    """The full gradients of each update step by name, and the update steps."""
+    """Returns the full gradients of each update step by name, and the update steps."""
     with set_up(config) as made:
         with made.loader.epoch(0) as steps:
             steps = list(steps)
@@ -52,7 +52,7 @@ def of_all(configs):
 
 
 def bf16_gradients(model, microbatch, scale):
-    """Gradients of one microbatch for fp32 weights that are cast by hand, in fp32."""
+    """Returns fp32 gradients of one microbatch for fp32 weights that are cast by hand."""
     leaves = {name: p.detach().bfloat16().requires_grad_() for name, p in model.named_parameters()}
     if FSDP2_KEEPS_WIDER_GRADIENTS:
         for leaf in leaves.values():
@@ -63,7 +63,7 @@ def bf16_gradients(model, microbatch, scale):
 
 
 def reference(sizes, steps_of_ranks, sums_each_microbatch=False, accumulate=torch.float32):
-    """The gradients of each update step, from plain tensors and a plain model."""
+    """Returns the gradients of each update step, from plain tensors and a plain model."""
     model = tiny.tiny_model(sizes)
     fuse_norms_and_rope(model)  # bf16 would make more of a norm's last digit
     attach_loss(model, LinearCrossEntropyLoss())
@@ -86,7 +86,7 @@ def reference(sizes, steps_of_ranks, sums_each_microbatch=False, accumulate=torc
 
 
 def equal(gradients, expected):
-    """Whether the gradients are equal bit for bit; a stage has some of them."""
+    """Returns True if the gradients are bitwise equal; a stage has some of them."""
     assert gradients.keys() <= expected.keys()
     assert {g.dtype for g in gradients.values()} == {torch.float32}
     return all(torch.equal(gradients[name], expected[name]) for name in gradients)
@@ -139,7 +139,7 @@ TWO_RANKS = {
 
 @pytest.fixture(scope="module")
 def on_two_ranks(weights_folder):
-    """By layout, the gradients and update steps of each of two ranks."""
+    """Returns by layout the gradients and update steps of each of two ranks."""
     configs = [
         recipe_runs.tiny_config(weights_folder, model=tiny.UNTIED_MODEL, **RECORDED, **changes)
         for changes in TWO_RANKS.values()
@@ -171,7 +171,7 @@ def test_on_two_ranks_gradients_are_those_of_weights_cast_by_hand(layout, on_two
 
 
 def losses_and_dtypes(config, recipe):
-    """Losses, and dtypes of trained weights, their optimizer state, frozen weights and frozen models."""
+    """Returns losses, and dtypes of trained weights, their optimizer state, frozen weights and frozen models."""
     with set_up(config, recipe) as made:
         made.train()
     optimizer = made.optimizer
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_wider_weights_is_not_resumed_with_others(tiny_config):
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32)])
 def test_an_export_is_in_dtype_unless_asked_otherwise(asked, expected, tiny_config):
-    """Its adapters are exported as they were trained."""
+    """Adapters are exported in the dtype of training."""
     precision = {**MIXED, "export_dtype": asked}
     run_recipe(tiny_config(model=WIDE_ADAPTED, **precision, max_steps_per_epoch=1))
     folder = Path(tiny_config()["output_dir"], "epoch_0")

@@ -38,7 +38,7 @@ SCHEDULE = cosine(2)
 
 @pytest.fixture(scope="module")
 def trained(module_config, tmp_path_factory):
-    """By whether there is a schedule: a config, its 8 losses and its checkpoint of update step 4."""
+    """Returns by presence of a schedule a config, its 8 losses and its checkpoint of update step 4."""
     found = {}
     for lr_scheduler in (None, SCHEDULE):
         config = module_config(
@@ -143,7 +143,7 @@ def test_a_schedule_may_begin_where_there_was_none(resumed):
 
 
 def test_without_its_schedule_a_training_has_the_rate_of_the_config(resumed):
-    """The checkpoint's is that of the schedule's last update step, near 0."""
+    """The checkpoint's rate is that of the schedule's last update step, near 0."""
     logged = run_recipe({**resumed(True), "lr_scheduler": None})
     assert [metrics["lr"] for metrics in logged] == [0.01] * 4
 
@@ -187,7 +187,7 @@ def test_the_order_of_samples_follows_its_own_seed(tiny_config):
 def test_gradients_that_are_not_finite_stop_before_anything_is_exported(
     recipe, changes, tiny_config, tiny_dpo_config, tiny_kd_config
 ):
-    """Also where no line of the log comes before the next checkpoint or the end."""
+    """They stop it also if no line is logged before the next checkpoint or the end."""
     make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[recipe]
     config = make(log_every_n_steps=100, optimizer={**ADAMW, "lr": 1e30}, **changes)
     last = "the last 3 update steps up to 3 .*" if changes else ""
@@ -224,7 +224,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_a_checkpoint_with_impossible_values_is_refused(case, resumed):
-    """Although its checksums are right."""
+    """Its checksums are right."""
     change, text = IMPOSSIBLE[case]
     config = resumed()
     folder = Path(config["output_dir"], "step_4")
@@ -280,7 +280,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_training_continues(tiny_confi
 
 
 def test_components_that_the_command_line_sets_to_null_are_absent(tiny_config):
-    """``KEY=null`` makes ``KEY._component_=null`` of a key that the YAML gives a component."""
+    """torchtune parses ``KEY=null`` as ``KEY._component_=null`` if the YAML has a component there."""
     given = {
         "lr_scheduler": SCHEDULE,
         "metric_logger": {"_component_": "recipe_runs.ListLogger"},

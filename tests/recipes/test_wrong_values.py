@@ -1,6 +1,6 @@
-"""Every key with values of every kind: each is either what the key's documented type says, or refused.
+"""Every key with values of every kind: each value has the key's documented type, or is refused.
 
-The table of keys that users read is the oracle: its type column says what is valid.
+The table of keys that users read is the oracle: its type column defines valid values.
 """
 
 import math
@@ -32,12 +32,12 @@ MOST = {
     "ema_momentum_end": 1.0,
 }
 PATHLESS = ("profiler", "dino_head", "ibot_head")
-"""Components that are made of their arguments alone."""
+"""Keys of components without ``_component_``."""
 settings_of = cache(settings_of)
 
 
 def types_of(recipe):
-    """The type column of the table of keys, by key."""
+    """Returns the type column of the table of keys, by key."""
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", key_table(settings_of(recipe)), re.M)
     return {key: [part.strip() for part in text.split(" or ")] for key, text in rows}
 
@@ -47,7 +47,7 @@ OWN = {
     recipe: [key for key in types if recipe == SFT or TYPES[SFT].get(key) != types[key]]
     for recipe, types in TYPES.items()
 }
-"""What other recipes share with the first is read by the same code."""
+"""Keys of each recipe that are tested. Keys shared with the first recipe are read by the same code."""
 
 
 def bounds_of(recipe, key):
@@ -55,7 +55,7 @@ def bounds_of(recipe, key):
 
 
 def values_for(recipe, key):
-    """Values of every type, of which many are near the key's bounds."""
+    """Returns values of every type, of which many are near the key's bounds."""
     near = [bound + step for bound in bounds_of(recipe, key) for step in (-1, 0, 1, -0.5, 0.5)]
     near += [most + step for most in (MOST.get(key, 2**31 - 1),) for step in (0, 1)]
     near += [int(value) for value in near if value == int(value)]
@@ -66,7 +66,7 @@ def values_for(recipe, key):
 
 
 def is_documented(recipe, key, value):
-    """Whether the type column of the table of keys allows a value."""
+    """Returns True if the type column of the table of keys allows a value."""
     return any(fits(kind, value, key) for kind in TYPES[recipe][key])
 
 
@@ -153,7 +153,7 @@ def test_a_value_is_documented_or_refused_by_the_name_of_its_key(recipe, num_val
 
 
 def set_up_each(recipe, config, folder):
-    """For each key and value that the settings take: why no recipe could be made with it, if so."""
+    """Returns errors that do not name their key, by key and value, for values that the settings accept."""
     os.chdir(folder)
     failed = {}
     for key in OWN[recipe]:

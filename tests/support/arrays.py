@@ -25,13 +25,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, dimensions
 
 
 def pairs_of(row):
-    """Pairs of two factors' values in a row."""
+    """Returns pairs of two factors' values in a row."""
     factors = [each for each in row._asdict().items() if not isinstance(each[1], dict)]
     return set(itertools.combinations(factors, 2))
 
 
 def covering_array(first, possible, items_of=pairs_of):
-    """``first``, and greedily few more until every item that is possible occurs."""
+    """Returns ``first``, and greedily few more until every item that is possible occurs."""
     rows, items = list(first), [items_of(row) for row in possible]
     missing = set().union(*items).difference(*map(items_of, rows))
     while missing:

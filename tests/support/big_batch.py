@@ -18,13 +18,13 @@ DATA = {
     "mask_prompts": False,
 }
 STEP_OF_16 = {"dataset": DATA, "global_batch_size": 16, "gradient_accumulation_steps": ...}
-"""Of a config: shuffled update steps of 16 samples, with uneven numbers of targets or none."""
+"""Config keys of shuffled update steps of 16 samples, with uneven numbers of targets or none."""
 MIXED = [
     {**DATA, "num_samples": 7, "num_without_targets": 1, "seed": 1, "name": "chat", "loss_weight": 0.3},
     {**DATA, "num_samples": 10, "num_without_targets": 1, "seed": 2, "name": "code"},
     {**DATA, "num_samples": 2, "num_without_targets": 1, "seed": 4, "name": "math", "loss_weight": 2},
 ]  # fmt: skip
-"""As many samples, of three named datasets, the third without a target in the last update step."""
+"""Three named datasets with as many samples; the third has no target in the last update step."""
 HELD_OUT = [
     {**DATA, "num_samples": 5, "num_without_targets": 1, "seed": 5, "name": "code"},
     {**DATA, "num_samples": 4, "num_without_targets": 1, "seed": 6, "name": "else"},
@@ -35,13 +35,13 @@ SIDES = ("chosen", "rejected")
 
 
 def steps_of(samples, size=16, epoch=0):
-    """The samples of each update step of a shuffled epoch."""
+    """Returns the samples of each update step of a shuffled epoch."""
     order = epoch_permutation(len(samples), epoch, shuffle=True).tolist()
     return [[samples[i] for i in order[n : n + size]] for n in range(0, len(samples), size)]
 
 
 def samples_of(*datasets):
-    """Samples of tiny datasets, each with the name and the loss weight of its own."""
+    """Returns samples of tiny datasets, each with the name and the loss weight of its own."""
     names = ("num_samples", "num_without_targets", "mask_prompts", "seed", "num_common")
     return [
         {**sample, "dataset": data.get("name"), "weight": data.get("loss_weight", 1.0)}
@@ -51,7 +51,7 @@ def samples_of(*datasets):
 
 
 def metrics_and_gradients(objective, models, samples, *terms):
-    """Metrics of one update step, and gradients by parameter name; ``objective`` is a function below."""
+    """Returns metrics of one update step, and gradients by parameter name; ``objective`` is a function below."""
     models[0].zero_grad()
     metrics = objective(*models, samples, *terms)
     metrics["loss"].backward()
@@ -61,7 +61,7 @@ def metrics_and_gradients(objective, models, samples, *terms):
 
 
 def targets_of(model, sample, prefix="", tokens="tokens"):
-    """Logits of each target of a sample, and the targets."""
+    """Returns logits of each target of a sample, and the targets."""
     labels = torch.tensor(sample[f"{prefix}labels"])[1:]
     is_target = labels != tiny.IGNORE
     return model(torch.tensor([sample[f"{prefix}{tokens}"]]))[0, :-1][is_target], labels[is_target]
@@ -74,7 +74,7 @@ def big_batch(model, samples):
 
 
 def cross_entropy(model, _, samples, loss_weights="tokens"):
-    """The mean over targets, or over the means of datasets, and of each dataset that has a name."""
+    """Returns the mean over targets, or over the means of datasets, and that of each named dataset."""
     sums, counts, weights = {}, {}, {}
     for sample in samples:
         logits, labels = targets_of(model, sample)
@@ -95,7 +95,7 @@ def cross_entropy(model, _, samples, loss_weights="tokens"):
 
 
 def distillation(student, teacher, samples, kd_ratio, temperature, divergence):
-    """Means over all targets."""
+    """Returns means over all targets."""
     rows = []
     for sample in samples:
         logits, labels = targets_of(student, sample)
@@ -118,7 +118,7 @@ def distillation(student, teacher, samples, kd_ratio, temperature, divergence):
 
 
 def answers(model, pair):
-    """Summed log-probability and number of targets of each side, a forward for each."""
+    """Returns summed log-probability and number of targets of each side, with one forward each."""
     sums, numbers = [], []
     for side in SIDES:
         logits, labels = targets_of(model, pair, f"{side}_", "input_ids")
@@ -128,7 +128,7 @@ def answers(model, pair):
 
 
 def preference(policy, reference, pairs, loss, sft_loss_weight):
-    """Means over the pairs; a reference that is the policy computes without its adapters."""
+    """Returns means over the pairs; a reference that is the policy computes without its adapters."""
     loss_fn = config.instantiate(OmegaConf.create(loss))
     rows, chosen_sum, num_chosen = [], 0.0, 0
     for pair in pairs:
@@ -156,6 +156,6 @@ def preference(policy, reference, pairs, loss, sft_loss_weight):
 
 
 def error(gradients, reference):
-    """Largest deviation relative to the reference's largest entry, over the parameters in ``gradients``."""
+    """Returns the largest deviation over the reference's largest entry, of the parameters in ``gradients``."""
     scale = max(grad.abs().max().item() for grad in reference.values())
     return max((grad - reference[n]).abs().max().item() for n, grad in gradients.items()) / scale

@@ -46,7 +46,7 @@ WEIGHTS = {"dino": 0.9, "ibot": 0.8, "koleo": 0.3, "gram": 0.5}
 
 
 class Reference(NamedTuple):
-    """Of each update step, and at the end."""
+    """Results of each update step, and at the end."""
 
     metrics: list[dict[str, float]]
     gradients: list[dict[str, Tensor]]
@@ -55,7 +55,7 @@ class Reference(NamedTuple):
 
 
 def step_of_16(tiny_config: Any, **changes: Any) -> dict[str, Any]:
-    """A config of the update steps below, for :func:`recipe_runs.run_recipe_recording_gradients`."""
+    """Returns a config of the update steps below, for :func:`recipe_runs.run_recipe_recording_gradients`."""
     base = tiny_config()
     kept = ("output_dir", "metric_logger", "device", "process_group_timeout_seconds")
     return {

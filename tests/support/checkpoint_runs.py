@@ -43,7 +43,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     extra_numel: int = 3,
 ) -> tuple[nn.Module, Any]:
-    """The tiny model and one more parameter, which 4 ranks cannot share evenly."""
+    """Returns the tiny model and one more parameter, which 4 ranks cannot share evenly."""
     model = tiny.tiny_model(seed=seed).to(dtype)
     model.register_parameter("extra", nn.Parameter(torch.full((extra_numel,), float(seed))))
     if replicate * shard > 1:
@@ -65,7 +65,7 @@ def train(model: nn.Module, optimizer: Any, steps: Any) -> None:
 
 
 def contents(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Everything that training changes, in full, by parameter name."""
+    """Returns all values that training changes, in full, by parameter name."""
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[name] = _full(parameter)
@@ -107,7 +107,7 @@ def state(step: int, **changes: Any) -> TrainingState:
 
 
 def save_once(folder: Path, step: int = 1, optimizer: str = "adamw") -> tuple[nn.Module, Any]:
-    """A checkpoint of a training of ``step`` update steps, from this process alone."""
+    """Returns a checkpoint of a training of ``step`` update steps, from this process alone."""
     model, optim = build(optimizer)
     train(model, optim, range(step))
     assert CheckpointWriter(folder).save(model, optim, state(step)).error is None
@@ -126,7 +126,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def resuming_in(folder: Path | str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a run that resumes from the checkpoints in ``folder``."""
+    """Returns the config of a run that resumes from the checkpoints in ``folder``."""
     return {**writing_to(folder, config), "resume_from_checkpoint": True}
 
 

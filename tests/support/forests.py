@@ -22,7 +22,7 @@ def sequences_of(row):
 
 
 def mask_of(row):
-    """Which positions attend to which, of all pairs: ``mask[q][k]``."""
+    """Returns ``mask[q][k]``, True if position q attends to position k."""
     size = sum(map(length_of, row))
     seen = [[False] * size for _ in range(size)]
     for sequence in sequences_of(row):
@@ -33,7 +33,7 @@ def mask_of(row):
 
 
 def some_tree(size, draw):
-    """A tree of some positions: most are cut into a segment and up to four children, down to few."""
+    """Returns a tree of some positions: most are cut into a segment and up to four smaller children."""
     if size < 3 or draw.random() < 0.2:
         return size
     first = draw.randint(1, size - 2)

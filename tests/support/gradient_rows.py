@@ -59,7 +59,7 @@ MODELS = {
     "lora": tiny.adapted(tiny.DEEP_UNTIED_MODEL, apply_lora_to_output=True),
     "dora": tiny.adapted(tiny.DEEP_UNTIED_MODEL, use_dora=True),
 }
-"""Of torchtune; another name is a type of transformers."""
+"""Models of torchtune; other names are types of transformers."""
 TEACHERS = {
     **dict.fromkeys(("tied", "tied lora"), tiny.TEACHER_MODEL),
     **dict.fromkeys(("untied", "lora", "dora"), tiny.UNTIED_TEACHER_MODEL),
@@ -69,7 +69,7 @@ SYNCS = ("each_microbatch", "last_microbatch")
 
 
 class Objective(NamedTuple):
-    """What is trained, and how :mod:`big_batch` computes it."""
+    """Recipe of a row, and its computation by :mod:`big_batch`."""
 
     recipe: str
     oracle: Callable[..., dict[str, Any]]
@@ -77,7 +77,7 @@ class Objective(NamedTuple):
     """Arguments of the oracle."""
     config: dict[str, Any] = {}  # noqa: RUF012
     tolerance: float = 1e-9
-    """Of metrics, relative."""
+    """Relative tolerance of metrics."""
 
 
 COMMON = {**DATA, "num_common": 8}
@@ -98,7 +98,7 @@ def distilled(kd_ratio, temperature, divergence, data=DATA):
 
 
 def preferred(kind, loss, sft_loss_weight=0.0):
-    """``kind`` of pairs."""
+    """Returns the objective of preferences; ``kind`` is that of pairs."""
     keys = {
         "dataset": {"_component_": "tiny.tiny_pair_dataset", "num_pairs": NUM_PAIRS, "kind": kind},
         "loss": loss,
@@ -139,12 +139,12 @@ class Row(NamedTuple):
 
     layout: str
     model: str
-    """A key of MODELS or a type of transformers; with a teacher of its own behind a slash."""
+    """A key of MODELS or a type of transformers; after a slash, that of the teacher."""
     plan: str = "packed"
     batch_size: int = 1
-    """Samples per microbatch, or 64 tokens times as many where a plan goes by tokens."""
+    """Samples per microbatch; 64 tokens times as many for plans by tokens."""
     order: str | None = None
-    """When gradients are reduced; the schedule where there are pipeline stages."""
+    """Time at which gradients are reduced; with pipeline stages, the schedule."""
     objective: str = "ce"
     changes: dict[str, Any] = {}  # noqa: RUF012
 
@@ -166,7 +166,7 @@ class Row(NamedTuple):
 
     @property
     def is_folder(self):
-        """Whether one of the models is of transformers."""
+        """Returns True if one of the models is of transformers."""
         return any(name and name not in MODELS for name in self.models)
 
 
@@ -176,7 +176,7 @@ TEACHER_CACHED = {"teacher_cache": "hidden"}
 
 
 def spanning(num_ranks, max_tokens=12, **changes):
-    """Rows that up to so many ranks compute together."""
+    """Returns rows that up to so many ranks compute together."""
     return {"max_tokens_per_microbatch": max_tokens, "max_ranks_per_row": num_ranks, **changes}
 
 
@@ -193,17 +193,17 @@ def on_ranks(fast, rows):
 
 
 ROLES = {"model": {}, "reference": {"seed": 1}, "teacher": {"seed": 1, "vocab_size": 150, "hidden_size": 96}}  # fmt: skip
-"""Of models of transformers, what differs."""
+"""Differences between models of transformers."""
 
 
 def folder_keys(folder, role, model_type):
-    """Keys of a config that train a tiny model of transformers, which is saved unless it is there."""
+    """Saves a tiny model of transformers, unless it exists; returns the keys of a config that trains it."""
     path = folder / role / model_type
     return keys_of_folder(path) if path.exists() else save_tiny(path, model_type, **ROLES[role])
 
 
 def config_of(row, weights_folder, folder):
-    """The config of a row; tiny models of transformers are saved in ``folder``."""
+    """Returns the config of a row; tiny models of transformers are saved in ``folder``."""
     student, teacher = row.models
     make = {SFT: tiny_config, DPO: tiny_dpo_config, KD: tiny_kd_config}[row.kind.recipe]
     _, dims = LAYOUTS[row.layout]
@@ -234,7 +234,7 @@ def config_of(row, weights_folder, folder):
 
 
 def models_in_float64(row, folder):
-    """The model and its teacher or reference as torchtune or transformers compute them."""
+    """Returns the model and its teacher or reference as torchtune or transformers compute them."""
 
     def build(name, role):
         if name not in MODELS:
@@ -257,7 +257,7 @@ _references: dict[tuple[str, str], Any] = {}
 
 
 def reference(row, folder):
-    """Metrics and gradients of each update step."""
+    """Returns metrics and gradients of each update step."""
     key = row.model, row.objective
     if key not in _references:
         data = row.kind.config["dataset"]
@@ -279,12 +279,12 @@ def reference(row, folder):
 
 
 def sequences_of_samples():
-    """The sequences of each sample of TREES."""
+    """Returns the sequences of each sample of TREES."""
     return [sample["sequences"] for sample in tiny.make_trees(NUM_SAMPLES)]
 
 
 def losses_of_samples(row, folder):
-    """The loss of each sample by itself; NaN without targets."""
+    """Returns the loss of each sample by itself; NaN without targets."""
     key = row.model, row.objective, "samples"
     if key not in _references:
         data = row.kind.config["dataset"]
@@ -311,7 +311,7 @@ def losses_of_samples(row, folder):
 
 @cache
 def validation_losses(model):
-    """Of the held-out datasets, by metric."""
+    """Returns the expected losses of the held-out datasets, by metric."""
     with tiny.float64_throughout():
         models = models_in_float64(Row("one", model), None)
         metrics, _ = metrics_and_gradients(cross_entropy, models, samples_of(*HELD_OUT))
@@ -322,7 +322,7 @@ def validation_losses(model):
 
 
 def run_rows(cases, mutate=None):
-    """For each case, gradients of each update step, what was logged, numbers of ranks of rows, losses by sample."""
+    """Returns for each case gradients of each update step, logs, ranks per row and losses by sample."""
     return [run_row(*case, mutate) for case in cases]
 
 
@@ -345,7 +345,7 @@ def run_row(config, recipe, in_float64, mutate):
 
 
 def case_of(row, weights_folder, folder):
-    """Arguments of :func:`run_row`."""
+    """Returns arguments of :func:`run_row`."""
     return config_of(row, weights_folder, folder), row.kind.recipe, row.is_folder
 
 
@@ -388,7 +388,7 @@ def assert_exact(rows, weights_folder, folder):
 
 
 def error_of_mutant(mutate, row, weights_folder, folder):
-    """The largest error of a recipe that ``mutate`` makes a wrong one."""
+    """Returns the largest error of a recipe that ``mutate`` makes wrong."""
     case = case_of(row, weights_folder, folder)
     found = run_distributed(run_rows, row.world_size, [case], mutate)
     return max(

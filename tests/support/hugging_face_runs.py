@@ -1,4 +1,4 @@
-"""The same training through Hugging Face's Trainer, which counts tokens its own way."""
+"""The same training with Hugging Face's Trainer, which counts tokens differently."""
 
 import tiny
 from recipe_runs import tiny_config
@@ -9,7 +9,7 @@ NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, LR = 160, 4, 4, 0.01
 
 
 def config(folder):
-    """Ours: the tiny model from a Hugging Face checkpoint with fresh weights."""
+    """Returns this project's config of the tiny model, from a Hugging Face checkpoint with fresh weights."""
     return tiny_config(
         folder,
         checkpointer={
@@ -26,7 +26,7 @@ def config(folder):
 
 
 def trainer_losses(config):
-    """Logged losses of each update step, on the checkpoint and the data order that ours uses."""
+    """Returns logged losses of each update step, with the checkpoint and the data order of our recipe."""
     import torch
     from torch.utils.data import SequentialSampler
     from torchtune.data import padded_collate_sft

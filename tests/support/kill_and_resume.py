@@ -79,7 +79,7 @@ def kill_and_resume(
 
 
 def being_written(output_dir: Path) -> set[tuple[str, int]]:
-    """Temporary folders of checkpoints and exports, each with its inode."""
+    """Returns temporary folders of checkpoints and exports, each with its inode."""
     found = set()
     for path in output_dir.glob("*.tmp"):
         with contextlib.suppress(FileNotFoundError):
@@ -88,7 +88,7 @@ def being_written(output_dir: Path) -> set[tuple[str, int]]:
 
 
 def exported_files(output_dir: Path) -> dict[str, int]:
-    """The CRC-32 of each exported file."""
+    """Returns the CRC-32 of each exported file."""
     return {
         str(path.relative_to(output_dir)): zlib.crc32(path.read_bytes())
         for pattern in ("epoch_*", "export_step_*")
@@ -99,7 +99,7 @@ def exported_files(output_dir: Path) -> dict[str, int]:
 
 
 def losses_in(output_dir: Path) -> dict[int, list[str]]:
-    """All losses that DiskLogger has logged there, by update step, as printed; a repeated step has several."""
+    """Returns all losses in DiskLogger's log by update step, as printed; a repeated step has several."""
     found: dict[int, list[str]] = {}
     for path in sorted(output_dir.glob("logs/*.txt")):
         logged = re.findall(r"Step (\d+) \| (?:.* )?loss:(\S+) .*\n", path.read_text())

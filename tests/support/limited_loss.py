@@ -1,4 +1,4 @@
-"""Stands for a device whose memory ends: rows above a number of positions raise torch.OutOfMemoryError."""
+"""Simulates a device that runs out of memory: rows above some length raise torch.OutOfMemoryError."""
 
 import os
 

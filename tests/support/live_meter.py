@@ -1,4 +1,4 @@
-"""A meter of update steps on a CPU: the true bytes of live storages, under a pretended limit."""
+"""A meter of update steps on a CPU: the true bytes of live storages, with a simulated limit."""
 
 import time
 from contextlib import contextmanager

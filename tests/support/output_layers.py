@@ -27,7 +27,7 @@ def parameters_of(output):
 
 
 class LogitsWatch(TorchDispatchMode):
-    """Sees every tensor that an operation makes and that is as wide as the vocabulary."""
+    """Records every tensor that an operation makes and that is as wide as the vocabulary."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes as users start them: as programs of their own, or in this process, which saves their imports."""
+"""Starts recipes as users do: as separate programs, or in this process, which saves their imports."""
 
 import contextlib
 import inspect
@@ -22,7 +22,7 @@ Popen = subprocess.Popen
 
 
 def tune(*arguments, cwd=None):
-    """Output and exit code of ``tune`` with these arguments."""
+    """Runs ``tune`` with these arguments; returns output and exit code."""
     return subprocess.run(
         [TUNE, *map(str, arguments)],
         cwd=cwd,
@@ -34,12 +34,12 @@ def tune(*arguments, cwd=None):
 
 
 def recipe_file(recipe):
-    """Path of a recipe of this project by its name, or of another's."""
+    """Returns the path of a recipe of this project by its name, or of another's."""
     return recipe if recipe.endswith(".py") else str(recipe_path(recipe))
 
 
 def tune_run_here(recipe, *arguments, cwd="."):
-    """Exit code and output of ``tune run RECIPE --config ...`` in this process, without a launcher."""
+    """Runs ``tune run RECIPE --config ...`` in this process, without a launcher; returns exit code and output."""
     path = recipe_file(recipe)
     known = set(sys.modules)
     screen = io.StringIO()
@@ -78,7 +78,7 @@ def become_program(argv, output):
 
 
 def lines_on(screen):
-    """What stands on the screen, without empty lines; each state of a progress bar is a line."""
+    """Returns the lines on the screen that are not empty; each state of a progress bar is a line."""
     return [line for line in screen.replace("\r", "\n").splitlines() if line.strip()]
 
 

@@ -41,8 +41,8 @@ SFT, DPO = "full_finetune_update_step", "full_dpo_update_step"
 KD, DINO = "knowledge_distillation_update_step", "dinov3_update_step"
 
 
-# The momentum matters only in that the optimizer has a state: where there is none, PyTorch takes an
-# extra step with zero gradients before it saves one.
+# The momentum gives the optimizer a state: without one, PyTorch takes an extra step with zero gradients
+# before it saves one.
 RECORDING_SGD = {"_component_": "tiny.RecordingSGD", "lr": 0.0, "momentum": 0.9}
 STEP_OF_8 = {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation_steps": ...}
 STOCK_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
@@ -62,12 +62,12 @@ STOCK_KEYS = {
 
 
 def slow(*values):
-    """A case of a parametrized test that runs with ``--all`` only."""
+    """Returns a case of a parametrized test that runs with ``--all`` only."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def cosine(num_warmup_steps):
-    """The schedule that most of torchtune's configs have."""
+    """Returns the schedule that most of torchtune's configs have."""
     component = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     return {"_component_": component, "num_warmup_steps": num_warmup_steps}
 
@@ -91,12 +91,12 @@ class ListLogger(MetricLoggerInterface):
 
 
 def losses(logged):
-    """Of the update steps, without the validations between them; torchtune logs tensors."""
+    """Returns losses of update steps, without validations between them; torchtune logs tensors."""
     return [float(metrics["loss"]) for metrics in logged if "loss" in metrics]
 
 
 def recipe_class(recipe=SFT):
-    """The recipe's class, the same at each call, so that mutants patch the module that is run."""
+    """Returns the recipe's class, the same at each call, so that mutants patch the module that is run."""
     return _load(recipe)
 
 
@@ -106,7 +106,7 @@ def _load(recipe):
 
 
 def tiny_config(folder, **changes):
-    """A config whose model, data and weights are tiny; ``folder`` holds the weights."""
+    """Returns a config whose model, data and weights are tiny; ``folder`` holds the weights."""
     config = {
         "output_dir": f"{folder}/out",
         "model": tiny.MODEL,
@@ -138,7 +138,7 @@ def tiny_config(folder, **changes):
 
 
 def tiny_dpo_config(folder, **changes):
-    """:func:`tiny_config` for pairs; the reference has weights of its own, so that rewards are not zero."""
+    """Returns :func:`tiny_config` for pairs; the reference has weights of its own, so no reward is zero."""
     own = {
         "dataset": {"_component_": "tiny.tiny_pair_dataset", "num_pairs": 19},
         "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
@@ -151,7 +151,7 @@ def tiny_dpo_config(folder, **changes):
 
 
 def tiny_kd_config(folder, **changes):
-    """:func:`tiny_config` with a teacher, whose weights are not the student's even where its model is.
+    """Returns :func:`tiny_config` with a teacher, whose weights differ from the student's for any model.
 
     ``teacher_sizes`` of the changes is its model.
     """
@@ -167,19 +167,19 @@ def tiny_kd_config(folder, **changes):
 
 
 def writing_to(folder, config):
-    """The config of a run that writes to another folder."""
+    """Returns the config of a run that writes to another folder."""
     checkpointer = {**config["checkpointer"], "output_dir": str(folder)}
     return {**config, "output_dir": str(folder), "checkpointer": checkpointer}
 
 
 def exported_model(config):
-    """The file of the model that a run has exported at the end of its last epoch."""
+    """Returns the file of the model that a run has exported at the end of its last epoch."""
     (file,) = Path(config["output_dir"], f"epoch_{config.get('epochs', 1) - 1}").glob("*.bin")
     return file
 
 
 def refusal(config, recipe=SFT):
-    """The text of the error with which a recipe refuses a config before it trains."""
+    """Returns the text of the error with which a recipe refuses a config before it trains."""
     cfg = OmegaConf.create(config)
     with pytest.raises(ConfigError) as error:
         recipe_class(recipe)(cfg).setup(cfg)
@@ -194,7 +194,7 @@ def pretend_torchvision(monkeypatch):
 
 @contextmanager
 def set_up(config, recipe=SFT):
-    """A recipe that is ready to train, with an empty log."""
+    """Yields a recipe that is ready to train, with an empty log."""
     ListLogger.logged.clear()
     cfg = OmegaConf.create(config)
     made = recipe_class(recipe)(cfg)
@@ -227,19 +227,19 @@ def run_recipe(config, recipe=SFT, reads_late=False):
 
 
 def run_recipes(configs, recipe=SFT):
-    """What :func:`run_recipe` returns, for each of the configs."""
+    """Returns the results of :func:`run_recipe` for each config."""
     return [run_recipe(config, recipe) for config in configs]
 
 
 def run_compiled_recipe(config, recipe=SFT):
-    """What :func:`run_recipe` returns with compiled layers."""
+    """Returns the result of :func:`run_recipe` with compiled layers."""
     with pytest.MonkeyPatch.context() as patch:  # or later tests of this process would have it, too
         patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes a minute
         return run_recipe({**config, "compile": True}, recipe)
 
 
 def run_stock_recipe(config, kind="full_finetune"):
-    """The metrics that torchtune's own recipe logs.
+    """Returns the metrics that torchtune's own recipe logs.
 
     It takes given adapters only with a recipe state, so they are put in here.
     """
@@ -263,14 +263,14 @@ def run_stock_recipe(config, kind="full_finetune"):
 
 
 def run_recipe_keeping_warnings(config, recipe=SFT):
-    """What :func:`run_recipe` returns, and the texts of the warnings that this rank logged."""
+    """Returns the result of :func:`run_recipe`, and the warnings that this rank logged."""
     with keep_messages(logging.WARNING) as warnings:
         return run_recipe(config, recipe), warnings
 
 
 @contextmanager
 def keep_messages(level=logging.INFO):
-    """A list that gets the text of every message from this level on that this process logs."""
+    """Yields a list that receives every message of at least this level that this process logs."""
     messages = []
     handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -282,7 +282,7 @@ def keep_messages(level=logging.INFO):
 
 
 def run_recipe_recording_gradients(config, recipe=SFT):
-    """The full float64 gradients of each update step, by parameter name."""
+    """Returns the full float64 gradients of each update step, by parameter name."""
     recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
     config = {**config, "dtype": "fp64", **recording}
     with tiny.float64_throughout(), set_up(config, recipe) as made:
@@ -300,7 +300,7 @@ def train_recording_gradients(made):
 
 
 def with_adapters(config, folder):
-    """The config of an adapted model, which starts from adapters that change it."""
+    """Returns the config of an adapted model, which starts from adapters that change it."""
     adapters = get_adapter_params(tiny.adapted_model(config["model"]))
     path = folder / f"given_{zlib.crc32(str(config['model']).encode())}.pt"
     torch.save({name: p.detach() for name, p in adapters.items()}, path)
@@ -309,10 +309,10 @@ def with_adapters(config, folder):
 
 
 def save_weights(folder):
-    """Weights of the tiny models, which :func:`tiny_config` finds there."""
+    """Saves weights of the tiny models, which :func:`tiny_config` finds there."""
     (folder / "weights").mkdir(parents=True)
     for file_name, sizes in WEIGHTS.items():
         torch.save(tiny.tiny_model(sizes).state_dict(), folder / "weights" / file_name)
-        # Those of a reference or a teacher, which is another model than what is trained at its start.
+        # Weights of a reference or a teacher, which differs from the trained model at its start.
         other = tiny.tiny_model(sizes, seed=1)
         torch.save(other.state_dict(), folder / "weights" / f"ref_{file_name}")

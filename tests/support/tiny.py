@@ -52,7 +52,7 @@ WIDE_UNTIED_MODEL = {**UNTIED_MODEL, **_WIDE}
 _OF_TEACHER = {"num_layers": 5, "embed_dim": 48, "intermediate_dim": 64}
 TEACHER_MODEL = {**MODEL, **_OF_TEACHER}
 UNTIED_TEACHER_MODEL = {**UNTIED_MODEL, **_OF_TEACHER, "vocab_size": VOCAB_SIZE + 13}
-"""Wider and deeper than the others, and cut elsewhere; it has tokens that they have not."""
+"""A wider, deeper model, cut at other layers, with tokens that the others do not have."""
 
 GEMMA2_MODEL = {
     "_component_": "torchtune.models.gemma2.gemma2",
@@ -65,11 +65,11 @@ GEMMA2_MODEL = {
     "intermediate_dim": 48,
     "max_seq_len": 64,
 }
-"""Attention of its own kind, with a sliding window and tied embeddings."""
+"""A model with another attention class, a sliding window and tied embeddings."""
 
 
 def adapted(sizes, **changes):
-    """The same model with LoRA on all its linear layers, but for the output."""
+    """Returns the same model with LoRA on all its linear layers except the output."""
     package, builder = sizes["_component_"].rsplit(".", 1)
     return {
         **sizes,
@@ -83,7 +83,7 @@ def adapted(sizes, **changes):
 
 
 def adapted_in_one_layer(**sizes):
-    """A builder of a model of which only the first layer has LoRA."""
+    """Returns the builder of a model of which only the first layer has LoRA."""
     model, adapted = (
         llama3_2(**sizes),
         lora_llama3_2(["q_proj"], lora_rank=2, lora_alpha=4, **sizes),
@@ -93,7 +93,7 @@ def adapted_in_one_layer(**sizes):
 
 
 def base_of(sizes):
-    """The model without the adapters of :func:`adapted`."""
+    """Returns the model without the adapters of :func:`adapted`."""
     plain = {key: value for key, value in sizes.items() if key not in ADAPTER_KEYS}
     return {**plain, "_component_": sizes["_component_"].replace(".lora_", ".")}
 
@@ -105,7 +105,7 @@ ADAPTER_KEYS = {
 
 
 class TinyTokenizer:
-    """The tiny datasets hold tokens already; of a question each letter is one."""
+    """Tokenizer of samples that contain tokens already; each letter of a question is a token."""
 
     pad_id, eos_id = 0, 1
     stop_tokens = (eos_id,)
@@ -164,17 +164,17 @@ class DrawingSamples(Samples):
 
 
 def drawing_dataset(_, num_samples):
-    """Samples that differ at each read."""
+    """Returns samples that differ at each read."""
     return DrawingSamples(make_samples(num_samples))
 
 
 def endless_dataset(_):
-    """A stream, which has no length."""
+    """Returns a stream, which has no length."""
     yield from itertools.count()
 
 
 class KillsItsWorker(Samples):
-    """Ends the DataLoader worker that asks for one of some samples; with a folder, for each only once."""
+    """Ends the DataLoader worker that loads one of some samples; with a folder, once for each sample."""
 
     def __init__(self, samples, indices, folder, how="SIGKILL"):
         super().__init__(samples)
@@ -219,7 +219,7 @@ def waiting_dataset(tokenizer, num_samples, step, file):
 
 
 def make_samples(num_samples, num_without_targets=0, mask_prompts=True, seed=0, num_common=0):
-    """Samples of 2 to 40 tokens with very uneven numbers of targets.
+    """Returns samples of 2 to 40 tokens with very uneven numbers of targets.
 
     The last ``num_without_targets`` have no target at all. Without ``mask_prompts`` the labels of the
     other ones are all their tokens, the first included. All begin with ``num_common`` further tokens.
@@ -247,7 +247,7 @@ def tiny_dataset(
     replace=None,
     num_common=0,
 ):
-    """``replace`` puts a sample of the test's own at an index; None as its tokens raises."""
+    """Returns samples. ``replace`` puts a sample of the test's own at an index; with None as tokens it raises."""
     samples = make_samples(num_samples, num_without_targets, mask_prompts, seed, num_common)
     for index, sample in (replace or {}).items():
         samples[int(index)] = dict(sample)
@@ -256,7 +256,7 @@ def tiny_dataset(
 
 
 def make_trees(num_samples, seed=0):
-    """Samples of sequences: turns of a conversation that drop thinking or not, and answers to a prompt."""
+    """Returns samples of sequences: turns of a conversation, with or without thinking, and answers to a prompt."""
     rng = random.Random(seed)
 
     def some(least, most):
@@ -307,7 +307,7 @@ PAIR_KINDS = ("masked", "multi_turn", "train_on_input", "nothing_common", "alike
 
 
 def make_pairs(num_pairs, kind="masked", seed=0):
-    """Pairs of very uneven length, by torchtune's keys.
+    """Returns pairs of very uneven length, by torchtune's keys.
 
     What both sides share: a prompt without targets (``masked``); with targets in it (``multi_turn``); all of
     it targets (``train_on_input``); nothing; or a masked prompt and the answers' beginnings.
@@ -342,7 +342,7 @@ def tiny_pair_dataset(tokenizer, num_pairs, kind="masked", seed=0):
 
 
 def pairs_some_of_which_teach_nothing(tokenizer, num_pairs, only_live=False, dead_first=False):
-    """Every third pair has equal sides or no target on one."""
+    """Returns pairs, every third with equal sides or no target on one."""
     pairs = make_pairs(num_pairs, "alike_beginnings")
     dead = []
     for i in range(1, num_pairs, 3):
@@ -360,14 +360,14 @@ def pairs_some_of_which_teach_nothing(tokenizer, num_pairs, only_live=False, dea
 
 
 def tiny_image_dataset(tokenizer, num_samples):
-    """Samples with one made-up image of 3 features in 4 patches each."""
+    """Returns samples with one made-up image of 3 features in 4 patches each."""
     generator = torch.Generator().manual_seed(0)
     samples = make_samples(num_samples)
     return Samples([{**s, "image": torch.randn(4, 3, generator=generator)} for s in samples])
 
 
 def collate_images(batch, padding_idx, ignore_idx):
-    """A custom ``collate_fn`` whose batch has more than tokens and labels."""
+    """Custom ``collate_fn`` whose batch has more than tokens and labels."""
     collated = padded_collate_sft(batch, padding_idx, ignore_idx)
     images = torch.stack([torch.as_tensor(sample["image"]) for sample in batch])
     return {**collated, "encoder_input": {"images": images}}
@@ -379,7 +379,7 @@ class ImageEncoder(nn.Linear):
 
 
 def tiny_fusion_model():
-    """A decoder that looks at images, built from the parts that torchtune's vision models use."""
+    """Returns a decoder that attends to images, built from the parts of torchtune's vision models."""
     decoder = tiny_model(UNTIED_MODEL)
     dim, heads = UNTIED_MODEL["embed_dim"], UNTIED_MODEL["num_heads"]
     attention = MultiHeadAttention(
@@ -405,7 +405,7 @@ def tiny_fusion_model():
 
 
 def adapted_fusion_model():
-    """:func:`tiny_fusion_model` with LoRA in a layer whose names in a state dict are not its modules'."""
+    """Returns :func:`tiny_fusion_model` with LoRA in a layer whose state dict has other names than its modules."""
     model = tiny_fusion_model()
     dim = UNTIED_MODEL["embed_dim"]
     model.decoder.layers[1].layer.attn.q_proj = LoRALinear(dim, dim, rank=2, alpha=4)
@@ -429,7 +429,7 @@ class RecordingSGD(torch.optim.SGD):
 
 
 class SquaredLoss(nn.MSELoss):
-    """A loss of another kind, with what the recipes look for."""
+    """A loss of another kind, with the attributes that the recipes read."""
 
     ignore_index = IGNORE
 
@@ -442,7 +442,7 @@ class MeanOverPositions(nn.CrossEntropyLoss):
 
 
 class UnsavableSGD(torch.optim.SGD):
-    """From its fourth step on its state holds something that is neither a tensor nor a plain value."""
+    """Optimizer whose state has a value that is neither tensor nor plain, from its fourth step on."""
 
     num_steps = 0
 
@@ -468,7 +468,7 @@ def float64_throughout():
 
 
 def tiny_model(sizes=MODEL, seed=0):
-    """A model of ``MODEL`` or ``UNTIED_MODEL`` with weights of its own."""
+    """Returns a model of ``MODEL`` or ``UNTIED_MODEL`` with weights of its own."""
     torch.manual_seed(seed)
     model = config.instantiate(OmegaConf.create(sizes))
     for parameter in model.parameters():
@@ -478,7 +478,7 @@ def tiny_model(sizes=MODEL, seed=0):
 
 
 def on_meta(sizes=MODEL, **settings):
-    """A model without weights, as recipes build it."""
+    """Returns a model without weights, as recipes build it."""
     from recipe_utils.model.build.build import ModelSettings, build_on_meta
 
     make = partial(config.instantiate, OmegaConf.create(sizes))
@@ -486,7 +486,7 @@ def on_meta(sizes=MODEL, **settings):
 
 
 def adapted_model(sizes, seed=1):
-    """A model of :func:`adapted` on the base of :func:`tiny_model`, frozen, with adapters that change it."""
+    """Returns a model of :func:`adapted` on :func:`tiny_model`, frozen, with adapters that change it."""
     model = config.instantiate(OmegaConf.create(sizes))
     model.load_state_dict(tiny_model(base_of(sizes)).state_dict(), strict=False)
     adapters = get_adapter_params(model)
@@ -517,17 +517,17 @@ class TinyImages(Dataset[dict[str, Any]]):
 
 
 def tiny_images(num_images=40, num_classes=4):
-    """Images of 16 x 16 pixels in one channel, with labels."""
+    """Returns images of 16 x 16 pixels in one channel, with labels."""
     return TinyImages(num_images, num_classes)
 
 
 def unlabeled_images(num_images=8):
-    """Images without labels."""
+    """Returns images without labels."""
     return Samples([{"image": image.numpy()} for image in TinyImages(num_images, 4).images])
 
 
 def normalized_by_batch(**sizes):
-    """A vision transformer whose last norm couples all tokens of a microbatch."""
+    """Returns a vision transformer whose last norm couples all tokens of a microbatch."""
     from recipe_utils.model.vision.vision_transformer import dinov3_vit
 
     model = dinov3_vit(**sizes)

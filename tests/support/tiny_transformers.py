@@ -16,7 +16,7 @@ from recipe_utils.model.transformers.probe import DoublePrecision
 
 
 def save_tiny(folder, model_type, seed=0, **changes):
-    """A folder of transformers with weights of order 1; the keys of a config that train it."""
+    """Saves a folder of transformers with weights of order 1; returns the keys of a config that trains it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config_of(model_type, **changes))
     with torch.no_grad():
@@ -28,7 +28,7 @@ def save_tiny(folder, model_type, seed=0, **changes):
 
 
 def keys_of_folder(folder):
-    """The keys of a config that train the model of a folder."""
+    """Returns the keys of a config that train the model of a folder."""
     checkpointer = {
         "_component_": "recipe_utils.checkpoint.transformers.FolderCheckpointer",
         "checkpoint_dir": str(folder),
@@ -54,7 +54,7 @@ class Plain(nn.Module):
 
 
 def gradients_in_float64(config, recipe=SFT):
-    """The gradients of each update step.
+    """Returns the gradients of each update step.
 
     Recomputed layers do not see the mode, so they compute in fp32 what models cast to it.
     """

@@ -19,7 +19,7 @@ MODEL = {"_component_": "recipe_utils.model.vision.vision_transformer.dinov3_vit
 
 
 def weights_like(model, seed=0):
-    """Such that every weight matters to what comes out."""
+    """Returns weights such that each one affects the output."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: ("norm" in name and name.endswith("weight"))
@@ -40,7 +40,7 @@ def images_of(num, height, width, num_channels=3, seed=0, dtype=torch.float32):
 
 
 def row_of(model, *groups, masks=None, draws=None):
-    """Keyword arguments of the model's forward for groups of images [n, c, h, w], one after the other.
+    """Returns the forward's arguments for groups of images [n, c, h, w], one after the other.
 
     masks: one for the first group, [n, patches]. draws: one for each group, [n, columns].
     """
@@ -78,7 +78,7 @@ def row_of(model, *groups, masks=None, draws=None):
 
 
 def of_transformers(transformers, model):
-    """DINOv3ViTModel with the weights of ``model``, converted."""
+    """Returns DINOv3ViTModel with the weights of ``model``, converted."""
     config = transformers.DINOv3ViTConfig(**dinov3_hf_config(model.arguments))
     dtype = model.norm.weight.dtype
     theirs = transformers.DINOv3ViTModel(config).eval().to(dtype)

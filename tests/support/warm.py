@@ -1,4 +1,4 @@
-"""Imported by the fork server: what ranks would otherwise import one by one, each anew."""
+"""Imports for the fork server, which each rank would otherwise repeat."""
 
 import contextlib
 import gc

@@ -43,7 +43,7 @@ class MultiCrop:
     """Transform that makes two global and several local crops of an image.
 
     A crop is a box of random area and shape, resized (:func:`resized_boxes`), flipped at random,
-    changed in its colors and normalized. One channel has no saturation, hue and greyscale.
+    changed in its colors and normalized. Images of one channel skip saturation, hue and greyscale.
 
     Args:
         global_crop_size, local_crop_size: sides [pixels].

@@ -119,7 +119,7 @@ class StepCollectives:
 
         Returns:
             The samples of each microbatch of this rank, none in a round without one, and the part of
-            them that it computes; empty if it passed None.
+            them that this rank computes; empty if it passed None.
         """
         # One row per rank: its number of samples plus one, so that 0 reports a failure, and their lengths.
         own = [] if samples is None else [len(samples) + 1, *map(length_of, samples)]

@@ -1,6 +1,6 @@
 """Update steps: the data of one optimizer step, determined on the CPU before its first forward.
 
-:meth:`UpdateStepLoader._prepare` is the way of a sample, in a background thread:
+:meth:`UpdateStepLoader._prepare` processes samples in a background thread:
 
 ==========  ===========================================================  =======================
 order       indices of the update step's samples on this rank            sampler, mixture, order
@@ -12,7 +12,7 @@ count       sums over ranks; no rank starts what another cannot prepare  collect
 queue       update steps that are prepared ahead of the loop             prefetch
 ==========  ===========================================================  =======================
 
-What is read, checked and logged before training is in :mod:`recipe_utils.data.loader.start`.
+:mod:`recipe_utils.data.loader.start` reads, checks and logs before training.
 """
 
 import threading
@@ -79,7 +79,7 @@ class UpdateStep:
     """Budget of a microbatch that the update step was planned with; None for that of the config."""
 
     samples: Sequence[Sample] | None = None
-    """Samples of an update step that no other rank takes part in."""
+    """Samples of an update step that a single rank computes; None otherwise."""
 
     @property
     def longest(self) -> int:
@@ -185,7 +185,7 @@ class UpdateStepLoader:
             yield self._finished(step)
 
     def _finished(self, step: UpdateStep) -> UpdateStep:
-        """Returns an update step whose microbatches have what depends on all of them, in pinned memory."""
+        """Returns an update step with values that depend on all microbatches, in pinned memory on CUDA."""
         microbatches, sample_sums = step.microbatches, None
         if self._weigh is not None:
             weights = self._weigh([step.totals[name] for name in self._counts_of_datasets])
@@ -200,7 +200,7 @@ class UpdateStepLoader:
         return replace(step, microbatches=tuple(microbatches), sample_sums=sample_sums)
 
     def planned_again(self, step: UpdateStep, max_tokens: int) -> UpdateStep:
-        """Returns an update step of one rank in microbatches of at most ``max_tokens``, else the same."""
+        """Returns an update step of a single rank, planned with at most ``max_tokens`` per microbatch."""
         assert step.samples is not None
         collator = self.collator.with_bound(max_tokens)
         rows = group_samples(step.samples, collator.length, collator.plan)
@@ -226,11 +226,11 @@ class UpdateStepLoader:
         self.in_use: int | None = None
         """Budget of the update step that the loop consumes."""
         self.follows: UpdateStepLoader | None = None
-        """Loader whose budget in use an epoch begins with."""
+        """Loader whose budget in use is the first one of an epoch."""
         self.propose_tokens: Callable[[], int] | None = None
-        """Returns this rank's proposal of a budget; the least of all ranks is taken."""
+        """Function that returns this rank's proposal of a budget; the least of all ranks is used."""
         self.most_tokens = MOST_TOKENS
-        """Bound of budgets after a lack of memory."""
+        """Bound of budgets after an update step ran out of memory."""
         self._group = ranks.prefetch_group if name == "dataset" else ranks.validation_group
         skips_bad = settings.on_bad_sample == "skip"
         self.dataset = CheckedDataset(dataset, name, collator.prepare, skips_bad)
@@ -245,7 +245,7 @@ class UpdateStepLoader:
         self.num_sums = 1 if self._weigh is None else 1 + len(self._counts_of_datasets)
         """Sums of the loss module: over all targets, and with ``weigh`` over those of each dataset."""
         self.batch_sizes = settings.batch_sizes(ranks.dp_degree)
-        """Samples of update steps by the first update step of the training that has so many."""
+        """Update step of the training -> samples per update step from there on."""
         self.global_batch_size = max(self.batch_sizes.values())
         self.shares = shares_of_ranks(self.global_batch_size, ranks.dp_degree)
         """Samples of each rank, the largest share first."""
@@ -277,7 +277,7 @@ class UpdateStepLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Returns the update steps of the first epoch, and of all with one ``global_batch_size``."""
+        """Returns the update steps of the first epoch; of each epoch with a constant ``global_batch_size``."""
         return self.cuts.num_steps(0)
 
     def fingerprint(self) -> dict[str, Any]:

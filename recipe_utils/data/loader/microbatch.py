@@ -128,7 +128,7 @@ def counts_of(
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yields each item and True for the last one. Takes one item ahead."""
+    """Yields each item and True for the last one. Reads one item ahead."""
     iterator = iter(items)
     try:
         held = next(iterator)

@@ -36,7 +36,7 @@ class StepIndex(NamedTuple):
 
 
 class UpdateSteps(Sequence[list[StepIndex]]):
-    """Dataset indices of each update step, made when they are asked for.
+    """Dataset indices of each update step, computed on demand.
 
     Args:
         steps: indices of the update steps in their epoch.
@@ -100,7 +100,7 @@ class Cuts:
     """Update steps that epochs are cut into, whose size may change at update steps of the training.
 
     Args:
-        sizes: samples of update steps, by the first that has so many; ascending, from 0 on.
+        sizes: update step of the training -> samples per update step from there on; ascending, from 0 on.
         num_samples, last_update_step, max_steps_per_epoch: as for :func:`num_update_steps`.
     """
 

@@ -109,7 +109,7 @@ class CheckedDataset(Dataset[Sample]):
         before = get_random_state()
         for _ in range(2):  # imports and caches of the first call are no draws of a sample
             state = get_random_state()
-            with suppress(Exception):  # raised again when it is its turn
+            with suppress(Exception):  # raised again when the sample is loaded
                 self[0]
         after = get_random_state()
         set_random_state(before)
@@ -160,7 +160,7 @@ class CheckedDataset(Dataset[Sample]):
         return f"sample {local} of {self.name}.{self.mixture.names[which]}"
 
     def _row(self, index: int) -> str:
-        """Returns the row that torchtune's datasets make a sample of, shortened; empty for others."""
+        """Returns the row behind a sample of torchtune's datasets, shortened; empty for others."""
         try:
             row = repr(self.dataset._data[index])
         except Exception:  # another dataset, or the row itself cannot be read

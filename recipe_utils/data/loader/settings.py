@@ -220,12 +220,12 @@ class DataSettings(RankSettings):
 
     @property
     def largest_batch(self) -> int | None:
-        """Returns ``global_batch_size``, of several the largest."""
+        """Returns ``global_batch_size``, the largest if there are several."""
         sizes = self.global_batch_size
         return max(sizes.values()) if isinstance(sizes, dict) else sizes
 
     def batch_sizes(self, dp_degree: int) -> dict[int, int]:
-        """Returns the samples of update steps by the first update step of the training that has so many."""
+        """Returns by update step of the training the samples per update step from there on."""
         if isinstance(self.global_batch_size, dict):
             return self.global_batch_size
         per_rank = self.batch_size * self.num_accumulated(dp_degree)
@@ -234,7 +234,8 @@ class DataSettings(RankSettings):
     def num_accumulated(self, dp_degree: int, must_divide: bool = False) -> int:
         """Returns the microbatches per rank and update step, before samples are regrouped.
 
-        If ranks do not divide ``global_batch_size``, those of the largest share; the last may be smaller.
+        If ranks do not divide ``global_batch_size``, counts those of the largest share, whose last one may
+        be smaller.
 
         Raises:
             ConfigError: ``global_batch_size`` contradicts ``gradient_accumulation_steps``, or it
@@ -264,7 +265,7 @@ class DataSettings(RankSettings):
     def make_plan(self, max_tokens: int | None, cost: MicrobatchCost, num_rows: int = 1) -> Plan:
         """Returns the plan of ``microbatching``, see :func:`recipe_utils.data.plan.padded.plan_least_padding`.
 
-        ``cost`` is the device's. Of a sample with several padded rows of one length, a plan counts one.
+        ``cost`` is the device's. A sample with ``num_rows`` padded rows of one length counts as one row.
         """
         if not self.plans_by_tokens:
             return partial(plan_in_order, batch_size=self.batch_size)

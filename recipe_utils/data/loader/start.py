@@ -51,7 +51,7 @@ class Probe(NamedTuple):
     num_shared: int = 0
     """Tokens of all of them that are not computed again."""
     beginning: Any = None
-    """What all of them begin with, see :meth:`recipe_utils.data.collator.Collator.common_beginning`."""
+    """Common beginning of all of them, see :meth:`recipe_utils.data.collator.Collator.common_beginning`."""
 
 
 def probe(

@@ -126,7 +126,7 @@ class PairCollator(RowCollator):
             self.layout += ", prefixes shared"
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields whether a pair is truncated, or is not two answers to one prompt."""
+        """Yields a text if a pair is probably truncated, or is not two answers to one prompt."""
         lengths = {side: len(sample[f"{side}_input_ids"]) for side in SIDES}
         if self.max_seq_len in lengths.values():
             yield f"a side of tokenizer.max_seq_len={self.max_seq_len} tokens, probably truncated"
@@ -181,7 +181,7 @@ class PairCollator(RowCollator):
     ) -> Microbatch:
         """Makes a row of a tree for each pair, or two padded rows, chosen before rejected.
 
-        ``token`` is one more document.
+        ``token`` is appended as one more document.
         """
         sides = [_side_of(sample, side) for sample in samples for side in SIDES]
         others = [] if token is None else [token]
@@ -212,7 +212,7 @@ def _side_of(pair: Sample, side: str) -> Sample:
 
 
 def _segments_of(chosen: Sample, rejected: Sample, num_shared: int) -> tuple[Tensor, ...]:
-    """Returns the columns of the shared prefix, and of what each side adds, [3, .] each.
+    """Returns the columns of the shared prefix, and of the rest of each side, [3, .] each.
 
     Neither rest attends to the other; positions of both continue those of the prefix.
     """

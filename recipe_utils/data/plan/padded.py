@@ -35,7 +35,7 @@ def plan_least_padding(
 
     On one rank no partition of the samples costs less. Over several ranks, each takes neighboring
     samples in every round, which limits padding, and as many as balance the totals. The longest
-    samples are first, so that a lack of memory shows in the first microbatch.
+    samples are first, so that an out-of-memory error occurs in the first microbatch.
 
     The result has the form of :func:`plan_in_order`'s; every rank gets the same number of
     microbatches, unless there are too few samples.

@@ -44,7 +44,7 @@ def packed(
     padding_idx: int = 0,
     row_multiple: int | None = None,
 ) -> Microbatch:
-    """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` by one more document."""
+    """Makes a microbatch of one row, padded to a multiple of ``row_multiple`` with one more document."""
     columns = [piece.columns for piece in pieces]
     documents = [document for piece in pieces for document in piece.documents]
     num_real = sum(each.size(1) for each in columns)
@@ -196,9 +196,9 @@ def collate_packed_microbatch(
 
 
 def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
-    """Returns pieces of one document each without the positions that all begin with, but for the first.
+    """Removes the positions that all pieces, of one document each, begin with from all but the first.
 
-    The first has the document, a tree; the targets of these positions are ignored.
+    The first then contains the one document, a tree. The common positions have no targets.
     """
     columns = [pieces[0].columns, *(piece.columns[:, num_common:] for piece in pieces[1:])]
     segments = [(num_common, sum(each.size(1) for each in columns))]
@@ -211,7 +211,7 @@ def _one_tree(pieces: Sequence[Piece], num_common: int) -> list[Piece]:
 
 
 def piece_of(sample: Sample, ignore_index: int, has_padding: bool = False) -> Piece:
-    """Returns the documents of a sample, of a packed dataset's without padding unless ``has_padding``."""
+    """Returns the documents of a sample; without a packed dataset's padding unless ``has_padding``."""
     lengths = document_lengths_of(sample)
     num_tokens = len(sample["tokens"])
     if not has_padding and (num_real := num_real_tokens(sample, ignore_index)) < num_tokens:
@@ -247,7 +247,7 @@ def with_dropout_keys(
 ) -> Microbatch:
     """Adds ``dropout_keys`` [b, s] if samples, of ``lengths`` positions in rows, have a ``dropout_key``.
 
-    A key depends on the sample's and on the position in the sample, of trees in the sequence.
+    A key depends on the sample's key and on the position in the sample; in trees, in the sequence.
     """
     if "dropout_key" not in samples[0]:
         return microbatch

@@ -196,7 +196,7 @@ class TextCollator(RowCollator):
         self._has_warned = False
 
     def take_trees(self) -> None:
-        """Takes samples with ``sequences``, too. Raises ConfigError if their rows are not supported."""
+        """Also accepts samples with ``sequences``. Raises ConfigError if their rows are not supported."""
         instead = "or dataset.split_turns=True"
         if not self.settings.is_packed:
             text = (
@@ -251,8 +251,8 @@ class TextCollator(RowCollator):
     def share_beginning(self, tokens: Any) -> None:
         """Computes the tokens [n] that samples begin with once per row, if they are a tenth of a row.
 
-        Not in padded rows, in rows of several ranks, with cached outputs, with dropout, or with models that
-        compute no trees.
+        Has no effect with padded rows, rows of several ranks, cached outputs, dropout, or models that compute
+        no trees.
         """
         settings, bound = self.settings, self._most_tokens(self.settings)
         if not settings.is_packed or settings.max_ranks_per_row > 1 or self.cache is not None:
@@ -276,7 +276,7 @@ class TextCollator(RowCollator):
         log_rank_zero(_log, f"dataset: {text}")
 
     def _num_before_targets(self, sample: Sample) -> int:
-        """Returns the first positions without a target or a branch, all but one at most."""
+        """Returns the number of first positions without a target or a branch, at most all but one."""
         documents = sample.get("documents", [len(sample["tokens"])])
         if "seq_lens" in sample or len(documents) > 1:
             return 0
@@ -292,7 +292,7 @@ class TextCollator(RowCollator):
         return np.array_equal(np.asarray(sample["tokens"][:num_common]), self._beginning)
 
     def remarks(self, sample: Sample) -> Iterator[str]:
-        """Yields whether a sample, not of a packed dataset, is truncated or needs several ranks."""
+        """Yields a text if a sample is probably truncated, or needs several ranks; none for packed datasets."""
         if "seq_lens" in sample or "documents" in sample:
             return
         if len(sample["tokens"]) == self.max_seq_len:
@@ -305,7 +305,7 @@ class TextCollator(RowCollator):
     def prepare(self, sample: Sample, name: str) -> Sample:
         """Returns the sample with tokens and labels as int64 arrays, without torchtune's ``mask``.
 
-        A ``collate_fn`` of the user's gets the types of the dataset, such as lists, as it does in torchtune.
+        A user's ``collate_fn`` gets the types of the dataset, such as lists, as in torchtune.
         """
         if isinstance(sample, Mapping) and "sequences" in sample:
             return self._prepare_trees(sample["sequences"], name)
@@ -346,7 +346,7 @@ class TextCollator(RowCollator):
         return [samples]
 
     def length(self, sample: Sample) -> int:
-        """Returns the number of tokens, of trees that of positions, without a common beginning."""
+        """Returns the number of tokens (of positions in trees), without a common beginning."""
         return len(sample["tokens"]) - len(self._beginning) * self._begins_alike(sample)
 
     def num_outputs(self, sample: Sample) -> int:

@@ -1,4 +1,4 @@
-"""Sequences of one sample, merged into trees of segments that compute what they begin with once.
+"""Sequences of one sample, merged into trees of segments that compute common beginnings once.
 
 Two sequences share a position if all tokens up to it are equal and at most one of them has a target
 there: no target counts twice or is lost, and no position has two. The target of a position is the label of
@@ -36,8 +36,8 @@ def makes_trees(dataset: Any) -> bool:
 def merge(sequences: Sequence[Sample], max_tokens: int | None, ignore_index: int) -> Sample:
     """Returns a sample of one tree, or of several of at most ``max_tokens`` that repeat what they share.
 
-    From the last sequence on: those of a conversation's last turns have the longest history, and with
-    as many branches as fit, that of the next tree is shortest. Only a single sequence may be longer.
+    Merging starts at the last sequence: a conversation's last turns have the longest history, and with as
+    many branches as fit, the next tree's history is shortest. Only a single sequence may be longer.
 
     Args:
         sequences: each with ``tokens`` and ``labels``, arrays of one length.
@@ -133,7 +133,7 @@ def _insert(
         last.nexts = np.append(filled, last.nexts[num_shared:])
         last.reach += num_new
         start += num_shared
-    if num_new and path and not last.below:  # a sequence that ended here goes on
+    if num_new and path and not last.below:  # a sequence that ended here continues
         last.tokens = np.append(last.tokens, tokens[start:])
         last.nexts = np.append(last.nexts, nexts[start:])
     elif num_new:

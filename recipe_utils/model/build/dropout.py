@@ -1,8 +1,9 @@
 """Dropout whose masks do not depend on the layout: microbatches, rows, ranks, pipelines, recomputation.
 
-An element is kept by a hash of (seed, update step, sample, position in the sample), the key of its
-position, and of (module, channel); no random generator draws. Sequences of one sample (both answers
-of a pair, branches of a tree) have the same mask at the same position, so a shared prefix has one.
+A hash determines if an element is kept, without a random generator. It depends on the key of the
+position, a hash of (seed, update step, sample, position in the sample), and on (module, channel).
+Sequences of one sample (both answers of a pair, branches of a tree) have the same mask at the same
+position, so a shared prefix has one.
 
 Shapes: b rows, s positions, d channels.
 """
@@ -77,13 +78,13 @@ class LayoutFreeDropout(nn.Dropout):
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Returns int32 hashes but for the last step, which changes low bits only (MurmurHash3's fmix32)."""
+    """Returns int32 hashes: MurmurHash3's fmix32 without its last step, which changes only low bits."""
     x = (x ^ (x >> 16 & 0xFFFF)) * -0x7A143595  # 0x85EBCA6B
     return (x ^ (x >> 13 & 0x7FFFF)) * -0x3D4D51CB  # 0xC2B2AE35
 
 
 def _drop(x: Tensor, keys: Tensor, salt: int, p: float) -> Tensor:
-    """Returns x [b, s, d], an element of which is kept if its hash is at least the fraction ``p`` of all."""
+    """Applies dropout to x [b, s, d]: drops the elements whose hashes are the lowest fraction ``p`` of all."""
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     rows = _mixed(_mixed(low ^ salt) ^ high)
     columns = _mixed(torch.arange(1, x.size(-1) + 1, dtype=torch.int32, device=x.device))
@@ -98,10 +99,10 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def replace_dropout(model: nn.Module, tensor_parallel_dim: int = 1) -> None:
-    """Replaces ``nn.Dropout`` of activations in a whole decoder, in place; keys are in its forward's inputs.
+    """Replaces ``nn.Dropout`` of activations in a whole decoder, in place; its forward takes the keys.
 
-    Where inputs are not [b, s, d], generators still draw: for attention scores, in experts, in models of
-    images, and in a part of the channels of ``tensor_parallel_dim`` ranks.
+    Modules whose inputs are not [b, s, d] still use random generators: in attention scores, experts,
+    models of images, and tensor parallelism (a part of the channels).
     """
     model.register_forward_pre_hook(_take_keys, with_kwargs=True)
     is_decoder = hasattr(model, "tok_embeddings") and not hasattr(model, "decoder")
@@ -135,7 +136,7 @@ def at_positions(ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[No
 
 
 def recompute_with_keys(model: nn.Module) -> None:
-    """Makes recomputed layers use the keys of their forward: a pipeline has begun others by then."""
+    """Makes recomputed layers use the keys of their forward, although a pipeline has started other forwards."""
 
     def contexts(own: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:  # called in the forward
         of_forward, of_recomputation = own()

@@ -170,7 +170,7 @@ class Teacher(FrozenOutputs):
             _log.warning(warning)
 
     def check_student(self, student: nn.Module, loss_fn: LinearDistillationLoss) -> None:
-        """Raises ValueError if it does not take the inputs of the whole ``student``, or cannot be cached."""
+        """Raises ValueError if the teacher does not take the whole ``student``'s inputs, or cannot be cached."""
         if hasattr(student, "decoder") != hasattr(self.whole, "decoder"):
             kinds = [type(model).__name__ for model in (self.whole, student)]
             raise ValueError(

@@ -209,7 +209,7 @@ class _Stage(PipelineStage):
 
     PyTorch's stages need one shape for all microbatches, and in 2.13 receive buffers for all of
     them at once. Here a buffer lives from its receive to its use. Every rank of a pipeline has the
-    tokens, so it knows the shapes and copies its inputs to the device itself.
+    tokens, so it has the shapes and copies its inputs to the device itself.
     """
 
     submod: Any

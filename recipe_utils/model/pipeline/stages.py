@@ -16,7 +16,7 @@ class WholeModel(NamedTuple):
     """Properties of the whole model that its stages need."""
 
     names_of_weights: list[str]
-    """In the order of its state dict."""
+    """Names of its weights, in the order of its state dict."""
     num_stages: int
     embed_dim: int
     """Width of the hidden states."""

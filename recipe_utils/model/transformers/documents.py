@@ -53,11 +53,11 @@ class Rows(NamedTuple):
     """Set if ranks compute a row together."""
     kernel: Kernel = "dense"
     calls: set[str | tuple[int, int]] | None = None
-    """Collects what attention needs: widths of keys and values, and names such as ``softcap``."""
+    """Collected needs of attention: widths of keys and values, and names such as ``softcap``."""
 
 
 _rows: ContextVar[Rows] = ContextVar("rows")
-"""Without a default: outside of a forward documents are unknown, not absent."""
+"""Rows of the current forward. It has no default: outside of a forward documents are unknown, not absent."""
 
 
 class Window(NamedTuple):
@@ -88,7 +88,7 @@ _infer_documents = masking_utils.find_packed_sequence_indices
 def _packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
     """Returns None in a forward of :func:`forward_of`, which passes documents.
 
-    transformers takes every restart of positions for a document, and reads a number from the device.
+    transformers treats every restart of positions as a document, and reads a number from the device.
     """
     return None if _rows.get(None) is not None else _infer_documents(position_ids)
 
@@ -254,10 +254,10 @@ Axes = dict[str, list[int]]
 def run_by_document(module: nn.Module, axes: Axes, learns: bool) -> None:
     """Makes a module compute one chain after the other, each behind its ancestors, in place.
 
-    Exact for whatever mixes positions and is causal, at the price of one call for each. Tensors are cut
-    along ``axes`` and joined again. A row can be as long as the model is wide, so the axes cannot be
-    told by their sizes: the proof, whose row and documents have lengths of their own, learns them.
-    Raises RuntimeError where documents are unknown, as in a recomputation without those of its forward.
+    This is exact for any causal module, but calls it once per chain. Tensors are cut along ``axes`` and
+    joined again. Sizes do not identify the axes, because a row can be as long as the model is wide: the
+    proof finds them (``learns``), with a row and documents of unique lengths.
+    Raises RuntimeError if documents are unknown, as in a recomputation without those of its forward.
     """
     whole, name = module.forward, type(module).__name__
 

@@ -53,7 +53,7 @@ _FOREST: list[Document] = [tree(7, tree(3, tree(1, tree(9, 4, 8), 2)), 5), 6, tr
 """A plain document between trees, with a depth of 5 and segments shorter and longer than the windows."""
 _WINDOW = 6
 _WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|index_topk|topk_blocks")
-"""Names of lengths that a copy has shorter than the documents."""
+"""Config keys of lengths that are shorter than the documents in a copy."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_EXPERTS = 16
 _NUM_TOKENS = 96
@@ -71,12 +71,12 @@ class Proof:
 
     Attributes:
         way: how packed rows are computed. ``masks``: attention keeps documents apart;
-            ``by_document``: ``modules`` run once for each document, too; ``padded``: they are not, see
-            ``problem``.
+            ``by_document``: ``modules`` run once for each document, too; ``padded``: packed rows are not
+            supported, see ``problem``.
         modules: classes of modules.
         axes: dimensions of positions in their tensors, see :func:`.documents.run_by_document`; None
             while it is tried.
-        head_is_tail: the output layer alone makes logits of hidden states.
+        head_is_tail: the output layer alone computes logits from hidden states.
         problem: the module that mixes documents.
         error: largest relative difference of a gradient.
         seconds: time that the proof took.
@@ -134,7 +134,7 @@ def error_on_device(
     """Compares gradients of a packed row with those of its documents on a device, in the dtype of training.
 
     Both are compared with the documents' gradients in fp32: an exact kernel is as far from them as rounding
-    alone, so more than twice as far is an error. Returns both distances as text then, else None.
+    alone, so more than twice as far is an error. Returns both distances as text if so, else None.
     """
 
     def measure() -> dict[str, float]:
@@ -174,7 +174,7 @@ def paths_of_code() -> list[Path]:
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what ``make`` returned before for these values, these versions and this code; else calls it."""
+    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none."""
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
     text = json.dumps([described, *made_from[1:], *code], default=str)
@@ -376,8 +376,8 @@ def _error(
     """Compares gradients of a row of tokens [s] with those of its sequences one at a time.
 
     The row passes through ``stages`` of one layer each, or a whole decoder. The parts of ``num_ranks`` are
-    computed one behind the other; only attention gets the row's order back, so all else must be computed
-    token by token. Returns infinity if a module cannot run so.
+    concatenated; only attention gets the order of the row, so all other modules must compute token by
+    token. Returns infinity if a module cannot run like this.
     """
     places, found = _places(row), dict[str, Any]()
     order = torch.cat([torch.arange(i, len(tokens), num_ranks) for i in range(num_ranks)])
@@ -420,10 +420,10 @@ def _of_row(decoder: Decoder, documents: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def check_tail(model: Any, same: Any, tokens: Tensor) -> bool:
-    """Returns True if the output layer alone makes logits of hidden states, for tokens [s].
+    """Returns True if the output layer alone computes logits from hidden states, for tokens [s].
 
-    ``same`` is the same model again, of which a decoder is made. Raises ValueError if its logits
-    are not those of ``model``.
+    ``same`` is an equal model, which a decoder wraps. Raises ValueError if the decoder's logits are
+    not those of ``model``.
     """
     expected = logits_of(model, tokens[None])
     decoder = Decoder(same, Proof("masks", (), False, None))
@@ -441,8 +441,8 @@ def _modules_that_mix(
 ) -> tuple[str | None, list[str]]:
     """Compares a document in a row with the same one alone, module by module.
 
-    Returns name and class of the first, innermost module that makes other outputs of equal inputs,
-    and the classes of all that are smaller than a layer.
+    Returns name and class of the first, innermost module that returns different outputs for equal
+    inputs, and the classes of all that are smaller than a layer.
     """
     decoder = Decoder(make(), proof)
     start, length = len(documents[0]), len(documents[1])
@@ -473,7 +473,7 @@ _Call = tuple[nn.Module, str, list[Tensor], list[Tensor]]
 def _traced(model: nn.Module, by_document: Sequence[str]) -> Iterator[list[_Call]]:
     """Records inputs and outputs of modules, in the order in which the calls end.
 
-    Modules inside of those that run by document are called more often, and left out.
+    Modules inside of those that run by document are called more often, and are not recorded.
     """
     of_class = [m for m in model.modules() if type(m).__name__ in by_document]
     inside = {id(part) for m in of_class for part in m.modules() if part is not m}
@@ -506,7 +506,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 def _same(
     packed: Sequence[Tensor], alone: Sequence[Tensor], num_positions: int, start: int, length: int
 ) -> bool:
-    """Compares tensors with one axis of positions; others say nothing."""
+    """Returns True if tensors with one axis of positions are equal; other tensors are not compared."""
     for of_row, own in zip(packed, alone, strict=False):
         if of_row.dim() != own.dim():
             continue

@@ -25,7 +25,7 @@ def started(folder, timeout_seconds=60.0):
 
 
 def state_of(pid):
-    """The letter of Linux, T if stopped; None for a process that has ended."""
+    """Returns Linux's letter for the state, T if stopped; None for a process that has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:

@@ -47,7 +47,7 @@ def problems(read, *args, **changes):
 
 
 def config_of(read, base=None, **entry):
-    """The resolved config of one baseline."""
+    """Returns the resolved config of one baseline."""
     return read(base, peers={"mine": {**OURS, **entry}})[0]["mine"].config
 
 

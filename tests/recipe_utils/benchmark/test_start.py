@@ -15,7 +15,7 @@ DORA = tiny.adapted(tiny.MODEL, use_dora=True)
 
 @pytest.fixture
 def config(tiny_config, tmp_path):
-    """A resolved config whose model has fresh adapters in a separate file."""
+    """Returns a resolved config whose model has fresh adapters in a separate file."""
     config = OmegaConf.create(tiny_config(model=DORA, seed=0, dtype="fp32"))
     config.checkpointer.adapter_checkpoint = f"{tmp_path}/start/a.pt"
     write_fresh_adapters(config)

@@ -20,7 +20,7 @@ FILE_OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 
 def make_checkpointer(folder, **changes):
-    """A Hugging Face one, which also copies the config."""
+    """Returns a Hugging Face checkpointer, which also copies the config."""
     checkpointer = fresh_llama_checkpointer(
         tiny.MODEL, str(folder / "fresh"), str(folder / "out"), **changes
     )

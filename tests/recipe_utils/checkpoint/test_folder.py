@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A folder with step_1 and step_2 to damage."""
+    """Returns a folder with step_1 and step_2 to damage."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path
 

@@ -104,7 +104,7 @@ def save_on_ranks(folder, replicate, shard):
 
 
 def load_on_ranks(path, layouts):
-    """Returns, for each layout, what was loaded, what two update steps made of it, and a random number."""
+    """Returns for each layout the loaded values, those after two update steps, and a random number."""
     results = []
     for replicate, shard in layouts:
         model, optimizer = build(replicate=replicate, shard=shard, seed=1)
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saved_on_two_
 
 
 def save_split_layers(folder):
-    """Tensor parallel over 2 ranks, sharded over 2."""
+    """Saves a model of tensor parallelism over 2 ranks, sharded over 2."""
     model = tiny.tiny_model(tiny.UNTIED_MODEL)
     plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
     ranks = join_ranks(RankSettings(device="cpu", tensor_parallel_dim=2))

@@ -83,7 +83,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS, ids=str)
 def exported(request, tmp_path):
-    """An adapted model, its base in Hugging Face's format, and its export."""
+    """Returns an adapted model, its base in Hugging Face's format, and its export."""
     kind, use_dora = request.param
     sizes, _, model_type = MODELS[kind]
     base = config.instantiate(OmegaConf.create(sizes))
@@ -113,7 +113,7 @@ def exported(request, tmp_path):
 
 @pytest.fixture
 def load(monkeypatch):
-    """transformers' loader, with PEFT installed."""
+    """Returns transformers' loader, with PEFT installed."""
     pytest.importorskip("peft")
     import transformers
 
@@ -161,7 +161,7 @@ TRAININGS = {
 def test_an_exported_folder_is_opened_as_it_is(
     kind, load, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
 ):
-    """transformers would apply an ``adapter_config.json`` beside a merged model to it, again."""
+    """transformers would apply the adapters again if ``adapter_config.json`` were beside a merged model."""
     recipe, sizes = TRAININGS[kind]
     base = tiny.tiny_model(tiny.base_of(sizes)).state_dict()
     write_base(tmp_path / "base", base, sizes)

@@ -1,4 +1,4 @@
-"""Folders of transformers: what is read is what transformers reads, and reads exports as they were trained."""
+"""Weights of folders are read as transformers reads them; it reads exports as they were trained."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def logits_of(folder):
 
 
 def read(config):
-    """All weights and buffers after a recipe's setup, and logits, on a rank of several."""
+    """Returns all weights and buffers after a recipe's setup, and logits, on a rank of several."""
     with set_up(config) as made:
         made.model.eval()
         tensors = dict([*made.model.named_parameters(), *made.model.named_buffers()])
@@ -48,7 +48,7 @@ def test_ranks_read_what_transformers_reads(model_type, tiny_config, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("qwen3_moe", "gpt_oss", "lfm2"))])
 def test_an_export_is_a_folder_like_the_first(model_type, tiny_config, tmp_path):
-    """With the same names of weights, tied ones once, and the logits that training would go on with."""
+    """It has the same names of weights, tied ones once, and the logits of the trained model."""
     tied = {"tie_word_embeddings": model_type == "qwen3"}
     keys = save_tiny(tmp_path / "in", model_type, **tied)
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
@@ -81,7 +81,7 @@ def change_config(folder, **changes):
 
 
 def test_a_config_json_that_changed_or_is_another_is_refused(tiny_config, tmp_path):
-    """Between the save and the resume, and beside the weights that the model gets."""
+    """It changes between save and resume, and differs from that beside the loaded weights."""
     config = tiny_config(
         **save_tiny(tmp_path / "in", "qwen3"), save_every_n_steps=1, max_steps_per_epoch=2
     )

@@ -66,7 +66,7 @@ def byte_pairs():
 
 
 def tokenizer_of(folder, template, stops=("<|im_end|>",), **options):
-    """A tokenizer of a folder with byte pairs, and with the control tokens of a template."""
+    """Returns a tokenizer of a folder with byte pairs, and with the control tokens of a template."""
     inner = Tokenizer.from_str(byte_pairs())
     inner.decoder = decoders.ByteLevel()
     names = dict.fromkeys([*stops, *CONTROL.findall(template or ""), "<bos>"])
@@ -139,7 +139,7 @@ PROMPT = {"tokenize": False, "add_generation_prompt": True}
 
 
 def trained(tokenizer, messages, tools=None, **options):
-    """The text of every run of targets."""
+    """Returns the text of every run of targets."""
     tokens, mask = tokenizer.tokenize_messages(messages, tools=tools, **options)
     return runs_of(tokenizer, tokens, [not is_masked for is_masked in mask])
 
@@ -156,7 +156,7 @@ def runs_of(tokenizer, tokens, are_targets):
 
 
 def outcome(tokenizer, trains_as, chat, tools):
-    """A letter: how targets differ from those that TRL's training template marks.
+    """Returns a letter: the difference of targets from those that TRL's training template marks.
 
     Equal; White space behind the stop token; Prompt, which TRL trains; Both; Header or stop token that the
     prompt lacks and TRL does not train. Refused: renders history otherwise (R), leaves a key out (L), no stop
@@ -263,14 +263,14 @@ def write(tmp_path):
 
 
 def targets(tokenizer, sample, keys=("tokens", "labels")):
-    """The texts that a sample's labels train."""
+    """Returns the texts that are targets in a sample's labels."""
     tokens, labels = (list(sample[key]) for key in keys)
     assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
     return runs_of(tokenizer, tokens, [label != -100 for label in labels])
 
 
 def test_a_conversation_dataset_keeps_tool_calls_and_weights(qwen3, write):
-    """Arguments are OpenAI's JSON strings; those of one row do not get keys of another's."""
+    """Arguments are OpenAI's JSON strings; a row's arguments do not get the keys of another row's."""
     as_json = {**USE[1], "tool_calls": [call(city="Paris")]}
     as_json["tool_calls"][0]["function"]["arguments"] = '{"city":"Paris"}'
     other = [USE[0], {**say("assistant"), "content": None, "tool_calls": [call(days=2)]}]
@@ -389,7 +389,7 @@ def test_a_report_marks_the_targets_of_conversations_and_builds_no_model(chatml,
 
 
 def test_the_start_does_not_depend_on_what_an_answer_begins_with(tmp_path):
-    """The prompt opens a thought that no answer has; the answer begins with a part of its text."""
+    """The prompt opens a thought that no answer contains; the answer begins with a part of its text."""
     chat = [TWO[0], say("assistant", "[the 4]")]
     thought = CHATML.replace("assistant\n'", "assistant\n[thought]'")
     assert trained(tokenizer_of(tmp_path / "a", thought), chat) == ["[the 4]<|im_end|>"]
@@ -458,7 +458,7 @@ def test_datasets_of_torchtune_train_answers(chatml, write):
 
 
 def test_a_recipe_trains_and_samples_with_it(chatml, write, tmp_path, capfd):
-    """With workers, which are forked after the tokenizer was used."""
+    """Workers are forked after the tokenizer was used."""
     model = {**tiny.MODEL, "vocab_size": chatml.vocab_size}
     (weights := tmp_path / "weights").mkdir()
     torch.save(tiny.tiny_model(model).state_dict(), weights / "weights.pt")

@@ -166,7 +166,7 @@ def steps_of_rank(settings, epoch, consumed):
 
 
 def update_steps(world_size, epoch=1, consumed=0, **settings):
-    """Sorted rows without padding, and the total, of each update step."""
+    """Returns sorted rows without padding, and the total, of each update step."""
     of_ranks = run_distributed(steps_of_rank, world_size, settings, epoch, consumed)
     return [
         (
@@ -224,7 +224,7 @@ def test_a_table_shows_samples_shares_and_passes(one_process, caplog):
 
 
 def takes_names(tokenizer, name, weight=1):
-    """A component with parameters of these names."""
+    """Component with parameters of these names."""
 
 
 def passes_on(tokenizer, **arguments):

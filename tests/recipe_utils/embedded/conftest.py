@@ -8,7 +8,7 @@ from recipe_utils.embedded.stdlib_docs import docstring_pairs, docstring_tokeniz
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """Pairs of docstrings, and a tokenizer of 1024 tokens, which are trained sooner than 4096."""
+    """Returns pairs of docstrings, and a tokenizer of 1024 tokens, which are trained sooner than 4096."""
     folder = tmp_path_factory.mktemp("docstrings")
     path, tokenizer_path = str(folder / "docstrings.json"), folder / "new" / "tokenizer.model"
     pairs = docstring_pairs(path)

@@ -11,7 +11,7 @@ IGNORE = -100
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder and tokenizer."""
+    """Returns folder and tokenizer."""
     folder = tmp_path_factory.mktemp("conversations")
     text = str(folder / "docstrings.json")
     return folder, text, conversation_tokenizer(str(folder / "fresh" / "tokenizer.model"), text)

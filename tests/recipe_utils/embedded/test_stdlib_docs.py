@@ -54,7 +54,7 @@ def test_pairs_and_tokenizer_are_built_once_and_read_again_equal(built):
 
 @pytest.mark.parametrize("argument", ["path", "copied_from"])
 def test_a_missing_tokenizer_is_reported_with_the_command_that_makes_one(argument, built, tmp_path):
-    """Also if there is a copy of an earlier one."""
+    """It is also reported if there is a copy of an earlier one."""
     missing, copy = tmp_path / "epoch_0/tokenizer.model", str(tmp_path / "fresh/tokenizer.model")
     docstring_tokenizer(copy, copied_from=str(built.tokenizer_path))
     arguments = {"path": copy, argument: str(missing)}
@@ -104,7 +104,7 @@ def test_transformers_chat_template_gives_the_ids_of_training_and_generation(bui
 
 @pytest.fixture
 def small(built, tmp_path):
-    """A folder with a few of the texts, whose tokenizer is trained quickly."""
+    """Returns a folder with a few of the texts, whose tokenizer is trained quickly."""
     texts = [pair for pair in built.pairs if len(pair[1]) < 60]
     (tmp_path / "docstrings.json").write_text(json.dumps(texts[:50]))
     return tmp_path

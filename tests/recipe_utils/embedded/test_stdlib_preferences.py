@@ -36,7 +36,7 @@ def validation(built):
 
 
 def texts_of(built, sample):
-    """(question, chosen, rejected); the targets are the answer and its end."""
+    """Returns (question, chosen, rejected); the targets are the answer and its end."""
     found = []
     for side in SIDES:
         ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]

@@ -18,7 +18,7 @@ ASKING = {"sample_prompts": PROMPTS, "sample_every_n_steps": 2, "sample_max_new_
 
 
 def one_by_one(model, prompt, num_tokens):
-    """Greedy answers by forwards of all tokens so far, without padding."""
+    """Returns greedy answers by forwards of all tokens so far, without padding."""
     tokenizer = tiny.tiny_tokenizer()
     messages = [Message(role="user", content=prompt)]
     given = tokenizer({"messages": messages}, inference=True)["tokens"]
@@ -54,7 +54,7 @@ def test_an_answer_ends_where_the_tokenizer_says_or_the_model_can_take_no_more()
 
 
 class Offloaded(torch.nn.Module):
-    """Computes on another device than its parameters are on, as with ``fsdp_cpu_offload``."""
+    """Computes on another device than that of its parameters, as with ``fsdp_cpu_offload``."""
 
     def __init__(self, model):
         super().__init__()

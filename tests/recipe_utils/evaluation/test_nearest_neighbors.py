@@ -1,4 +1,4 @@
-"""Neighbors vote as a plain loop over images says, and over ranks as on one."""
+"""Neighbors equal those of a plain loop over images, on one rank and on several."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ class Images(list):
 
 
 def loader_of(num_images, num_skipped):
-    """One update step of a dataset with some corrupt images."""
+    """Returns one update step of a dataset with some corrupt images."""
     states, labels = drawn(num_images - num_skipped, seed=0)
     microbatch = SimpleNamespace(states=states, targets=SimpleNamespace(labels=labels))
     step = UpdateStep(0, (microbatch,), {"images": len(labels)}, dp_degree=1)

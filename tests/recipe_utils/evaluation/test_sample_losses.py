@@ -1,4 +1,4 @@
-"""Losses by sample: continued after a resume, under the names of datasets; their values: test_gradients.py."""
+"""Losses by sample continue after a resume, with names of datasets; test_gradients.py has their values."""
 
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ def train(config, stop_after=None, halves_positions=False):
 
 @pytest.mark.parametrize("make", ["tiny_config", slow("tiny_dpo_config")])
 def test_losses_of_samples_sum_to_the_logged_loss(make, request):
-    """Of each update step: weighted by targets, of pairs equally. A mean over samples is another."""
+    """Samples are weighted by targets, pairs equally. The unweighted mean over samples differs."""
     config = request.getfixturevalue(make)(sample_losses=True, microbatching="packed", **STEP_OF_8)
     logged = run_distributed(run_recipe, 2, config, SFT if make == "tiny_config" else DPO)[0]
     (found,) = np.load(Path(config["output_dir"], "logs", "sample_losses.npy"))

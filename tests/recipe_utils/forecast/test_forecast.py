@@ -38,7 +38,7 @@ FUSED = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": 
 
 
 def real_peaks(recipe, config, folder):
-    """Peaks of update steps with real weights on this rank, and bytes at rest."""
+    """Returns peaks of update steps with real weights on this rank, and bytes at rest."""
     cfg, kept = (
         OmegaConf.create(config),
         ("checkpointer", "ref_checkpointer", "teacher_checkpointer"),
@@ -155,7 +155,7 @@ def test_the_counter_follows_views_gradients_and_resizes(is_fake):
 
 
 class Blind(LiveBytes):
-    """Does not see that a storage changes its size."""
+    """Counter that ignores changes of a storage's size."""
 
     def _hold(self, storage):
         if storage._cdata not in self._held:

@@ -15,7 +15,7 @@ def in_float64():
 
 @pytest.fixture
 def hidden_and_targets():
-    """[3, 11] slots of which 21 have a target."""
+    """Returns hidden states and targets of [3, 11] positions, 21 of them targets."""
     labels = torch.randint(V, (3, 11))
     labels.view(-1)[torch.randperm(33)[:12]] = tiny.IGNORE
     return torch.randn(3, 11, D, requires_grad=True), make_targets(labels)

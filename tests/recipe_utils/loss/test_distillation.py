@@ -40,7 +40,7 @@ def plain_divergence(kind, q, p, mixture=0.5):
 
 @dataclass
 class Case:
-    """Everything that a kernel is called with, and what it should return."""
+    """Arguments of a kernel, and its expected results."""
 
     kd_ratio: float = 0.3
     temperature: float = 1.0

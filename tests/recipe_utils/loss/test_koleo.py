@@ -15,7 +15,7 @@ def drawn(*shape, seed=0):
 
 
 def reference(embeddings, groups):
-    """Image by image and crop by crop, by distances between all of a group."""
+    """Computes KoLeo image by image and crop by crop, from distances between all of a group."""
     total = embeddings.sum() * 0
     for group in groups.unique():
         if group < 0:

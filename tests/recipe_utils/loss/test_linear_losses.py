@@ -35,7 +35,7 @@ all_outputs = pytest.mark.parametrize("kind", ["linear", "tied", "bias"])
 
 
 def values_and_gradients(loss, output, hidden, targets):
-    """Values of a loss, and gradients in which each value has a factor of its own."""
+    """Returns values of a loss, and gradients with a different factor for each value."""
     values = loss(output, hidden, targets).view(-1)
     factors = torch.arange(len(values), dtype=values.dtype) - 3
     return values, *torch.autograd.grad(values @ factors, [hidden, *parameters_of(output)])
@@ -179,7 +179,7 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(frozen, hidden_an
 
 @pytest.mark.parametrize("kind", ["linear", "bias"])
 def test_a_backward_in_two_parts_gives_each_part_its_gradient(kind, hidden_and_targets):
-    """As zero-bubble schedules have it: for the hidden states now, for the weight later."""
+    """Zero-bubble schedules run it for the hidden states first, for the weight later."""
     hidden, targets = hidden_and_targets
     output = make_output(kind)
     loss = LinearCrossEntropyLoss(tokens_per_chunk=4)(output, hidden, targets, True)

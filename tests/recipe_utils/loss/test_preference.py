@@ -1,4 +1,4 @@
-"""Each loss is what its paper says; one that a recipe could not sum over pairs is refused."""
+"""Each loss equals its paper's formula; one that a recipe could not sum over pairs is refused."""
 
 import inspect
 
@@ -25,7 +25,7 @@ OURS = [IPOLoss, RobustDPOLoss, NormalizedDPOLoss, SimPOLoss]
 
 @pytest.fixture
 def log_probs():
-    """Of 7 pairs: policy's chosen and rejected answers, reference's likewise."""
+    """Returns log-probabilities of 7 pairs: policy's chosen and rejected, then the reference's."""
     return -30 * torch.rand(4, 7)
 
 
@@ -76,7 +76,7 @@ def test_simpo_asks_for_a_margin_and_no_reference(log_probs):
 
 
 def test_trl_s_losses_are_the_same(log_probs):
-    """By the formulas of its trainer's own text, which cannot be called apart from it."""
+    """The formulas are those in the source of TRL's trainer, which cannot be called separately."""
     text = inspect.getsource(trl.DPOTrainer._compute_loss)
     chosen, rejected, ref_chosen, ref_rejected = log_probs
     delta, beta, noise = chosen - ref_chosen - rejected + ref_rejected, 0.4, 0.2
@@ -101,7 +101,7 @@ def mean(*log_probs):
 
 
 def in_order_of_scores(chosen, rejected, ref_chosen, ref_rejected):
-    """As TRL's ``aot``: the pairs of a batch are compared in the order of their scores."""
+    """Computes TRL's ``aot``, which compares the pairs of a batch in the order of their scores."""
     delta = (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values
     return -F.logsigmoid(delta), chosen, rejected
 
@@ -129,7 +129,7 @@ def test_a_loss_that_cannot_be_summed_over_pairs_or_prefers_no_answer_is_refused
 
 
 def test_without_a_reference_attached_the_loss_module_returns_log_probabilities():
-    """With one it returns their sums by the loss's definition, in fp64."""
+    """If one is attached, it returns their sums by the loss's definition, in fp64."""
     torch.manual_seed(0)
     output = nn.Linear(4, 9, bias=False, dtype=torch.float64)
     hidden = torch.randn(2, 5, 4, dtype=torch.float64)

@@ -68,7 +68,7 @@ def test_without_rows_it_is_zero(rows):
 
 
 def over_ranks(cases):
-    """Each case: the rows' cuts of each rank."""
+    """Returns for each case the results of each rank, whose rows are cut as given."""
     rows, weight = drawn(23, DIM), drawn(NUM_PROTOTYPES, DIM, seed=1)
     found = []
     for of_ranks in cases:

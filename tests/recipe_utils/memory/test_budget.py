@@ -1,4 +1,4 @@
-"""The search for a budget, simulated: rows of 0.6 to 1 of the budget, noise, and ranks that agree late."""
+"""Simulated searches for a budget: rows of 0.6 to 1 of the budget, noise, and ranks that agree late."""
 
 import math
 import random
@@ -13,7 +13,7 @@ LIMIT = 0.92  # of the memory
 
 
 def searched(seed, power, noise, seconds=lambda tokens: 1 / tokens, num_ranks=1, jump_at=None):
-    """The best budget of the tightest rank, budgets of 160 update steps, and peaks relative to the memory."""
+    """Returns the best budget of the tightest rank, budgets of 160 update steps, and peaks over the memory."""
     rng = random.Random(seed)
     ranks = []
     for _ in range(num_ranks):
@@ -52,7 +52,7 @@ def test_in_600_memories_it_finds_the_largest_budget_and_never_more(power):
 
 
 def test_a_power_through_two_rows_passes_the_memory(monkeypatch):
-    """The constant hides the growth: it is why the search extrapolates a square."""
+    """The constant hides the growth; therefore the search extrapolates a parabola."""
 
     def by_power(self, longest, step):
         self.rows = {**getattr(self, "rows", {}), longest: step.peak - step.before}

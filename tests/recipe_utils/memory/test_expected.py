@@ -1,4 +1,4 @@
-"""A training's peak beside its forecast, in one line; the process for it does not disturb the training."""
+"""One line compares a training's peak with its forecast, whose process does not disturb the training."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from recipe_utils.tune.registry import recipe_path
 
 
 def updates(expected, longest=512, seconds=300):
-    """What is logged after the first update steps, up to the first line."""
+    """Returns the first line that is logged after an update step."""
     step = SimpleNamespace(longest=longest, microbatches=[None] * 3)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

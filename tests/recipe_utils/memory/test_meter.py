@@ -1,4 +1,4 @@
-"""What the meter of CUDA reads of PyTorch's allocator, with PyTorch's functions replaced."""
+"""CUDA's meter reads PyTorch's allocator, whose functions are replaced here."""
 
 from types import SimpleNamespace
 

@@ -7,7 +7,7 @@ from torch.nn.attention import varlen as varlen_module
 
 
 def flash_attention(q, k, v, sizes, window_size, scale=None, grad=None):
-    """What FlashAttention computes of documents of ``sizes``; given ``grad`` its gradients, by the formula.
+    """Computes FlashAttention of documents of ``sizes``; given ``grad`` its gradients, by the formula.
 
     Takes q [t, h, d], k and v [t, h or fewer, d]. No autograd: it ends above a custom operator's kernels.
     """
@@ -64,7 +64,7 @@ def flash_attention_on_a_cpu():
 
 @pytest.fixture
 def flex_attention_on_a_cpu(monkeypatch):
-    """Flex attention with a backward on a CPU, where PyTorch has none."""
+    """Allows flex attention with a backward on a CPU, where PyTorch has none."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
     triton = "recipe_utils.model.attention.packed_attention.missing_for_triton"
     monkeypatch.setattr(triton, lambda: None)

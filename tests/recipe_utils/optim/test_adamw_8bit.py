@@ -106,7 +106,7 @@ def test_it_follows_adamw_and_is_it_where_states_are_not_quantized():
 
 
 def test_a_row_s_state_depends_on_that_row_only():
-    """A mutant: blocks cut from flattened rows, as those of other 8-bit optimizers."""
+    """The mutant cuts blocks from flattened rows, as other 8-bit optimizers do."""
     found = []
     for scale in (1, 1000):
         weight = nn.Parameter(torch.ones(100, 100))
@@ -120,7 +120,7 @@ def test_a_row_s_state_depends_on_that_row_only():
 
 @pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one(monkeypatch):
-    """As on CUDA, without a graph break; here traced only."""
+    """CUDA compiles it without a graph break; here it is only traced."""
     traced = adamw_8bit._compiled("eager")
     for rows in range(2, 12):  # more shapes than PyTorch's limit of recompilations
         weight = torch.ones(rows, 4)

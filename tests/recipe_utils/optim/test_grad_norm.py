@@ -1,4 +1,4 @@
-"""Gradients are clipped by the norm of all of them together, however they are sharded."""
+"""Gradients are clipped by their total norm, with any sharding."""
 
 from types import SimpleNamespace
 
@@ -105,7 +105,7 @@ def clip_on_two_ranks():
 
 
 def clip_stages():
-    """Norm over two stages with a common parameter, and this rank's clipped gradients."""
+    """Returns the norm over two stages with a common parameter, and this rank's clipped gradients."""
     ranks = join_ranks(
         RankSettings(device="cpu", pipeline_parallel_dim=2, gradient_sync="last_microbatch")
     )

@@ -49,7 +49,7 @@ def test_it_is_logged_once_per_epoch_and_at_the_end_of_a_short_one():
 
 
 def test_elements_without_a_finite_gradient_other_than_zero_are_not_counted():
-    """Such as embeddings of tokens that do not occur."""
+    """An example is embeddings of tokens that do not occur."""
     weights = torch.full((4, 3), 0.01).bfloat16()
     gradient = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
     with keep_messages() as messages:
@@ -93,7 +93,7 @@ def test_steps_that_the_device_skips_are_not_counted():
 
 
 def test_a_sample_of_many_weights_is_copied_from_all_of_them():
-    """A third of the rows are 1, which does not change."""
+    """A third of the rows are 1 and do not change."""
     rows = torch.tensor([0.01, 1.0, 0.01]).repeat(1000)[:, None]
     weights = (rows * torch.ones(1, 512)).bfloat16()
     assert weights.numel() > 20 * NUM_SAMPLED

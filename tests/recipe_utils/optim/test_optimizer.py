@@ -34,7 +34,7 @@ def make_scheduler(optimizer):
 
 
 def train(model, optimizer, steps, scheduler=None):
-    """Learning rates of all parameter groups, at each step."""
+    """Returns learning rates of all parameter groups, at each step."""
     rates = []
     for step in steps:
         rates.append({group["lr"] for group in optimizer.param_groups})

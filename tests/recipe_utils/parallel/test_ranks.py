@@ -120,7 +120,7 @@ LAYOUTS = {
 
 
 def places_on_four_ranks():
-    """Coordinates, data-parallel peers, data-parallel leader and pipeline, by layout."""
+    """Returns coordinates, data-parallel peers, data-parallel leader and pipeline, by layout."""
     found = {}
     for name, layout in LAYOUTS.items():
         ranks = join_ranks(RankSettings(device="cpu", **layout))

@@ -47,13 +47,13 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def groups_of(lines):
-    """Difference and rounding by group."""
+    """Returns difference and rounding by group."""
     rows = [re.fullmatch(r"  (\w+) +(\S+e\S+) +(\S+e\S+)", line) for line in lines]
     return {row[1]: (float(row[2]), float(row[3])) for row in rows if row}
 
 
 def edited(recipe, folder, old, new):
-    """A copy of a recipe file with one change."""
+    """Returns a copy of a recipe file with one change."""
     text = recipe_path(recipe).read_text()
     assert old in text
     path = folder / "my_recipe.py"
@@ -181,7 +181,7 @@ def test_a_wrong_recipe_is_named(name, run, tiny_config, tiny_dpo_config, tiny_k
 
 
 def prove_on_this_rank(argv, folder):
-    """Exit code and output of the command under a launcher."""
+    """Returns exit code and output of the command under a launcher."""
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(screen):
         patches.setattr(sys, "argv", argv)

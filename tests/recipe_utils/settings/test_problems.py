@@ -1,4 +1,4 @@
-"""Errors of components become problems of their keys."""
+"""Errors of components are reported as problems of their keys."""
 
 import operator
 

@@ -34,7 +34,7 @@ class Oven:
 
 
 def bake(dough: str, minutes: int, salt: float = 0.1, toppings: tuple[str, ...] = ()) -> str:
-    """A component to which the recipe adds ``dough``."""
+    """Component to which the recipe adds ``dough``."""
 
 
 def open_oven(where: Path | None, note: str, path: str, extra: dict | None = None) -> None:
@@ -63,7 +63,7 @@ BREAD = {"_component_": "bakery.bake", "minutes": 30}
 
 @pytest.fixture(autouse=True)
 def components_are_found(monkeypatch):
-    """pytest imports this file under a name that is not importable."""
+    """Makes components importable: pytest imports this file under a name that is not."""
     monkeypatch.setitem(sys.modules, "bakery", sys.modules[__name__])
 
 

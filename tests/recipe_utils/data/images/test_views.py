@@ -208,7 +208,7 @@ def test_half_of_an_update_step_s_crops_are_masked_each_to_its_ratio(whole_steps
 
 
 def collated(num=3, layout=LAYOUT, dtype=np.float32, **keys):
-    """A microbatch of the first images of an update step of 8, and what :class:`Views` returned of each."""
+    """Returns a microbatch of the first images of an update step of 8, and the results of :class:`Views`."""
     samples = [
         views_of(Pictures(dtype=dtype), layout, **keys)[StepIndex(i, 2, 1, i, 8)]
         for i in range(num)

@@ -113,7 +113,7 @@ def test_dummy_microbatches_have_no_targets_and_are_not_counted(one_process):
 
 
 def describe_epoch(microbatching):
-    """Totals, sorted tokens and number of microbatches of each update step, and what is logged."""
+    """Returns totals, sorted tokens and number of microbatches of each update step, and the log."""
     loader = make_loader(SAMPLES, global_batch_size=7, microbatching=microbatching)
     with keep_messages() as logged:
         log_start(loader, epochs=1)

@@ -1,4 +1,4 @@
-"""Update steps cut one seeded order: the stock one, each sample once, whatever the ranks."""
+"""Update steps are cut from one seeded order: the stock one, each sample once, on any number of ranks."""
 
 import itertools
 

@@ -10,7 +10,7 @@ from recipe_utils.data.plan.cost import MicrobatchCost
 
 
 def accumulated(steps, global_batch_size, must_divide=False):
-    """On two ranks with four samples per microbatch."""
+    """Returns microbatches per rank on two ranks with four samples per microbatch."""
     settings = DataSettings(
         batch_size=4, gradient_accumulation_steps=steps, global_batch_size=global_batch_size
     )

@@ -1,4 +1,4 @@
-"""A DataLoader worker that is killed costs time, and no sample."""
+"""A killed DataLoader worker costs time, but no sample."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Pairs become microbatches in which every target of each answer stands once, behind its own tokens."""
+"""Pairs become microbatches with every target of each answer once, after its own tokens."""
 
 import pickle
 
@@ -59,7 +59,7 @@ def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
 
 
 def targets_read_back(microbatch):
-    """For each pair and side: (tokens up to the target, target), from the microbatch alone."""
+    """Returns (tokens up to the target, target) of each pair and side, from the microbatch alone."""
     inputs = microbatch.inputs
     rows = zip(inputs["tokens"].tolist(), microbatch.targets.labels.tolist(), strict=True)
     if "document_lengths" not in inputs:

@@ -68,7 +68,7 @@ def test_microbatches_keep_the_bound_and_ranks_get_equally_many_if_samples_suffi
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 @pytest.mark.parametrize("num_ranks", [8, 64])
 def test_no_rank_computes_much_more_than_the_mean(num_ranks, name):
-    """16 samples a rank, lengths spread as widely as documents are."""
+    """There are 16 samples per rank, with lengths as different as those of documents."""
     rng = random.Random(num_ranks)
     lengths = [min(20 + int(rng.lognormvariate(3.8, 0.9)), 512) for _ in range(16 * num_ranks)]
     ranks = PLANS[name](lengths, num_ranks, max_tokens_per_microbatch=2048, cost=COST)
@@ -81,7 +81,7 @@ def test_no_rank_computes_much_more_than_the_mean(num_ranks, name):
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), NUM_RANKS)
 def test_packed_opens_no_more_rows_than_the_tokens_need_plus_what_does_not_fit(lengths, num_ranks):
-    """Half of the rows that a round adds could not be spared: else two of them were one."""
+    """At least half of the rows that a round adds are needed: otherwise two of them would fit in one."""
     ranks = PLANS["packed"](lengths, num_ranks, max_tokens_per_microbatch=600, cost=COST)
     num_rounds = max(map(len, ranks))
     if num_rounds > 1:
@@ -89,7 +89,7 @@ def test_packed_opens_no_more_rows_than_the_tokens_need_plus_what_does_not_fit(l
 
 
 def partitions(items):
-    """All set partitions."""
+    """Yields all set partitions."""
     if not items:
         yield []
         return
@@ -131,7 +131,7 @@ def test_attention_and_overhead_enter_the_cost():
 
 
 def rows_of(ranks):
-    """For each round its rows: first rank, number of ranks, positions."""
+    """Returns the rows of each round: first rank, number of ranks, positions."""
     rounds = []
     for index in range(max(map(len, ranks), default=0)):
         holders = {}
@@ -188,7 +188,7 @@ def test_more_ranks_than_needed_where_a_round_would_wait_for_one_row():
 
 
 def test_planning_looks_at_a_full_row_again_only_for_a_sample_that_fits(monkeypatch):
-    """16,384 samples on 64 ranks, rows nearly full: heap operations by the number of samples, not times rows."""
+    """16,384 samples on 64 ranks: heap operations grow with samples, not with samples times rows."""
     num_calls = 0
 
     def count(heap, item):

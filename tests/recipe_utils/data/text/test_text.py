@@ -136,7 +136,7 @@ def test_merged_rows_of_a_packed_dataset_lose_their_padding_and_nothing_else(spl
 
 
 def test_every_target_has_the_index_of_its_sample_s_dataset():
-    """Padded, packed and padded packed rows, and rows of a packed dataset with cut documents."""
+    """Rows are padded, packed, packed and padded, or of a packed dataset with cut documents."""
     samples = tiny.make_samples(20, num_without_targets=3, mask_prompts=False)
     for rows in (samples, packed_rows(samples, split_across_pack=True)):
         marked = [{**row, "dataset_index": (2, 0, 0, 1)[i % 4]} for i, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""Merged sequences have all their targets, once, behind the tokens of their sequences."""
+"""Merged sequences have all their targets once, after the tokens of their sequences."""
 
 import pickle
 from collections import Counter
@@ -30,7 +30,7 @@ def sequence(tokens, are_targets):
 
 
 def targets_of(sequences):
-    """Each target with the tokens before it, and how often it occurs."""
+    """Returns each target with the tokens before it, and how often it occurs."""
     return Counter(
         (tuple(each["tokens"][:i].tolist()), int(each["labels"][i]))
         for each in sequences
@@ -98,7 +98,7 @@ def test_the_longest_branch_follows_its_parent():
 
 @pytest.mark.slow
 def test_a_conversation_of_1500_turns_is_merged():
-    """Each drops the thinking of the turn before; depth is no recursion."""
+    """Each turn drops the thinking of the turn before. Depth needs no recursion."""
     history, turns = [1], []
     for i in range(1500):
         history = [*history, 2 + i % 7]
@@ -211,7 +211,7 @@ def test_sequences_of_a_dataset_that_does_not_say_so_are_refused():
 
 
 def targets_with_contexts(microbatch):
-    """Labels of targets behind the tokens that they are predicted from."""
+    """Returns the labels of targets with the tokens that they are predicted from."""
     found, tokens = Counter(), microbatch.inputs["tokens"][0]
     labels, positions = microbatch.targets.labels[0], microbatch.inputs["input_pos"][0]
     (row,) = microbatch.inputs["document_lengths"].lengths
@@ -225,7 +225,7 @@ def targets_with_contexts(microbatch):
 
 
 def test_a_row_computes_the_beginning_of_its_samples_once():
-    """Of trees, too; samples that begin otherwise, or with a target, stand behind them."""
+    """Samples may be trees. Samples that begin otherwise, or with a target, follow them."""
     common = list(range(1, 9))
     groups = [
         {"sequences": [

@@ -1,4 +1,4 @@
-"""What is trained is found in any model; merged weights compute what the adapted layers did."""
+"""Trained weights are found in any model; merged weights compute what the adapted layers did."""
 
 import pytest
 import tiny
@@ -31,7 +31,7 @@ TOKENS = torch.arange(1, 41).reshape(2, 20)
 
 
 def loaded(sizes, dtype="fp32"):
-    """An adapted model as the recipe has it, with adapters that change it."""
+    """Returns an adapted model as the recipe has it, with adapters that change it."""
     adapted = tiny.adapted_model({**sizes, "quantize_base": False})
     given = {n: p.detach() for n, p in adapted.named_parameters() if p.requires_grad}
     settings = ModelSettings(dtype=dtype)

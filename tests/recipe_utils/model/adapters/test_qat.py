@@ -26,7 +26,7 @@ def gradients(loss, model):
 
 @pytest.mark.parametrize("sizes", [tiny.MODEL, tiny.UNTIED_MODEL], ids=["tied", "untied"])
 def test_all_weights_are_trained_as_by_torchao(sizes):
-    """An output layer of its own is quantized, too, where the loss projects with its weight."""
+    """An untied output layer is quantized, too, also if the loss projects with its weight."""
     plain = tiny.tiny_model(sizes)
     model = tiny.on_meta(sizes, quantizer=QUANTIZER)
     load_weights(model, {"model": plain.state_dict()}, ModelSettings(), torch.device("cpu"))

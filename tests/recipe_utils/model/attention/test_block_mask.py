@@ -1,4 +1,4 @@
-"""A block mask from lengths is the one that PyTorch makes of all pairs of positions."""
+"""A block mask from lengths equals the one that PyTorch makes of all pairs of positions."""
 
 import random
 
@@ -87,7 +87,7 @@ def test_a_dense_mask_is_torchtune_s():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation makes."""
+    """Number of elements of the largest tensor that an operation makes."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("row", [[2048] * 64, [tree(1024, 512, 512)] * 64], ids=["one", "two"])
 def test_it_is_made_without_a_number_from_the_device_and_without_all_pairs(row):
-    """On the meta device, where reading a number raises; 131072 positions, whose pairs are 17 billion."""
+    """It runs on the meta device, where reading a number raises, with 131072 positions (17 billion pairs)."""
     documents = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), Documents([row]))
     with Largest() as largest:
         mask = block_mask(documents)

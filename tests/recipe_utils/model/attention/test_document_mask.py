@@ -1,4 +1,4 @@
-"""Documents of a row attend as if each were alone, whichever kernel computes the attention."""
+"""Documents of a row attend as if each were alone, with any attention kernel."""
 
 import itertools
 
@@ -26,7 +26,7 @@ MODELS = {"tied": tiny.MODEL, "untied": tiny.UNTIED_MODEL, "gemma2": tiny.GEMMA2
 
 
 def make(sizes=tiny.MODEL, kernel=None, device=CPU, max_row_length=80):
-    """A model in float64 on the CPU with the attention of a bf16 model on ``device``."""
+    """Returns a model in float64 on the CPU with the attention of a bf16 model on ``device``."""
     model = tiny.tiny_model(sizes)
     first = next(model.parameters())
     weights, first.data = first.data, first.data.bfloat16()
@@ -145,7 +145,7 @@ def test_queries_and_keys_are_normalized_as_torchtune_does(flash_attention_on_a_
 
 
 def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attention_on_a_cpu):
-    """As with torch 2.11, whose varlen_attn has no enable_gqa."""
+    """torch 2.11's varlen_attn has no enable_gqa."""
     varlen_attn = varlen_module.varlen_attn
 
     def of_torch_2_11(query, key, value, *bounds, window_size):
@@ -161,7 +161,7 @@ def test_where_keys_cannot_be_shared_they_are_copied(monkeypatch, flash_attentio
 
 @pytest.fixture
 def backend():
-    """A compiler's backend that keeps the graphs in ``backend.graphs`` and runs them as they are."""
+    """Yields a compiler's backend that keeps the graphs in ``backend.graphs`` and runs them as they are."""
 
     def keep(graph, _):
         keep.graphs.append(graph)

@@ -1,4 +1,4 @@
-"""The attention of packed rows is selected for a reason, and refused by name."""
+"""The attention of packed rows is selected with a reason, and refused by name."""
 
 import sysconfig
 

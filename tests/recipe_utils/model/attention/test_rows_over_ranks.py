@@ -17,7 +17,7 @@ NUM_HEADS, WIDTH = 12, 3
 
 
 def exchange(num_keys):
-    """What this rank has of a row before and after, and whether its gradients are those of differences."""
+    """Returns this rank's q, its heads of the row, q exchanged back, gradients, and the row."""
     ranks = join_ranks(RankSettings(device="cpu"))
     c, rank = ranks.world_size, ranks.dp_rank
     group = ranks.row_groups(c)[c]

@@ -1,4 +1,4 @@
-"""Models are built without memory, prepared before they are wrapped, and wrapped as asked for."""
+"""Models are built without memory, prepared before they are wrapped, and wrapped as configured."""
 
 from functools import partial
 
@@ -66,7 +66,7 @@ def test_a_whole_model_is_prepared_once_with_its_output_before_it_is_wrapped(one
 
 
 def build_on_two_ranks(layouts):
-    """For each layout, the layers that ``prepare`` was called with and whether these had the output."""
+    """Returns for each layout the layers that ``prepare`` was called with, and if they had the output."""
     found = []
     for layout, schedule in layouts:
         ranks = join_ranks(RankSettings(device="cpu", **dict(layout)))

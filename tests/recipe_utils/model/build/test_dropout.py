@@ -23,14 +23,14 @@ P, SHAPE = 0.3, (32, 64, 128)
 
 
 def keys_of(step, num_samples=SHAPE[0], length=SHAPE[1]):
-    """Keys of samples of one length in an update step."""
+    """Returns keys of samples of one length in an update step."""
     keys = np.array([seed_of(0, 0, step, i) for i in range(num_samples)]).repeat(length)
     positions = np.tile(np.arange(length), num_samples)
     return torch.from_numpy(mixed_sequence(keys, positions)).view(num_samples, length)
 
 
 def kept(name, keys, num_channels=SHAPE[2]):
-    """The mask of a module."""
+    """Returns the mask of a module."""
     dropout._forward.keys = keys
     return LayoutFreeDropout(P, name)(torch.ones(*keys.shape, num_channels)) != 0
 
@@ -43,14 +43,14 @@ def no_keys_remain():
 
 @pytest.fixture(scope="module")
 def masks():
-    """Two update steps, two modules, samples, positions, channels."""
+    """Returns masks by update step (two), module (two), sample, position and channel."""
     return torch.stack(
         [torch.stack([kept(name, keys_of(step)) for name in ("layers.0.a", "layers.1.a")]) for step in (0, 1)]
     )  # fmt: skip
 
 
 def z_of_chi_squared(counts, number):
-    """Deviation of the chi-squared of binomial counts, out of ``number`` each, in standard deviations."""
+    """Returns the deviation of chi-squared of binomial counts out of ``number``, in standard deviations."""
     expected, degrees = number * (1 - P), counts.numel()
     chi_squared = ((counts - expected) ** 2).sum() / (number * P * (1 - P))
     return float(chi_squared - degrees) / (2 * degrees) ** 0.5
@@ -108,7 +108,7 @@ def samples_of(*lengths):
 
 
 def test_masks_of_a_sample_are_bitwise_equal_in_any_row():
-    """Packed, padded, in a part of a row, alone; the mutant takes positions in the row."""
+    """Rows are packed, padded, a part of a row, or the sample alone; the mutant uses positions in the row."""
     long, short = samples_of(9, 4)
     alone = [collate_packed_microbatch([each], -100).inputs["dropout_keys"][0] for each in (long, short)]  # fmt: skip
     packed = collate_packed_microbatch([short, long], -100, row_multiple=16).inputs["dropout_keys"]
@@ -198,7 +198,7 @@ def test_activations_of_other_positions_are_refused_by_name():
 
 
 def test_recomputed_layers_have_the_masks_of_their_forward():
-    """Though other rows were computed in between, as in a pipeline, and the generator has other numbers."""
+    """Other rows are computed in between, as in a pipeline, and the generator has other numbers."""
     gradients = []
     tokens = torch.arange(10).view(2, 5)
     for recomputes in (False, True):

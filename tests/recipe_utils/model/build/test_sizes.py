@@ -1,4 +1,4 @@
-"""What data must know of a model is read off its modules, wherever they are."""
+"""Properties of a model that data depends on are read from its modules, on any device."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""A microbatch is computed in no more operations and bytes than now, counted on the meta device."""
+"""Upper bounds of the operations and bytes of a microbatch, counted on the meta device."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ LLAMA = partial(
     llama3_2, vocab_size=128_256, num_heads=32, num_kv_heads=8, embed_dim=2048,
     intermediate_dim=8192, max_seq_len=131_072, rope_base=500_000,
 )  # fmt: skip
-"""Llama 3.2 1B, of whose 16 layers one is like the other."""
+"""Llama 3.2 1B, whose 16 layers are alike."""
 
 
 class Traffic(TorchDispatchMode):

@@ -73,7 +73,7 @@ def test_cpu_offload_keeps_parameters_on_the_cpu_and_buffers_on_the_device(monke
 
 
 def load_and_gather(layouts):
-    """For each layout, whether every rank's weights came back whole, in order, and on rank 0 only."""
+    """Returns for each layout True if all ranks' weights came back whole, in order, on rank 0 only."""
     found = []
     saved = tiny.tiny_model(tiny.DEEP_MODEL).state_dict()
     for layout in layouts:
@@ -89,7 +89,7 @@ def load_and_gather(layouts):
         load_weights(model, {"model": saved}, FP32, CPU)
         sends = ranks.dp_rank == 0
         gathered = gather_weights(model, CPU, sends, ranks.cpu_group)
-        # Tied weights stand in the state dict once, under the name of the embeddings.
+        # Tied weights occur in the state dict once, under the name of the embeddings.
         is_same = list(gathered) == list(saved) and all(
             torch.equal(weight, saved[name]) for name, weight in gathered.items()
         )
@@ -107,7 +107,7 @@ def test_weights_of_shards_and_stages_are_gathered_whole_in_the_models_order_on_
 
 
 def load_with_shards_on_the_cpu():
-    """On rank 1 of 4 with a mesh of GPUs that do not exist: moving a shard to one would fail."""
+    """Loads on rank 1 of 4 with a mesh of GPUs that do not exist: moving a shard to one would fail."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp_shard",))

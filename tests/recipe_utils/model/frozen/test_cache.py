@@ -31,7 +31,7 @@ def num_rows(number):
 
 
 def values(*numbers):
-    """Rows of samples one after the other, distinct in each place."""
+    """Returns rows of samples one after the other, distinct in each place."""
     rows = [number + torch.arange(num_rows(number)) / 8 for number in numbers]
     column = torch.cat([torch.zeros(0), *rows])
     return {
@@ -324,7 +324,7 @@ def test_the_index_has_no_object_per_sample(tmp_path):
 
 
 def anonymous_bytes():
-    """Memory of this process that is not mapped from files."""
+    """Returns memory of this process that is not mapped from files."""
     gc.collect()
     with open("/proc/self/smaps_rollup") as facts:
         (line,) = [line for line in facts if line.startswith("Anonymous:")]
@@ -332,7 +332,7 @@ def anonymous_bytes():
 
 
 def memory_of_reads(folder):
-    """Bytes in memory for a few samples, and for all."""
+    """Returns bytes in memory for a few samples, and for all."""
     torch.zeros(1).clone()
     before = anonymous_bytes()
     cache = opened(folder)

@@ -69,14 +69,14 @@ def files(tmp_path_factory):
 
 
 class Named:
-    """A tokenizer that is nothing but its vocabulary."""
+    """A tokenizer that has only a vocabulary."""
 
     def __init__(self, ids):
         self.get_vocab = lambda: ids
 
 
 def with_token(tokenizer, index, token):
-    """The same vocabulary with another token of an id; None makes a hole."""
+    """Returns the same vocabulary with another token of an id; None makes a hole."""
     ids = {other: i for other, i in tokenizer.get_vocab().items() if i != index}
     return Named(ids if token is None else {**ids, token: index})
 

@@ -62,7 +62,7 @@ def through_all(stages, microbatch):
 
 
 def second(sums):
-    """A view, which zero-bubble schedules could not detach in place."""
+    """Returns a view, which zero-bubble schedules could not detach in place."""
     return sums[1]
 
 

@@ -1,4 +1,4 @@
-"""LoRA and DoRA in decoders of transformers: PEFT's gradients however they are trained, and files that PEFT reads."""
+"""LoRA and DoRA in decoders of transformers have PEFT's gradients on any layout, and files that PEFT reads."""
 
 import json
 import re
@@ -116,7 +116,7 @@ def float64_throughout():
 
 
 def gradients_of_peft(config, peft):
-    """Gradients of the mean over all target tokens, one sample after the other."""
+    """Returns gradients of the mean over all target tokens, one sample after the other."""
     checkpointer = config["checkpointer"]
     with float64_throughout():
         base = AutoModelForCausalLM.from_pretrained(checkpointer["checkpoint_dir"])
@@ -133,7 +133,7 @@ def gradients_of_peft(config, peft):
 
 
 def ours(name):
-    """A parameter's name in ``Decoder``, of PEFT's in a model or a file."""
+    """Returns a parameter's name in ``Decoder``, from PEFT's in a model or a file."""
     name = name.removeprefix("base_model.").replace(".default", "")
     name = name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
     return re.sub("lora_magnitude_vector.*", "magnitude", name)

@@ -49,7 +49,7 @@ def with_triton(monkeypatch):
 def test_no_type_gets_a_kernel_that_its_class_or_device_lacks(
     others, dtype, can_split, with_triton
 ):
-    """All causal language models of transformers, on a device that this machine need not have."""
+    """All causal language models of transformers are tested, on devices that this machine may lack."""
     assert len(CLASSES) > 150
     for name, make in CLASSES.items():
         needs = AttentionNeeds(
@@ -99,7 +99,7 @@ def gradients_of(model, logits):
 
 
 def models_of(model_type):
-    """A decoder, and the same model as transformers computes it, in float64."""
+    """Returns a decoder, and the same model as transformers computes it, in float64."""
     config = tiny_config_of(model_type)
     with set_default_dtype(torch.float64), probe.DoublePrecision():
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_each_kernel_gives_the_gradients_of_single_documents(
 
 
 def test_documents_are_not_inferred_from_positions():
-    """A document that continues the positions of the one before, as halves that a packed dataset has cut."""
+    """A document continues the positions of the one before, as halves that a packed dataset has cut."""
     decoder, plain = models_of("qwen3")
     (_, second), tokens, row = row_of([11, 13])
     row["input_pos"] = torch.arange(24)[None]
@@ -157,7 +157,7 @@ def test_documents_are_not_inferred_from_positions():
 
 
 def test_rows_are_computed_without_a_number_from_the_device():
-    """On the meta device, where reading one raises; padded and packed rows."""
+    """Padded and packed rows run on the meta device, where reading a number raises."""
     with torch.device("meta"):
         decoder = Decoder(
             build(tiny_config_of("gemma3_text")), probe.proof_of(tiny_config_of("gemma3_text"))
@@ -169,7 +169,7 @@ def test_rows_are_computed_without_a_number_from_the_device():
 
 
 def test_a_tensor_is_not_cut_because_its_size_is_that_of_the_row():
-    """A mixing module with a learned matrix as argument, and a row as long as the matrix is wide."""
+    """A mixing module has a learned matrix as argument, and the row is as long as the matrix is wide."""
 
     class Mixer(nn.Module):
         def forward(self, hidden, matrix):

@@ -1,4 +1,4 @@
-"""What is proved of a decoder at start-up: packed rows by the first way that is exact, or none."""
+"""Start-up proof of a decoder: it computes packed rows in the first way that is exact, or in none."""
 
 import copy
 import re
@@ -110,7 +110,7 @@ def test_rope_that_depends_on_other_samples_limits_them(model_type, rope_type, t
 
 
 def test_rows_as_long_as_the_model_is_wide_are_cut_along_their_positions():
-    """And documents of equal lengths, of one token, or as long as the model is wide."""
+    """So are documents of equal lengths, of one token, or as long as the model is wide."""
     config = tiny_config_of("lfm2")
     proof = probe.prove(config, "sdpa")
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def test_parts_of_rows_are_proved(model_type, problem, tmp_path):
 
 
 def test_a_proof_is_kept_as_long_as_no_code_of_a_forward_changes():
-    """All modules of these packages that the probe imports."""
+    """It depends on all modules of these packages that the probe imports."""
     code = (
         "import sys, recipe_utils.model.transformers.probe\n"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('recipe_utils.')))"

@@ -1,4 +1,4 @@
-"""DINOv3's vision transformer is transformers' function, on rows of crops.
+"""DINOv3's vision transformer equals transformers' model, on rows of crops.
 
 Gradients on shards and pipeline stages: ``recipes/test_dinov3_gradients.py``.
 """
@@ -147,7 +147,7 @@ def test_it_computes_in_the_dtype_of_its_weights_and_rotates_by_exact_angles(dty
 
 
 def with_draws(model, low=()):
-    """2 + 3 crops; ``low``: (crop, branch) that are below any rate, all others above."""
+    """Returns 2 + 3 crops; branches ``low``, (crop, branch), have draws below any rate, others above."""
     draws = torch.full((5, 2 * NUM_LAYERS), 0.9)
     for crop, branch in low:
         draws[crop, branch] = 0.1
