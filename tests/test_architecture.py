@@ -30,7 +30,7 @@ LAYERS = (
     ("memory",),
     ("parallel",),
     ("settings", "tune"),
-    ("files",),
+    ("files", "compiler"),
 )
 """Layers from top to bottom. A package imports packages of lower layers only."""
 MAX_FILES = 10

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import config, training
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.settings.problems import naming
 
@@ -192,4 +193,5 @@ def compile_loss(loss_fn: Any, verbose: bool = False) -> None:
     if hasattr(loss_fn, "compile_chunks"):
         loss_fn.compile_chunks(os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
     elif hasattr(loss_fn, "num_output_chunks") and not hasattr(loss_fn, "takes_hidden_states"):
+        configure_compiler()
         training.compile_loss(loss_fn, verbose=verbose)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules.tied_linear import TiedLinear
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.data.loader.microbatch import Targets
 
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
@@ -94,6 +95,7 @@ class ChunkedLoss(nn.Module):
 
 def compiled_for_all_lengths(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """Compiles a function of a chunk's rows (logits [c, v], ...) once for any number of rows."""
+    configure_compiler()
     compiled = torch.compile(function, dynamic=True, backend=backend)
 
     def call(logits: Tensor, *others: Any) -> Any:

@@ -19,6 +19,7 @@ from torchao.optim.quant_utils import (
     scale_tensor,
 )
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.parallel.fsdp import local, sharded_as
 
 _BLOCK = 256
@@ -176,6 +177,7 @@ def _update(
 @cache
 def _compiled(backend: str = "inductor") -> Callable[..., None]:
     """Returns the compiled update, which recompiles for each shape of a parameter."""
+    configure_compiler()
     compiled = torch.compile(_update, fullgraph=True, dynamic=False, backend=backend)
 
     def update(*args: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtune.modules import MultiHeadAttention
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.data.text.documents import Documents
 from recipe_utils.model.attention.block_mask import block_mask, dense_mask
 from recipe_utils.model.attention.chains import (
@@ -27,7 +28,6 @@ from recipe_utils.model.attention.chains import (
 )
 from recipe_utils.model.attention.packed_attention import (
     attention_of,
-    raise_recompile_limit,
     self_attentions,
 )
 from recipe_utils.model.attention.rows_over_ranks import PartMask, heads_of_row, tokens_of_part
@@ -56,7 +56,7 @@ def attend_within_documents(
             if attention.kernel == "varlen" or row_groups:
                 module.forward = MethodType(_forward(attention.kernel == "varlen"), module)
     if "flex" in (attention.kernel, attention.kernel_of_trees):
-        raise_recompile_limit()
+        configure_compiler()
 
     decoder: Any = getattr(model, "decoder", model)
     decoder.longest_document = decoder.max_seq_len  # its positions end here

@@ -35,7 +35,6 @@ _DTYPES = {
 _COMPILED_LENGTHS = {"cuda": 4, "cpu": 1}
 """Lengths of packed rows where layers are compiled: for the first and then with dynamic shapes. On a
 CPU, compiling DoRA's layers for a second length takes minutes."""
-_RECOMPILE_LIMIT = 64
 """Variants per compiled function: row lengths, times training and validation, times models."""
 
 
@@ -221,13 +220,3 @@ def missing_for_triton() -> str | None:
     if not header.exists():
         return f"Python's headers ({header})"
     return None
-
-
-def raise_recompile_limit() -> None:
-    """Raises PyTorch's limit of 8 variants per compiled function, beyond which it runs uncompiled.
-
-    Uncompiled flex attention stores all scores [b, h, s, s], several times per layer.
-    """
-    config: Any = importlib.import_module("torch._dynamo.config")
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, name, max(getattr(config, name), _RECOMPILE_LIMIT))

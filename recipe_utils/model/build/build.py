@@ -17,10 +17,11 @@ from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.activations import apply_selective_activation_checkpointing
 from torchtune.utils import get_logger
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
-from recipe_utils.model.attention.packed_attention import missing_for_triton, raise_recompile_limit
+from recipe_utils.model.attention.packed_attention import missing_for_triton
 from recipe_utils.model.build.dropout import (
     has_dropout,
     recompute_with_keys,
@@ -325,7 +326,7 @@ def parallelize_model(model: nn.Module, settings: ModelSettings, ranks: Ranks) -
         parameter.data = parameter.data.to(settings.torch_weights_dtype)
     check_nf4(model, adapters.frozen, ranks.dims.dp_shard if is_sharded else None)
     if settings.compile:
-        raise_recompile_limit()
+        configure_compiler()
         if isinstance(layers := getattr(model, "layers", None), list):  # of transformers
             for layer in layers:
                 layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))

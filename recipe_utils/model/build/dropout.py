@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import noop_context_fn
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.model.attention.packed_attention import missing_for_triton
 
 
@@ -95,6 +96,7 @@ def _drop(x: Tensor, keys: Tensor, salt: int, p: float) -> Tensor:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
+    configure_compiler()
     return _drop if missing_for_triton() else torch.compile(_drop, dynamic=True)
 
 

@@ -347,3 +347,17 @@ def test_compiled_chunks_give_the_same_and_are_compiled_once_for_all_lengths(opt
             args = (case.layer, case.hidden.detach(), *args[2:])
             assert_close(compiled.sum_rows(*args), eager.sum_rows(*args))
     assert counter.frame_count == 2  # with and without a gradient
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_same_for_each_weight():
+    """PyTorch's cache of graphs must not give one weight the gradient of another."""
+    for kd_ratio in (0.5, 0.3):
+        case = Case(kd_ratio=kd_ratio)
+        eager, compiled = case.loss_fn(), case.loss_fn()
+        compiled.compile_chunks("inductor")
+        args = (case.layer, case.hidden, case.labels, case.teacher, case.weights)
+        (found, expected) = (
+            torch.autograd.grad(loss.sum_rows(*args)[0], case.inputs) for loss in (compiled, eager)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

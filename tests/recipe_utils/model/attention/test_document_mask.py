@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn.attention import varlen as varlen_module
 from torchtune.modules import RMSNorm
 
+from recipe_utils.compiler import configure_compiler
 from recipe_utils.data.text.documents import Documents, length_of, tree
 from recipe_utils.model.attention.block_mask import block_mask
 from recipe_utils.model.attention.document_mask import (
     attend_within_documents,
     compile_flex_attention,
 )
-from recipe_utils.model.attention.packed_attention import raise_recompile_limit, self_attentions
+from recipe_utils.model.attention.packed_attention import self_attentions
 from recipe_utils.settings.problems import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -197,7 +198,7 @@ def test_flex_attention_is_compiled_once_for_each_length_of_rows_in_training_and
 ):
     """Six lengths, twice each: 12 variants, beyond PyTorch's limit of 8; fresh documents add none."""
     attend = compile_flex_attention(backend)
-    raise_recompile_limit()
+    configure_compiler()
 
     def attend_to(row, trains):
         q, k, v = (torch.randn(1, 2, sum(row), 16, requires_grad=trains) for _ in range(3))
