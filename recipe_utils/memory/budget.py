@@ -82,7 +82,8 @@ class TokenBudget:
         if step.peak > step.limit or step.has_retried:
             fits = max(step.limit - step.before, 0) / max(step.peak - step.before, 1)
             factor = min(max(fits, 0.5), _AFTER_RETRY if step.has_retried else 1)
-            self._most = min(self._most, max(int(longest * factor), 1))
+            # Rows much shorter than the budget, such as dummy ones, are hardly the cause.
+            self._most = min(self._most, max(int(longest * factor), tokens // 2, 1))
         elif cap and not self.is_settled:
             self._fits = max(self._fits, min(self._largest_after(longest, step), cap))
         self._propose()
@@ -121,6 +122,10 @@ class TokenBudget:
         if wanted == tokens:
             return "larger ones do not fit, or an update step does not fill them"
         return f"{tokens:,} fit, and are {times[tokens] / times[wanted] - 1:+.0%} slower"
+
+    def search_again(self) -> None:
+        """Ends what :meth:`start_at` or :meth:`take_time` settled: rows may become longer."""
+        self.is_settled, self._num_steps = False, 0
 
     def start_at(self, tokens: int, is_settled: bool) -> None:
         """Continues with a budget; ends the search if it is settled."""

@@ -30,7 +30,7 @@ class OutOfMemory:
     tokens: int
     """Positions of its longest row on the rank."""
     max_tokens: int | None
-    """Bound of a row with more than one sample."""
+    """Most positions of a row with more than one sample, padding included."""
     peak_bytes: int
     update_step: int
     rank: int
@@ -51,7 +51,9 @@ class OutOfMemory:
     def __str__(self) -> str:
         peak = f" (peak {self.peak_bytes / 2**30:.1f} GiB)" if self.peak_bytes else ""
         text = f"rank {self.rank} ran out of memory in update step {self.update_step}"
-        return f"{text}, at rows of {self.tokens:,} tokens{peak}"
+        return (
+            f"{text}, at rows of {self.tokens:,} tokens{peak}" if self.tokens else f"{text}{peak}"
+        )
 
     def write(self, folder: Path) -> None:
         """Writes the record atomically; of several ranks' records one is kept."""

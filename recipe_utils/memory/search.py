@@ -50,6 +50,7 @@ class BudgetSearch:
         """Returns the budget for a checkpoint."""
         is_settled = self._budget.is_settled
         tokens = self._budget.proposal if is_settled else self._loader.in_use
+        tokens = min(tokens, self._loader.most_tokens)
         return {"tokens": tokens, "is_settled": is_settled, **self._hardware}
 
     def start(self, step: Any, number: int) -> None:
@@ -59,7 +60,7 @@ class BudgetSearch:
             taken = f"{self._longest:,} took {memory.peak / 2**30:.2f} of {memory.limit / 2**30:.2f} GiB"
             self._log(f"update step {number}: rows of up to {tokens:,} tokens from here ({taken})")
         if number > 1 and number - 1 in self._loader.batch_sizes:
-            self._budget.is_settled = False  # a larger update step may fill larger rows
+            self._budget.search_again()  # a larger update step may fill larger rows
         self.start_again()
 
     def start_again(self) -> None:

@@ -23,6 +23,11 @@ from recipe_utils.settings.problems import ConfigError, Problem
 
 T = TypeVar("T")
 
+_OF_OPTIMIZER = (
+    "it was in the optimizer's step, so shorter rows do not help; set an optimizer with less state "
+    "(recipe_utils.optim.AdamW8bit), fsdp_cpu_offload=True, or more ranks"
+)
+
 
 class StepMemory:
     """Memory of a training's update steps.
@@ -69,7 +74,7 @@ class StepMemory:
             and not any(isinstance(module, FSDPModule) for module in model.modules())
             and hasattr(optimizer, "register_step_pre_hook")
         )
-        if self._can_repeat:
+        if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True))
 
     def restore(self, saved: Mapping[str, Any], is_new: bool) -> None:
@@ -93,7 +98,9 @@ class StepMemory:
             return
         record = min(found, key=lambda each: each.tokens)
         if record.is_one_sample:
-            raise ConfigError(Problem("max_tokens_per_microbatch", f"{record}; {ONE_SAMPLE}"))
+            text = f"{record}; {ONE_SAMPLE}. If something else took the memory, delete"
+            path = self._folder / out_of_memory.FILE
+            raise ConfigError(Problem("max_tokens_per_microbatch", f"{text} {path}"))
         loader, most = self._loader, record.lowered
         bound = loader.max_tokens or self._settings.max_tokens_per_microbatch or most
         loader.most_tokens = most
@@ -161,8 +168,10 @@ class StepMemory:
             return
         record = self._record()
         how = f"the next start has rows of at most {record.lowered:,}, with the same losses"
-        if not self._settings.plans_by_tokens:
-            how = "set microbatching=packed, or a smaller batch_size"
+        if self._is_stepping:
+            how = _OF_OPTIMIZER
+        elif not self._settings.plans_by_tokens:
+            how = "set microbatching=packed, or " * bool(record.tokens) + "a smaller batch_size"
         else:
             with suppress(OSError):
                 record.write(self._folder)
@@ -172,9 +181,13 @@ class StepMemory:
 
     def _record(self) -> OutOfMemory:
         device, bound = self._ranks.device, self._settings.max_tokens_per_microbatch
+        bound = self._step.max_tokens or (None if bound == "auto" else bound)
+        if bound is not None:
+            multiple = self._loader.collator.with_bound(bound).row_multiple or 1
+            bound = -(-bound // multiple) * multiple
         return OutOfMemory(
             tokens=self._step.longest,
-            max_tokens=self._step.max_tokens or (None if bound == "auto" else bound),
+            max_tokens=bound,
             peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             update_step=self._number,
             rank=dist.get_rank(),

@@ -66,6 +66,7 @@ REFUSED = {
     (SFT, "run_val_every_n_steps=2"): "run_val_every_n_steps=2: set dataset_val, too",
     (SFT, "pipeline_parallel_schedule=GPipe"): "=GPipe: it has no effect with pipeline_parallel_dim=1; .* more than 1",
     (SFT, "on_spike=skip optimizer_in_bwd=True gradient_accumulation_steps=1"): "on_spike=skip: with optimizer_in_bwd=True weights change before",
+    (SFT, "dataset.num_samples=8 last_update_step=drop gradient_accumulation_steps=null global_batch_size={0: 4, 9: 16}"): "8 samples do not fill one update step of 16",
     (SFT, "gradient_accumulation_steps=null global_batch_size={8: 4}"): "global_batch_size={8: 4}: its update steps must ascend from 0",
     (SFT, "gradient_accumulation_steps=null global_batch_size={0: 8, 9: 4, 5: 2}"): "its update steps must ascend from 0, such as",
     (SFT, "global_batch_size={0: 4, 9: 8}"): r"global_batch_size=8: batch_size=2 \* gradient_accumulation_steps=2",

@@ -83,8 +83,9 @@ class UpdateStep:
 
     @property
     def longest(self) -> int:
-        """Returns the most positions of a microbatch on this rank."""
-        return max((m.counts.get("positions", 0) for m in self.microbatches), default=0)
+        """Returns the most positions of a microbatch, or part of one, on this rank; 0 for images."""
+        rows = [m.inputs["tokens"] for m in self.microbatches if "tokens" in m.inputs]
+        return max((row.numel() for row in rows), default=0)
 
     def scale(self, count: str) -> float:
         """Returns the factor for a microbatch's summed loss that makes it a mean over ``count``.
@@ -272,7 +273,8 @@ class UpdateStepLoader:
                 return
         length = self.samples_per_epoch, settings.last_update_step, settings.max_steps_per_epoch
         with naming("last_update_step"):
-            num_update_steps(length[0], self.batch_sizes[0], *length[1:])
+            for size in self.batch_sizes.values():
+                num_update_steps(length[0], size, *length[1:])
         self.cuts = Cuts(self.batch_sizes, *length)
 
     @property

@@ -93,7 +93,12 @@ class RowCollator(Collator):
         self._set(settings)
 
     def with_bound(self, max_tokens: int) -> Self:
-        """Returns a collator of microbatches of at most ``max_tokens``."""
+        """Returns a collator of microbatches of at most ``max_tokens``, padding included if it is less."""
+        step = self.limits.row_multiple or 1
+        for bound in (max_tokens, *range(max_tokens // step * step, 0, -step)):
+            other = self._with(replace(self.settings, max_tokens_per_microbatch=bound))
+            if bound % (other.row_multiple or 1) == 0:
+                return other
         return self._with(replace(self.settings, max_tokens_per_microbatch=max_tokens))
 
     def _with(self, settings: DataSettings) -> Self:

@@ -101,3 +101,27 @@ def test_a_row_for_which_the_allocator_freed_blocks_was_too_long():
     budget = TokenBudget()
     budget.add(2048, 2000, Measured(0, 500, 1000, has_retried=True))
     assert budget.proposal == rounded(0.85 * 2000)
+
+
+@pytest.mark.parametrize("has_retried", [False, True])
+def test_a_rank_with_dummy_rows_only_at_most_halves_the_budget(has_retried):
+    budget = TokenBudget(8192)
+    for budget_in_use in (8192, 4096):
+        budget.add(budget_in_use, 16, Measured(0, 1001, 1000, has_retried))
+        assert budget.proposal == budget_in_use // 2
+
+
+def test_a_search_that_starts_again_waits_again():
+    budget = TokenBudget(num_delayed=2)
+    full = Measured(0, 1000, 1000)
+
+    def num_steps():
+        for number in range(100):
+            budget.add(2048, 2000, full)
+            if budget.take_time(2048, 1.0, is_latest=True):
+                return number
+        return None
+
+    first = num_steps()
+    budget.search_again()
+    assert num_steps() >= first - 1 > 8

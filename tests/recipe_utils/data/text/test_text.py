@@ -266,6 +266,20 @@ def test_packed_rows_have_the_lengths_of_the_model(num_row_lengths, row_multiple
     assert all(sum(m.inputs["document_lengths"][0]) == m.counts["positions"] for m in made)
 
 
+@pytest.mark.parametrize(("num_row_lengths", "row_multiple"), [(None, 16), (4, None), (3, 16)])
+def test_rows_of_another_bound_have_at_most_so_many_positions_with_padding(
+    num_row_lengths, row_multiple
+):
+    attention = PackedAttention(num_compiled_lengths=num_row_lengths)
+    collator = make_collator("packed", attentions=(attention,), row_multiple=row_multiple)
+    for bound in range(64, 200):
+        other = collator.with_bound(bound)
+        kept = other.settings.max_tokens_per_microbatch
+        assert bound - 48 < kept <= bound
+        assert kept % other.row_multiple == 0
+    assert collator.with_bound(7).settings.max_tokens_per_microbatch <= 7
+
+
 @pytest.mark.parametrize("name", ["least_padding", "packed"])
 def test_a_microbatch_has_batch_size_times_max_seq_len_positions_by_default(name):
     by_default, given = (
