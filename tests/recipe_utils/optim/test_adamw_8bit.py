@@ -138,6 +138,25 @@ def test_a_compiled_step_is_the_eager_one(monkeypatch):
     assert all(torch.allclose(*each, atol=1e-6) for each in zip(*found, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [200, 256, 896])
+def test_the_default_compiler_gives_the_eager_step(width, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for update in (adamw_8bit._compiled(), adamw_8bit._update):
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw_8bit, "_compiled", lambda update=update: update)
+            patch.setattr(adamw_8bit, "_update", update)  # as on CUDA
+            torch.manual_seed(0)
+            weight = nn.Parameter(torch.randn(64, width, device=device))
+            optimizer = AdamW8bit([weight], lr=0.01, fused=True)
+            for _ in range(3):
+                weight.grad = torch.randn_like(weight)
+                optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
 def test_states_take_less_than_2_06_bytes_per_parameter():
     weight = nn.Parameter(torch.ones(512, 1024))
     weight.grad = torch.ones_like(weight)
