@@ -93,10 +93,10 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
     """Returns the state of a parameter before its first step, sharded as it is."""
     own = local(p)
     step = torch.zeros((), device=own.device if is_fused else "cpu")
-    zeros = torch.zeros_like(own, dtype=_float_of(own))
     if p.ndim < 2 or p.numel() < _MIN_ELEMENTS:
         return {"step": step} | {
-            name: sharded_as(p, zeros.clone()) for name in ("exp_avg", "exp_avg_sq")
+            name: sharded_as(p, torch.zeros_like(own, dtype=_float_of(own)))
+            for name in ("exp_avg", "exp_avg_sq")
         }
     if isinstance(p, DTensor) and any(
         isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements
@@ -105,9 +105,11 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
             "optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1"
         )
     state = {"step": step}
+    row = torch.zeros(own.size(-1), device=own.device)  # all are alike
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        codes, scales = _quantized(zeros, _table(is_signed, own.device))
-        state |= {name: sharded_as(p, codes), f"{name}_scales": sharded_as(p, scales)}
+        both = _quantized(row, _table(is_signed, own.device))
+        for key, each in zip((name, f"{name}_scales"), both, strict=True):
+            state[key] = sharded_as(p, each.expand(*own.shape[:-1], -1).contiguous())
     return state
 
 
@@ -123,9 +125,6 @@ def _table(is_signed: bool, device: torch.device) -> Tensor:
 
 def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes [r, w] and scales [r, c] of values [r, w]; ``table`` are the codes' values [256]."""
-    if values.numel() == 0:  # a rank without rows
-        width = values.size(-1)
-        return values.to(torch.uint8), values[..., : -(-width // min(_BLOCK, width))].float()
     found = []
     for columns, _ in _pieces(values.size(-1)):
         piece = values[..., columns].float().contiguous()

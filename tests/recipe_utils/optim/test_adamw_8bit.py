@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from recipe_utils.checkpoint.load import load
 from recipe_utils.checkpoint.save import CheckpointWriter
+from recipe_utils.forecast.live_bytes import LiveBytes
 from recipe_utils.optim import AdamW8bit, adamw_8bit
 from recipe_utils.optim.optimizer import OptimizerSettings
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -155,6 +156,18 @@ def test_the_default_compiler_gives_the_eager_step(width, monkeypatch):
                 optimizer.step()
         found.append(weight.detach())
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_a_new_state_is_that_of_zeros_and_takes_no_more_memory():
+    weight = nn.Parameter(torch.ones(4, 500, 300))
+    with LiveBytes() as live:
+        state = adamw_8bit._new_state(weight, is_fused=False)
+    assert live.peak / weight.numel() < 3.2  # a moment's codes once more
+    for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        table = adamw_8bit._table(is_signed, weight.device)
+        codes, scales = adamw_8bit._quantized(torch.zeros_like(weight), table)
+        assert torch.equal(state[name], codes)
+        assert torch.equal(state[f"{name}_scales"], scales)
 
 
 def test_states_take_less_than_2_06_bytes_per_parameter():
