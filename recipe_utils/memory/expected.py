@@ -28,12 +28,15 @@ class ExpectedPeak:
         self._num_steps = self._longest = self._measured = 0
         self._process: subprocess.Popen[str] | None = None
 
+    def before(self) -> None:
+        """Starts an update step."""
+        if self._num_steps == 1:
+            torch.cuda.reset_peak_memory_stats()
+
     def after(self, step: Any) -> str:
         """Returns a line to log after an enqueued update step, empty until there is a forecast."""
         self._num_steps += 1
-        if self._num_steps == 1:
-            torch.cuda.reset_peak_memory_stats()
-        elif self._num_steps == 2 and step.longest:
+        if self._num_steps == 2 and step.longest:
             self._start(step.longest, len(step.microbatches), torch.cuda.max_memory_allocated())
         return "" if self._process is None or self._process.poll() is None else self._line()
 

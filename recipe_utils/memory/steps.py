@@ -113,6 +113,8 @@ class StepMemory:
         self._step, self._number, self._is_stepping = step, number, False
         if self._search is not None:
             self._search.start(step, number)
+        if self._expected is not None:
+            self._expected.before()
         self._loader.in_use = step.max_tokens
 
     def retrying(self, update: Callable[[Any], T], step: Any) -> T:

@@ -18,6 +18,7 @@ def updates(expected, longest=512, seconds=300):
     step = SimpleNamespace(longest=longest, microbatches=[None] * 3)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        expected.before()
         if text := expected.after(step):
             return text
         if expected._num_steps > 2 and expected._process is None:
@@ -29,10 +30,12 @@ def updates(expected, longest=512, seconds=300):
 @pytest.fixture
 def measured(monkeypatch):
     """PyTorch's peak, 2 GiB; and variables of a launcher, which the process must not join."""
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    resets = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(True))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2 * 2**30)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    return resets
 
 
 @pytest.mark.slow
@@ -53,8 +56,20 @@ def test_without_a_forecast_nothing_is_logged(measured, tmp_path):
 def test_the_process_ends_with_the_training(measured, tmp_path):
     expected = ExpectedPeak("none.py", tmp_path / "none.yaml", 1)
     step = SimpleNamespace(longest=512, microbatches=[None])
-    expected.after(step), expected.after(step)
+    for _ in range(2):
+        expected.before()
+        expected.after(step)
     pid = expected._process.pid
     expected.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_what_runs_between_two_update_steps_is_not_measured(measured, tmp_path):
+    expected = ExpectedPeak("none.py", tmp_path / "none.yaml", 1)
+    step = SimpleNamespace(longest=512, microbatches=[None])
+    expected.before()
+    expected.after(step)
+    assert not measured  # a validation may follow
+    expected.before()
+    assert measured
