@@ -87,7 +87,8 @@ def set_up(
     recipe: str, cfg: DictConfig, num_ranks: int, live: LiveBytes, **changes: Any
 ) -> Iterator[tuple[Any, Callable[..., Measured]]]:
     """Yields a recipe after its ``setup``, and a function that measures its update steps."""
-    with tempfile.TemporaryDirectory() as folder, fake_world(num_ranks, live) as mode:
+    on_cuda = cfg.get("device") != "cpu"
+    with tempfile.TemporaryDirectory() as folder, fake_world(num_ranks, live, on_cuda) as mode:
         settings, recipe_class = load_recipe(recipe)
         if recipe_class is None:
             raise ConfigError(f"recipe={recipe}: it needs one class with setup() and update()")
@@ -114,7 +115,16 @@ def sizes_of(made: Any, cfg: DictConfig) -> tuple[int, int, int]:
     of_one = collator.collate([loader.dataset[0]]).counts["positions"]
     size, most = cfg.get("max_tokens_per_microbatch"), of_one * loader.samples_per_rank
     size = size if isinstance(size, int) else made.settings.batch_size * of_one
-    return of_one, min(size, most), most
+    return of_one, min(max(size, of_one), most), most
+
+
+def peak_at(made: Any, cfg: DictConfig, run: Callable[..., Measured], row: int, num: int) -> int:
+    """Returns the peak [bytes] of an update step of ``num`` microbatches, rows of ``row`` positions."""
+    of_one, samples = sizes_of(made, cfg)[0], made.loader.dataset.dataset
+    if row < of_one:
+        samples.length = max(samples.length * row // of_one, 2)
+    run(min(of_one, row))
+    return run(row, num_microbatches=num).peak
 
 
 def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
@@ -125,8 +135,7 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
     is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
     if given.row:
         with set_up(recipe, cfg, given.ranks, LiveBytes()) as (made, run):
-            run(sizes_of(made, cfg)[0])
-            print(run(given.row, num_microbatches=given.microbatches).peak)
+            print(peak_at(made, cfg, run, given.row, given.microbatches))
         return 0
     limit, tflops = int(USABLE * given.memory * _GIB), EFFICIENCY * (given.tflops or 0)
     for way, recomputes in _WAYS.items():

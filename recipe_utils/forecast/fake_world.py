@@ -20,6 +20,7 @@ from recipe_utils.model.build import weights
 from recipe_utils.model.frozen import outputs
 from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.vision import vision_transformer
+from recipe_utils.optim import adamw_8bit
 from recipe_utils.optim.nonfinite import NonfiniteGuard
 from recipe_utils.parallel import process_group
 from recipe_utils.prove import RandomWeights
@@ -56,9 +57,10 @@ class FakeDataset:
 
 
 @contextmanager
-def fake_world(num_ranks: int, live: LiveBytes) -> Iterator[FakeTensorMode]:
+def fake_world(num_ranks: int, live: LiveBytes, on_cuda: bool = False) -> Iterator[FakeTensorMode]:
     """Makes this process rank 0 of ``num_ranks``, with weights whose bytes ``live`` counts.
 
+    With ``on_cuda``, steps of AdamW8bit, which are compiled there, take no memory beside its states.
     Only functions that make weights run on fake tensors. Yields their mode, for ``update``. Recipes
     must be imported within this context.
     """
@@ -97,6 +99,8 @@ def fake_world(num_ranks: int, live: LiveBytes) -> Iterator[FakeTensorMode]:
         (dist, "all_gather_object", gather),
         (process_group, "new_cpu_group", lambda *_: dist.group.WORLD),
     ]
+    if on_cuda:
+        instead.append((adamw_8bit, "_update", lambda *_: None))
     ways = {"_load": counted, "initial_adapters": counted}
     ways["compute_local_shape_and_global_offset"] = on_real  # it reads a table of ranks
     instead += [(weights, n, partial(way, getattr(weights, n))) for n, way in ways.items()]

@@ -249,6 +249,21 @@ def test_the_command_prints_a_forecast_and_leaves_output_dir_alone(run, config_o
     assert last.startswith("Not counted: ")
 
 
+@pytest.mark.slow
+def test_rows_shorter_than_the_longest_sample_have_their_own_peak(run):
+    embedded = SFT, "llama3_2/5M_full_update_step"
+    longer = "tokenizer.max_seq_len=2048", "model.max_seq_len=2048"
+    small, row, same_row, whole = (
+        int(run(*embedded, "--row", *options)[1])
+        for options in (("128", *longer), ("512", *longer), ("512",), ("2048", *longer))
+    )
+    assert row == pytest.approx(same_row, rel=0.01)
+    assert 1.2 * small < row < whole / 2
+    code, text = run(*embedded, *longer, "max_tokens_per_microbatch=256")
+    assert code == 0
+    assert "at 2,048 tokens" in text  # a sample
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes", "options", "text"),
     [
