@@ -118,15 +118,6 @@ def sizes_of(made: Any, cfg: DictConfig) -> tuple[int, int, int]:
     return of_one, min(max(size, of_one), most), most
 
 
-def peak_at(made: Any, cfg: DictConfig, run: Callable[..., Measured], row: int, num: int) -> int:
-    """Returns the peak [bytes] of an update step of ``num`` microbatches, rows of ``row`` positions."""
-    of_one, samples = sizes_of(made, cfg)[0], made.loader.dataset.dataset
-    if row < of_one:
-        samples.length = max(samples.length * row // of_one, 2)
-    run(min(of_one, row))
-    return run(row, num_microbatches=num).peak
-
-
 def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
     """Prints the forecast of a recipe file; returns the exit code."""
     if TorchVersion(torch.__version__) < "2.13":  # fake collectives and shapes of FLOPs are wrong
@@ -135,7 +126,10 @@ def forecast(recipe: str, cfg: DictConfig, given: argparse.Namespace) -> int:
     is_recomputed = bool(cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode"))
     if given.row:
         with set_up(recipe, cfg, given.ranks, LiveBytes()) as (made, run):
-            print(peak_at(made, cfg, run, given.row, given.microbatches))
+            of_one, samples = sizes_of(made, cfg)[0], made.loader.dataset.dataset
+            samples.length = max(samples.length * min(given.row, of_one) // of_one, 2)
+            run(min(given.row, of_one))
+            print(run(given.row, num_microbatches=given.microbatches).peak)
         return 0
     limit, tflops = int(USABLE * given.memory * _GIB), EFFICIENCY * (given.tflops or 0)
     for way, recomputes in _WAYS.items():
