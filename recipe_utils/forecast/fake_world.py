@@ -34,6 +34,14 @@ class FakeWeights(RandomWeights):
         return torch.empty(shape, dtype=torch.bfloat16)
 
 
+def compiled_update(*given: Any) -> None:
+    """Takes the memory of AdamW8bit's compiled update: both moments in fp32, and codes."""
+    p, moments = given[3], given[6:]
+    if len(moments) == 4:  # in codes
+        buffers = torch.empty(p.shape), torch.empty(p.shape), torch.empty_like(moments[0])
+        del buffers
+
+
 class FakeDataset:
     """Map-style dataset of ``kind`` text, pair or image; targets are all tokens, of pairs those not shared."""
 
@@ -60,7 +68,7 @@ class FakeDataset:
 def fake_world(num_ranks: int, live: LiveBytes, on_cuda: bool = False) -> Iterator[FakeTensorMode]:
     """Makes this process rank 0 of ``num_ranks``, with weights whose bytes ``live`` counts.
 
-    With ``on_cuda``, steps of AdamW8bit, which are compiled there, take no memory beside its states.
+    With ``on_cuda``, AdamW8bit's update takes the memory of a compiled one.
     Only functions that make weights run on fake tensors. Yields their mode, for ``update``. Recipes
     must be imported within this context.
     """
@@ -100,7 +108,7 @@ def fake_world(num_ranks: int, live: LiveBytes, on_cuda: bool = False) -> Iterat
         (process_group, "new_cpu_group", lambda *_: dist.group.WORLD),
     ]
     if on_cuda:
-        instead.append((adamw_8bit, "_update", lambda *_: None))
+        instead.append((adamw_8bit, "_update", compiled_update))
     ways = {"_load": counted, "initial_adapters": counted}
     ways["compute_local_shape_and_global_offset"] = on_real  # it reads a table of ranks
     instead += [(weights, n, partial(way, getattr(weights, n))) for n, way in ways.items()]

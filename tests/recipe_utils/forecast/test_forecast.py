@@ -179,6 +179,18 @@ def test_flops_are_those_of_products_and_attention(config_of):
     assert found.flops == pytest.approx(of_weights + of_attention * 7 / 3, rel=1e-3)
 
 
+def test_adamw_8bit_s_update_counts_as_compiled_except_on_a_cpu(config_of):
+    num, peaks = 32_000 * 256, {}  # of the embedding
+    model = {**tiny.WIDE_UNTIED_MODEL, "vocab_size": 32_000}
+    optimizer = {"_component_": "recipe_utils.optim.AdamW8bit"}
+    for device in ("cpu", "cuda"):
+        cfg = OmegaConf.create(config_of(SFT, model=model, optimizer=optimizer, device=device))
+        with forecast.set_up(str(recipe_path(SFT)), cfg, 1, LiveBytes()) as (_, run):
+            run(64)
+            peaks[device] = run(64).peak
+    assert peaks["cpu"] - peaks["cuda"] > 45 * num  # 60 bytes per element, and 9
+
+
 # ---- The largest microbatch ------------------------------------------------------------------------
 
 
