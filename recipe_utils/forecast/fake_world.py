@@ -34,12 +34,19 @@ class FakeWeights(RandomWeights):
         return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def compiled_update(*given: Any) -> None:
+def compiled_update(
+    found_inf: Any,
+    numbers: Any,
+    tables: Any,
+    p: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    *moments: Tensor,
+) -> None:
     """Takes the memory of AdamW8bit's compiled update: both moments in fp32, and codes."""
-    p, moments = given[3], given[6:]
     if len(moments) == 4:  # in codes
-        buffers = torch.empty(p.shape), torch.empty(p.shape), torch.empty_like(moments[0])
-        del buffers
+        buffers = [torch.empty(p.shape, dtype=torch.float32) for _ in range(2)]
+        buffers.append(torch.empty_like(moments[0]))
 
 
 class FakeDataset:
@@ -68,9 +75,9 @@ class FakeDataset:
 def fake_world(num_ranks: int, live: LiveBytes, on_cuda: bool = False) -> Iterator[FakeTensorMode]:
     """Makes this process rank 0 of ``num_ranks``, with weights whose bytes ``live`` counts.
 
-    With ``on_cuda``, AdamW8bit's update takes the memory of a compiled one.
-    Only functions that make weights run on fake tensors. Yields their mode, for ``update``. Recipes
-    must be imported within this context.
+    With ``on_cuda``, AdamW8bit's update takes the memory of a compiled one. Only functions that make
+    weights run on fake tensors. Yields their mode, for ``update``. Recipes must be imported within
+    this context.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

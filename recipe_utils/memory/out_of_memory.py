@@ -50,10 +50,8 @@ class OutOfMemory:
 
     def __str__(self) -> str:
         peak = f" (peak {self.peak_bytes / 2**30:.1f} GiB)" if self.peak_bytes else ""
-        text = f"rank {self.rank} ran out of memory in update step {self.update_step}"
-        return (
-            f"{text}, at rows of {self.tokens:,} tokens{peak}" if self.tokens else f"{text}{peak}"
-        )
+        rows = f", at rows of {self.tokens:,} tokens" if self.tokens else ""
+        return f"rank {self.rank} ran out of memory in update step {self.update_step}{rows}{peak}"
 
     def write(self, folder: Path) -> None:
         """Writes the record atomically; of several ranks' records one is kept."""

@@ -68,13 +68,14 @@ class StepMemory:
         self._step: Any = None  # in progress
         self._is_stepping = False
         # FSDP2's state and the stash of offloaded activations cannot be reset within a backward.
+        has_hooks = hasattr(optimizer, "register_step_pre_hook")
         self._can_repeat = (
-            self._settings.plans_by_tokens
+            has_hooks
+            and self._settings.plans_by_tokens
             and not self._settings.enable_activation_offloading
             and not any(isinstance(module, FSDPModule) for module in model.modules())
-            and hasattr(optimizer, "register_step_pre_hook")
         )
-        if hasattr(optimizer, "register_step_pre_hook"):
+        if has_hooks:
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True))
 
     def restore(self, saved: Mapping[str, Any], is_new: bool) -> None:
@@ -182,11 +183,11 @@ class StepMemory:
         raise RowsDoNotFitError(f"{record}; {how}") from error
 
     def _record(self) -> OutOfMemory:
-        device, bound = self._ranks.device, self._settings.max_tokens_per_microbatch
-        bound = self._step.max_tokens or (None if bound == "auto" else bound)
-        if bound is not None:
-            multiple = self._loader.collator.with_bound(bound).row_multiple or 1
-            bound = -(-bound // multiple) * multiple
+        device, bound = self._ranks.device, self._step.max_tokens  # includes padding
+        configured = self._settings.max_tokens_per_microbatch
+        if bound is None and isinstance(configured, int):
+            multiple = self._loader.collator.row_multiple or 1
+            bound = -(-configured // multiple) * multiple
         return OutOfMemory(
             tokens=self._step.longest,
             max_tokens=bound,

@@ -105,7 +105,7 @@ def _new_state(p: Tensor, is_fused: bool) -> dict[str, Tensor]:
             "optimizer=AdamW8bit: a parameter is sharded within rows; set tensor_parallel_dim=1"
         )
     state = {"step": step}
-    row = torch.zeros(own.size(-1), device=own.device)  # all are alike
+    row = torch.zeros(own.size(-1), device=own.device)  # all rows have the same state
     for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
         both = _quantized(row, _table(is_signed, own.device))
         for key, each in zip((name, f"{name}_scales"), both, strict=True):

@@ -93,7 +93,10 @@ class RowCollator(Collator):
         self._set(settings)
 
     def with_bound(self, max_tokens: int) -> Self:
-        """Returns a collator of microbatches of at most ``max_tokens``, padding included if it is less."""
+        """Returns a collator of microbatches of at most ``max_tokens``, including padding of packed rows.
+
+        If ``max_tokens`` is below the multiple that rows are padded to, it excludes padding.
+        """
         step = self.limits.row_multiple or 1
         for bound in (max_tokens, *range(max_tokens // step * step, 0, -step)):
             other = self._with(replace(self.settings, max_tokens_per_microbatch=bound))

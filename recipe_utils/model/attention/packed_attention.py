@@ -35,7 +35,6 @@ _DTYPES = {
 _COMPILED_LENGTHS = {"cuda": 4, "cpu": 1}
 """Lengths of packed rows where layers are compiled: for the first and then with dynamic shapes. On a
 CPU, compiling DoRA's layers for a second length takes minutes."""
-"""Variants per compiled function: row lengths, times training and validation, times models."""
 
 
 class AttentionNeeds(NamedTuple):

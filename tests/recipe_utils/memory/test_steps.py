@@ -1,4 +1,4 @@
-"""What is recorded of an update step that ran out of memory."""
+"""Records of update steps that ran out of memory, and the peak that is compared with its forecast."""
 
 import logging
 from dataclasses import dataclass

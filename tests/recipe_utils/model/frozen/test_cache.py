@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -315,12 +316,12 @@ def test_the_index_has_no_object_per_sample(tmp_path):
     cache = opened(tmp_path)
     cache.add([key(number) for number in range(num)], [1] * num, {"x": torch.zeros(num, 1)})
     cache.write()
-    del cache
-    gc.collect()
-    num_objects = sys.getallocatedblocks()
+    tracemalloc.start()
     cache = opened(tmp_path)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert len(cache) == num
-    assert sys.getallocatedblocks() - num_objects < num / 20
+    assert num_bytes < 50 * num
 
 
 def anonymous_bytes():
