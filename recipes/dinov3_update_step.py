@@ -37,8 +37,8 @@ from recipe_utils.loss.self_distillation import (
     ObjectiveSettings,
     SelfDistillationLoss,
 )
-from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.construct.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings
 from recipe_utils.model.vision.average_teacher import AverageTeacher

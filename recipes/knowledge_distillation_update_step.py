@@ -32,9 +32,9 @@ from recipe_utils.loss.dataset_weights import refused_weights
 from recipe_utils.loss.distillation import SUMS, make_distillation_loss
 from recipe_utils.model.adapters.adapted_linear import speed_up_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.build.build import ModelSettings, build_model, build_on_meta
-from recipe_utils.model.build.sizes import limits_of
-from recipe_utils.model.build.weights import load_model
+from recipe_utils.model.construct.build import ModelSettings, build_model, build_on_meta
+from recipe_utils.model.construct.sizes import limits_of
+from recipe_utils.model.construct.weights import load_model
 from recipe_utils.model.frozen.teacher import Teacher, TeacherSettings
 from recipe_utils.model.pipeline.pipeline import build_pipeline
 from recipe_utils.model.pipeline.schedule import PipelineSettings

@@ -109,3 +109,16 @@ def test_a_folder_has_at_most_ten_files():
     sizes = Counter(path.parent for path in MODULES.values() if not path.name.startswith("__"))
     too_many = {str(folder): size for folder, size in sizes.items() if size > MAX_FILES}
     assert not too_many
+
+
+def test_no_package_is_named_like_the_output_of_a_tool():
+    """pytest, build backends and .gitignore files leave such folders out."""
+    folders = {part for path in MODULES.values() for part in path.relative_to(ROOT).parts[:-1]}
+    assert not folders & {"build", "dist", "env", "venv", "node_modules", "out", "target"}
+
+
+def test_every_test_file_is_collected(pytestconfig):
+    is_ignored = pytestconfig.hook.pytest_ignore_collect
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for path in (file, *file.parents[: len(file.relative_to(ROOT).parts) - 1]):
+            assert not is_ignored(collection_path=path, config=pytestconfig), file

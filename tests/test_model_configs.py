@@ -21,8 +21,8 @@ from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 from transformers import AutoConfig
 
 from recipe_utils.data.images.multi_crop import check_fits
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.model.transformers import decoder
 from recipe_utils.model.transformers.probe import prove
 from recipe_utils.model.vision.vision_transformer import with_heads

@@ -34,7 +34,7 @@ from recipe_utils.benchmark.report import versions
 from recipe_utils.benchmark.token_audit import IGNORE_INDEX
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.files import write_atomically
-from recipe_utils.model.build.sizes import num_outputs
+from recipe_utils.model.construct.sizes import num_outputs
 from recipe_utils.tune.registry import ROOT, config_path
 
 Result = dict[str, Any]

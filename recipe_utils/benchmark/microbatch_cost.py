@@ -26,7 +26,7 @@ from torchtune import config, training
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.build.sizes import equal_attention_length, vocab_size_and_max_seq_len
+from recipe_utils.model.construct.sizes import equal_attention_length, vocab_size_and_max_seq_len
 from recipe_utils.tune.registry import config_path
 
 

@@ -29,8 +29,8 @@ from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.loader.settings import DataSettings
 from recipe_utils.data.plan.cost import MEASURED_COSTS, MicrobatchCost
 from recipe_utils.data.plan.plan import Microbatches, Plan
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import equal_attention_length
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.sizes import equal_attention_length
 from recipe_utils.tune.registry import config_path
 
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from recipe_utils.forecast.live_bytes import LiveBytes
-from recipe_utils.model.build import weights
+from recipe_utils.model.construct import weights
 from recipe_utils.model.frozen import outputs
 from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.vision import vision_transformer

@@ -37,8 +37,8 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 from recipe_utils.checkpoint.tensors import parameters_by_name
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.build.build import build_on_meta
-from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.construct.build import build_on_meta
+from recipe_utils.model.construct.weights import gather_weights
 from recipe_utils.model.double_precision import DoublePrecision
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError

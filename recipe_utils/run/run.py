@@ -20,7 +20,7 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.start import log_start
 from recipe_utils.evaluation.sample_losses import SampleLosses
 from recipe_utils.memory.steps import StepMemory
-from recipe_utils.model.build.build import describe_model
+from recipe_utils.model.construct.build import describe_model
 from recipe_utils.optim.moved import ChangedWeights
 from recipe_utils.optim.nonfinite import NonfiniteError
 from recipe_utils.parallel.process_group import start_any

@@ -16,7 +16,7 @@ from recipe_utils.checkpoint.export import export, write_generation_config
 from recipe_utils.checkpoint.load import TrainingState
 from recipe_utils.checkpoint.save import CheckpointWriter, SaveOutcome
 from recipe_utils.model.adapters.merge import contents_of_export
-from recipe_utils.model.build.weights import gather_weights
+from recipe_utils.model.construct.weights import gather_weights
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks

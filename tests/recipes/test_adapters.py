@@ -107,7 +107,7 @@ MUTANTS = {
         lambda *_: None,
     ),
     "adapters drawn by each rank": (f"{ADAPTERS}.adapters.fresh_adapters", adapters_of_each_rank),
-    "base not frozen": ("recipe_utils.model.build.build.freeze_base", lambda _: None),
+    "base not frozen": ("recipe_utils.model.construct.build.freeze_base", lambda _: None),
 }
 
 

@@ -23,8 +23,8 @@ from recipe_utils.loss.attach_loss import HiddenAtTargets, attach_loss
 from recipe_utils.loss.distillation import make_distillation_loss
 from recipe_utils.loss.log_probs import LinearLogProbs
 from recipe_utils.loss.preference import make_preference_loss
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import num_outputs, vocab_size_and_max_seq_len
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.sizes import num_outputs, vocab_size_and_max_seq_len
 from recipe_utils.settings.describe import settings_of
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.settings.read import read_settings

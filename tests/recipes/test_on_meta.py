@@ -28,7 +28,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from recipe_utils.model.attention import document_mask, packed_attention
 from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.build import build, sizes
+from recipe_utils.model.construct import build, sizes
 from recipe_utils.parallel import ranks
 
 META, CUDA = torch.device("meta"), torch.device("cuda")

@@ -28,8 +28,8 @@ from torch.func import functional_call
 
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
-from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.kernels import fuse_norms_and_rope
+from recipe_utils.model.construct.build import ModelSettings
+from recipe_utils.model.construct.kernels import fuse_norms_and_rope
 from recipe_utils.settings.problems import ConfigError
 
 FSDP2_KEEPS_WIDER_GRADIENTS = hasattr(FSDPParam, "unsharded_grad_dtype")

@@ -479,7 +479,7 @@ def tiny_model(sizes=MODEL, seed=0):
 
 def on_meta(sizes=MODEL, **settings):
     """Returns a model without weights, as recipes build it."""
-    from recipe_utils.model.build.build import ModelSettings, build_on_meta
+    from recipe_utils.model.construct.build import ModelSettings, build_on_meta
 
     make = partial(config.instantiate, OmegaConf.create(sizes))
     return build_on_meta(make, ModelSettings(**settings))

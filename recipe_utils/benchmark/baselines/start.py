@@ -20,7 +20,7 @@ from recipe_utils.model.adapters.adapters import (
     freeze_base,
     fresh_adapters,
 )
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
 from recipe_utils.settings.problems import naming
 
 

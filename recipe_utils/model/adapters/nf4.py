@@ -36,7 +36,7 @@ def without_quantizing() -> Iterator[None]:
     """Makes builders keep weights plain that they would quantize to NF4.
 
     NF4 tensors are not fully implemented on the meta device.
-    :func:`recipe_utils.model.build.weights.load_weights` quantizes the loaded weights, with the
+    :func:`recipe_utils.model.construct.weights.load_weights` quantizes the loaded weights, with the
     ``scaler_block_size`` that layers are built with (200 in Llama 3.2 Vision's encoders).
     """
 

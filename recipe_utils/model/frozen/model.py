@@ -16,8 +16,8 @@ from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.to_device import to_device_ahead
-from recipe_utils.model.build.build import ModelSettings, build_model
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings, build_model
+from recipe_utils.model.construct.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.stages import Stages
 from recipe_utils.parallel.fsdp import reshard
@@ -95,7 +95,7 @@ def build_frozen_model(
 
     With ``pp`` ranks it has one stage per rank, cut at ``split_points`` or balanced by its own
     costs; outputs are on the rank of the last stage. For ``prepare`` see
-    :func:`recipe_utils.model.build.build.build_model`. ``checkpoint`` contains full weights by
+    :func:`recipe_utils.model.construct.build.build_model`. ``checkpoint`` contains full weights by
     torchtune's keys; ``keys`` are the config keys of the model and its checkpointer, for
     ConfigErrors. With ``is_offloaded`` weights are on the device only during forwards.
     """

@@ -17,7 +17,11 @@ from recipe_utils.data.loader.loader import UpdateStep, UpdateStepLoader
 from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build.weights import check_weights, crc32_of_weights, fingerprint_of_config
+from recipe_utils.model.construct.weights import (
+    check_weights,
+    crc32_of_weights,
+    fingerprint_of_config,
+)
 from recipe_utils.model.frozen.cache import OutputCache, Values
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.parallel.process_group import gather_objects

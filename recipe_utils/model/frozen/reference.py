@@ -17,7 +17,7 @@ from recipe_utils.data.loader.microbatch import Microbatch
 from recipe_utils.data.loader.samples import Sample
 from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.model.adapters.adapters import find_adapters
-from recipe_utils.model.build.build import ModelSettings
+from recipe_utils.model.construct.build import ModelSettings
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_without_adapters
 from recipe_utils.model.frozen.outputs import FrozenOutputs

@@ -28,8 +28,8 @@ from recipe_utils.loss.distillation import (
 )
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.sizes import num_outputs, warn_if_above_memory
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.sizes import num_outputs, warn_if_above_memory
 from recipe_utils.model.frozen.cache import Values
 from recipe_utils.model.frozen.model import (
     FrozenModel,

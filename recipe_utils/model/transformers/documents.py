@@ -32,7 +32,7 @@ from recipe_utils.data.text.limits import Kernel
 from recipe_utils.model.attention.block_mask import block_mask, sees
 from recipe_utils.model.attention.chains import mask_of_chain, parts_of_chains
 from recipe_utils.model.attention.document_mask import attend_by_varlen
-from recipe_utils.model.build.dropout import at_positions
+from recipe_utils.model.construct.dropout import at_positions
 
 
 class Exchange(NamedTuple):

@@ -20,8 +20,8 @@ from recipe_utils.loss.distillation import TeacherHidden
 from recipe_utils.loss.koleo import gradient_of_all
 from recipe_utils.loss.self_distillation import ObjectiveSettings, TeacherBottlenecks, TeacherViews
 from recipe_utils.loss.sinkhorn import num_prototypes_used, sinkhorn
-from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings
+from recipe_utils.model.construct.weights import load_weights
 from recipe_utils.model.frozen.model import FrozenModel
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.vision.vision_transformer import PatchEmbedding

@@ -16,7 +16,7 @@ from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.loss import LinearCrossEntropyLoss
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
 
 SMALL = ["--device", "cpu", "--small"]
 

@@ -16,7 +16,7 @@ from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
 from recipe_utils.checkpoint.tensors import describe_mismatch, unwrapped
 from recipe_utils.files import CheckpointError
-from recipe_utils.model.build.build import ModelSettings, parallelize_model
+from recipe_utils.model.construct.build import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

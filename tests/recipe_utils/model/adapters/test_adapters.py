@@ -17,8 +17,8 @@ from recipe_utils.model.adapters.adapters import (
 )
 from recipe_utils.model.adapters.merge import contents_of_export, merge
 from recipe_utils.model.adapters.nf4 import without_quantizing
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.weights import load_weights
 
 KINDS = {
     "lora": tiny.adapted(tiny.MODEL),

@@ -9,8 +9,8 @@ from torchao.quantization.qat import Int8DynActInt4WeightQATQuantizer
 from recipe_utils.data.loader.microbatch import Targets
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
-from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings
+from recipe_utils.model.construct.weights import load_weights
 
 QUANTIZER = {
     "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",

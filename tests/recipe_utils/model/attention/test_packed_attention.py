@@ -14,8 +14,8 @@ from recipe_utils.model.attention.packed_attention import (
     missing_for_triton,
     other_attention,
 )
-from recipe_utils.model.build.build import ModelSettings
-from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.construct.build import ModelSettings
+from recipe_utils.model.construct.sizes import limits_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

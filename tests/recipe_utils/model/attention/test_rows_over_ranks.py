@@ -8,7 +8,7 @@ from recipe_runs import slow
 from tiny import on_meta
 
 from recipe_utils.model.attention.rows_over_ranks import heads_of_row, tokens_of_part
-from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.construct.sizes import limits_of
 from recipe_utils.parallel.exchange import all_reduce
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 from recipe_utils.settings.problems import ConfigError

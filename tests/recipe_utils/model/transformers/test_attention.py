@@ -24,7 +24,7 @@ from recipe_utils.model.attention.packed_attention import (
     attention_of,
     choose_kernel,
 )
-from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.construct.sizes import limits_of
 from recipe_utils.model.transformers import documents, probe
 from recipe_utils.model.transformers.build import causal_lm
 from recipe_utils.model.transformers.decoder import Decoder, build, max_seq_len_of

@@ -12,7 +12,7 @@ from recipe_runs import slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.data.text.documents import Documents
-from recipe_utils.model.build.sizes import limits_of
+from recipe_utils.model.construct.sizes import limits_of
 from recipe_utils.model.transformers import probe
 from recipe_utils.model.transformers.build import causal_lm, config_of
 from recipe_utils.model.transformers.decoder import Decoder, build

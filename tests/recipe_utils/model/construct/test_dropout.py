@@ -15,8 +15,8 @@ from recipe_utils.data.plan.plan import Part
 from recipe_utils.data.text import collate
 from recipe_utils.data.text.collate import collate_microbatch, collate_packed_microbatch
 from recipe_utils.data.text.trees import merge
-from recipe_utils.model.build import dropout
-from recipe_utils.model.build.dropout import LayoutFreeDropout, has_dropout, replace_dropout
+from recipe_utils.model.construct import dropout
+from recipe_utils.model.construct.dropout import LayoutFreeDropout, has_dropout, replace_dropout
 
 P, SHAPE = 0.3, (32, 64, 128)
 """Rate; samples, positions and channels of each mask."""

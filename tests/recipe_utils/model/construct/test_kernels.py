@@ -6,7 +6,7 @@ import torch
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.modules import RMSNorm, RotaryPositionalEmbeddings
 
-from recipe_utils.model.build.kernels import fuse_norms_and_rope
+from recipe_utils.model.construct.kernels import fuse_norms_and_rope
 
 
 def forward_and_gradients(module, x, **arguments):

@@ -13,8 +13,8 @@ from recipe_utils.data.text.collate import collate_packed_microbatch
 from recipe_utils.loss.attach_loss import attach_loss
 from recipe_utils.loss.linear_cross_entropy import LinearCrossEntropyLoss
 from recipe_utils.model.attention.document_mask import attend_within_documents
-from recipe_utils.model.build.build import ModelSettings, build_on_meta
-from recipe_utils.model.build.kernels import fuse_norms_and_rope
+from recipe_utils.model.construct.build import ModelSettings, build_on_meta
+from recipe_utils.model.construct.kernels import fuse_norms_and_rope
 
 META = torch.device("meta")
 LLAMA = partial(

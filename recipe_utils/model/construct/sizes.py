@@ -11,7 +11,7 @@ from torchtune.utils import get_logger
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
 from recipe_utils.data.text.limits import ModelLimits
 from recipe_utils.model.attention.packed_attention import attention_of
-from recipe_utils.model.build.dropout import has_dropout
+from recipe_utils.model.construct.dropout import has_dropout
 from recipe_utils.parallel.ranks import Ranks
 
 _log = get_logger("INFO")

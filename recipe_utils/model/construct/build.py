@@ -22,12 +22,12 @@ from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton
-from recipe_utils.model.build.dropout import (
+from recipe_utils.model.construct.dropout import (
     has_dropout,
     recompute_with_keys,
     replace_dropout,
 )
-from recipe_utils.model.build.kernels import fuse_norms_and_rope
+from recipe_utils.model.construct.kernels import fuse_norms_and_rope
 from recipe_utils.model.pipeline.schedule import PipelineSettings, stages_of_rank
 from recipe_utils.model.pipeline.stages import (
     Stages,

@@ -8,7 +8,7 @@ from torch import nn
 from torchtune.modules.model_fusion import FusionEmbedding
 
 from recipe_utils.data.plan.cost import ESTIMATED_COSTS, MEASURED_COSTS
-from recipe_utils.model.build.sizes import (
+from recipe_utils.model.construct.sizes import (
     equal_attention_length,
     limits_of,
     vocab_size_and_max_seq_len,

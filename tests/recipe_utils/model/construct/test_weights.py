@@ -17,8 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
 
-from recipe_utils.model.build.build import ModelSettings, build_model
-from recipe_utils.model.build.weights import differences_from_config, gather_weights, load_weights
+from recipe_utils.model.construct.build import ModelSettings, build_model
+from recipe_utils.model.construct.weights import (
+    differences_from_config,
+    gather_weights,
+    load_weights,
+)
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 
 CPU, META = torch.device("cpu"), torch.device("meta")

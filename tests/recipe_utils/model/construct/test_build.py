@@ -11,8 +11,8 @@ from tiny import on_meta
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
 
-from recipe_utils.model.build.build import ModelSettings, build_model, parallelize_model
-from recipe_utils.model.build.weights import load_weights
+from recipe_utils.model.construct.build import ModelSettings, build_model, parallelize_model
+from recipe_utils.model.construct.weights import load_weights
 from recipe_utils.model.pipeline.stages import NotOnThisStage, Stages
 from recipe_utils.parallel.ranks import RankSettings, join_ranks
 

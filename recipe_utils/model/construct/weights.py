@@ -26,7 +26,7 @@ from recipe_utils.model.adapters.adapters import (
     fingerprint_of_frozen,
     initial_adapters,
 )
-from recipe_utils.model.build.build import ModelSettings
+from recipe_utils.model.construct.build import ModelSettings
 from recipe_utils.model.pipeline.stages import Stages, adapters_of
 from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.process_group import gather_objects
