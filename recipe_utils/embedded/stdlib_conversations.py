@@ -6,7 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from recipe_utils.data.chat_template import ConversationDataset, FolderTokenizer
+from recipe_utils.data.text.datasets import ConversationDataset
+from recipe_utils.data.text.tokenizer import FolderTokenizer
 from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.byte_pairs import END
 from recipe_utils.embedded.stdlib_code import code_pairs

@@ -27,13 +27,10 @@ from torchtune.datasets import (
 )
 
 from recipe_utils.data.__main__ import report
-from recipe_utils.data.chat_template import (
-    _in_openai_format,
-    conversation_dataset,
-    folder_tokenizer,
-)
+from recipe_utils.data.chat_template import conversation_dataset, folder_tokenizer
 from recipe_utils.data.loader.samples import CheckedDataset, SampleError
 from recipe_utils.data.text.collate import piece_of
+from recipe_utils.data.text.messages import in_openai_format
 from recipe_utils.data.text.trees import merge
 from recipe_utils.embedded.stdlib_docs import docstring_dataset, docstring_tokenizer
 from recipe_utils.embedded.stdlib_preferences import word_order_dataset
@@ -606,4 +603,4 @@ def test_a_greeting_with_weight_0_is_context(chatml):
 )
 def test_messages_that_templates_would_misread_are_refused(message, text):
     with pytest.raises(SampleError, match=re.escape(text)):
-        _in_openai_format(message)
+        in_openai_format(message)
