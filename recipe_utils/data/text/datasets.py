@@ -1,11 +1,13 @@
 """Datasets of chat files."""
 
 import json
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
-from torchtune.datasets._sft import SFTTransform
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.text.messages import conversation_of, in_openai_format
@@ -33,7 +35,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             text = "set it to True, False or shared"
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
-        self._path, self._tokenize = path, SFTTransform(model_transform=tokenizer)
+        self._path, self._tokenizer = path, tokenizer
         # Line, content, numbers of messages
         self._rows: list[tuple[int, bytes, list[int | None]]] = []
         for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -51,25 +53,41 @@ class ConversationDataset(Dataset[dict[str, Any]]):
         """
         number, line, ends = self._rows[index]
         try:
-            row = conversation_of(line)
-            sequences = [self._tokenized(row, end) for end in ends]
+            row = conversation_of(_object(line))
+            if self.makes_trees:
+                turns = [end for end in ends if end] or [len(row["messages"])]
+                both = self._tokenizer.tokenize_turns(row["messages"], turns, row["tools"])
+                return {"sequences": list(starmap(_sample, both))}
+            messages = row["messages"][: ends[0]]
+            if ends[0] is not None:
+                messages[:-1] = [{**message, "weight": 0} for message in messages[:-1]]
+            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=row["tools"]))
+            return {**sample, "labels": sample["labels"].tolist()}
         except Exception as error:  # any: a row may have any form
             kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
             raise SampleError(f"line {number} of {self._path}: {kind}{error}") from None
-        return {"sequences": sequences} if self.makes_trees else sequences[0]
 
-    def _tokenized(self, row: dict[str, Any], num_messages: int | None) -> dict[str, Any]:
-        messages = row["messages"][:num_messages]
-        if num_messages is not None:
-            messages[:-1] = [{**message, "weight": 0} for message in messages[:-1]]
-        sample = self._tokenize({"messages": messages, "tools": row.get("tools")})
-        return {key: sample[key] for key in ("tokens", "labels")}
+
+def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
+    """Returns tokens as they are, and labels as an array."""
+    return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
+
+
+def _object(line: bytes) -> Any:
+    """Returns the object of a line; raises SampleError with what was found instead."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
+        raise SampleError(text) from error
+    except json.JSONDecodeError as error:
+        raise SampleError(f"it is not one JSON object per line ({error})") from error
 
 
 def _ends_of_turns(line: bytes) -> list[int | None]:
     """Returns the number of messages up to each trained turn; None for a row that fails on loading."""
     try:
-        pairs = enumerate(map(in_openai_format, json.loads(line)["messages"]), 1)
+        pairs = enumerate(map(in_openai_format, conversation_of(_object(line))["messages"]), 1)
         return [number for number, (_, is_trained) in pairs if is_trained] or [None]
     except Exception:  # any: reported with the sample
         return [None]
