@@ -349,9 +349,12 @@ class ChatTemplate:
                 if is_outside or owner not in (None, index):
                     _refuse_change_of_others(chat, index, leaf.key)
                 may_be_cut = index not in turns and chat[index]["role"] == "assistant"
-                if not may_be_cut and not _is_shown(leaf.value, text, begin, end):
-                    what = f"the chat template leaves a part of its {leaf.key} out"
-                    _refuse(chat, index, f"{what} ({leaf.value.strip()[:40]!r}); remove it")
+                what = f"the {leaf.key} of a message ({chat[index]['role']})"
+                is_known = may_be_cut or what in self._inspected
+                if not is_known and not _is_shown(leaf.value, text, begin, end):
+                    self._inspected.add(what)
+                    shown = leaf.value.strip()[:40]
+                    self._warn(f"the chat template cuts or changes {what}, such as {shown!r}")
 
     def _take_left_out(self, chat: Chat, trains: Sequence[bool], leaf: Leaf) -> None:
         """Raises SampleError for a value that is not printed; earlier thinking and names may be left out."""
@@ -375,30 +378,22 @@ class ChatTemplate:
         text: str,
         turns: Mapping[int, Turn],
     ) -> None:
-        """Checks as :meth:`_check`, by changing one key after the other, if a template prints more than values."""
+        """Checks as :meth:`_check`, by changing one value after the other, if a template prints more than values."""
         mark = _unused_mark(text)
-        for index, message in enumerate(chat):
-            for key in [key for key in message if key not in _LABELS]:
-                (part,), _, leaves = _with_marks(
-                    [{key: message[key]}], None, mark, keeps_types=True
-                )
-                if not leaves:
-                    continue
-                changed_chat = [*chat]
-                changed_chat[index] = {**message, **part}
-                changed = self.render(changed_chat, tools)
-                if changed == text:
-                    self._take_left_out(chat, trains, leaves[0]._replace(message=index))
-                    continue
+        for number, leaf in enumerate(_with_marks(chat, tools, mark)[2]):
+            changed = self.render(*_with_marks(chat, tools, mark, only=number)[:2])
+            index = leaf.message
+            if changed == text:
+                self._take_left_out(chat, trains, leaf)
+            elif index is not None:
                 start = _num_common(text, changed)
                 end = len(text) - _num_common(text[start:][::-1], changed[start:][::-1])
                 own = turns.get(index, Turn(0, len(text)))
                 others = [turn for other, turn in turns.items() if other != index]
                 in_other = any(start < turn.end and turn.start < end for turn in others)
-                if in_other or start < own.start or own.end < end:
-                    _refuse_change_of_others(chat, index, key)
-        if tools and self.render(chat, _with_marks([], tools, mark)[1]) == text:
-            raise SampleError("the chat template leaves tools out; remove them")
+                is_outside = not own.start <= start <= end <= own.end
+                if in_other or (is_outside and not leaf.is_name):
+                    _refuse_change_of_others(chat, index, leaf.key)
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -450,7 +445,8 @@ def _is_shown(value: Any, text: str, begin: int, end: int) -> bool:
     """Returns True if a value is printed before ``end`` as it is or in JSON, apart from white space."""
     if not isinstance(value, str) or text[begin:end] == value.strip():
         return True
-    for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
+    plain = value.strip()
+    for form in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
         before = text[max(end - 3 * len(form) - 999, 0) : end]
         if "".join(before.split()).endswith("".join(form.split())):
             return True
@@ -508,12 +504,12 @@ def _unused_mark(text: str) -> str:
 
 
 def _with_marks(
-    chat: Chat, tools: Tools, mark: str, keeps_types: bool = False
+    chat: Chat, tools: Tools, mark: str, only: int | None = None
 ) -> tuple[Chat, Tools, list[Leaf]]:
     """Returns messages and tools with a numbered mark behind each value, and the values by number.
 
-    White space at the end of a text follows its mark. Other values are replaced by marks, or by another
-    value of the type. Of tools, only names and descriptions are marked: templates translate the rest.
+    White space at the end of a text follows its mark. Other values are replaced by marks. With ``only``, no
+    other value changes, and a number or boolean becomes another one. Of tools, only names and descriptions are marked: templates translate the rest.
     """
     leaves: list[Leaf] = []
 
@@ -526,7 +522,9 @@ def _with_marks(
         if isinstance(value, str) and not plain:
             return value
         leaves.append(Leaf(index, key, value, is_name))
-        if keeps_types and isinstance(value, int | float):
+        if only is not None and only != len(leaves) - 1:
+            return value
+        if only is not None and isinstance(value, int | float):
             return not value if isinstance(value, bool) else value + 1
         number = f"{mark}{len(leaves) - 1}⟫"
         return plain + number + (value[len(plain) :] if isinstance(value, str) else "")
