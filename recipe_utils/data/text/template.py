@@ -16,7 +16,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -96,32 +96,24 @@ class ChatTemplate:
     def fitted(self, chat: Chat, tools: Tools) -> Chat:
         """Returns messages whose contents the template prints as text.
 
-        A list of parts, and None, stay as they are if the template has a branch for them. Otherwise the
+        Lists of parts, and None, stay as they are if the template has branches for them. Otherwise the
         texts of the parts are joined, and None becomes an empty text.
         """
-        others = [i for i, each in enumerate(chat) if not isinstance(each.get("content"), str)]
-        if not others:
+        if all(isinstance(each.get("content"), str) for each in chat):
             return chat
         plain = [{**each, "content": content_as_text(each.get("content"))} for each in chat]
-        mark = _unused_mark(str(chat))
-        marked, _, leaves = _with_marks(chat, None, mark)
-        try:
-            text = self.render(marked, tools)
-        except SampleError:
-            return plain
-        lost = {
-            leaf.message
-            for number, leaf in enumerate(leaves)
-            if leaf.key == "content" and f"{mark}{number}⟫" not in text
-        }
-        lost |= {i for i in others if chat[i].get("content") and str(marked[i]["content"]) in text}
-        if None in [chat[i].get("content") for i in others]:
+        mark, scores = _unused_mark(str(chat)), []
+        for form in (chat, plain):
+            marked, _, leaves = _with_marks(form, None, mark)
             try:
-                num_printed = text.count("None") - self.render(plain, tools).count("None")
-            except SampleError:  # it takes lists only
-                num_printed = 0
-            lost |= {i for i in others if num_printed > 0 and chat[i].get("content") is None}
-        return [plain[i] if i in lost else message for i, message in enumerate(chat)]
+                text = self.render(marked, tools)
+            except SampleError:
+                text = ""
+            contents = [each.get("content") for each in marked]
+            is_python = any(isinstance(each, list) and str(each) in text for each in contents)
+            shown = {leaf.message for n, leaf in enumerate(leaves) if f"{mark}{n}⟫" in text}
+            scores.append((0 if is_python else len(shown), -text.count("None")))
+        return chat if scores[0] >= scores[1] else plain
 
     def targets(
         self,
@@ -456,47 +448,34 @@ def _is_shown(value: Any, text: str, begin: int, end: int) -> bool:
 def _frames(
     chat: Chat, text: str, printed: Sequence[Printed], indices: Sequence[int]
 ) -> dict[int, tuple[tuple[str, ...], int, int]]:
-    """Returns for messages what surrounds their values, up to the neighbors', and where they begin and end.
+    """Returns for messages the texts between their values and the neighbors', and where their values begin and end.
 
-    The first message, and those with a value that is not text as it is, have none.
+    The first message has none, nor has one beside a value that is not text as it is.
     """
     shown = [each for each in printed if each.end >= 0]
-    ranges: dict[int | None, list[int]] = {}
-    for at, each in enumerate(shown):
-        ranges.setdefault(each.leaf.message, []).append(at)
-    frames = {}
-    for index in indices:
-        positions = ranges.get(index, [0])
-        first, last = positions[0], positions[-1]
-        around = [
-            _with_spaces(each, text) for each in (shown[first - 1 : last + 2] if first else ())
-        ]
-        is_plain = all(
-            isinstance(each.leaf.value, str)
-            and text[each.begin : each.end].strip() == each.leaf.value.strip()
-            for each in around
-        )
-        if around and is_plain and len(positions) == last - first + 1:
-            ends = [*(each.begin for each in around[1:]), len(text)]
-            gaps = [text[each.end : end] for each, end in zip(around, ends, strict=True)]
-            if last + 1 < len(shown):
-                gaps.pop()  # what follows the next message
+    frames: dict[int, tuple[tuple[str, ...], int, int]] = {}
+    for index, group in groupby(range(len(shown)), lambda at: shown[at].leaf.message):
+        if index not in indices or index is None or index in frames:
+            continue
+        first, *rest = group
+        last = [first, *rest][-1]
+        around = [_extent(each, text) for each in (shown[first - 1], shown[first], shown[last])]
+        around.append(_extent(shown[last + 1], text) if last + 1 < len(shown) else (len(text), 0))
+        if first and None not in around:
+            (_, before), (begin, _), (_, end), (behind, _) = (each or (0, 0) for each in around)
             roles = [message["role"] for message in chat[index - 1 : index + 2]]
-            keys = [each.leaf.key for each in around]
-            own = around[1 : last - first + 2]
-            frames[index] = (*roles, *keys, *gaps), own[0].begin, own[-1].end
+            frames[index] = (*roles, text[before:begin], text[end:behind]), begin, end
     return frames
 
 
-def _with_spaces(printed: Printed, text: str) -> Printed:
-    """Extends what is printed by white space of the value that stands around it."""
+def _extent(printed: Printed, text: str) -> tuple[int, int] | None:
+    """Returns where a text begins and ends with its white space, as far as that is printed; None for other values."""
     leaf, begin, end = printed
-    if isinstance(leaf.value, str):
-        plain = leaf.value.strip()
-        before, behind = leaf.value.split(plain, 1)
-        begin -= len(before) if text.endswith(before, 0, begin) else 0
-        end += len(behind) if text.startswith(behind, end) else 0
-    return Printed(leaf, begin, end)
+    if not isinstance(leaf.value, str) or text[begin:end] != (plain := leaf.value.strip()):
+        return None
+    before, behind = leaf.value.split(plain, 1)
+    begin -= len(before) if text.endswith(before, 0, begin) else 0
+    return begin, end + (len(behind) if text.startswith(behind, end) else 0)
 
 
 def _unused_mark(text: str) -> str:
