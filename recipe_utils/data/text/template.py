@@ -111,7 +111,7 @@ class ChatTemplate:
                 text = ""
             contents = [each.get("content") for each in marked]
             is_python = any(isinstance(each, list) and str(each) in text for each in contents)
-            shown = {leaf.message for n, leaf in enumerate(leaves) if f"{mark}{n}⟫" in text}
+            shown = {leaf[:2] for n, leaf in enumerate(leaves) if f"{mark}{n}⟫" in text}
             scores.append((0 if is_python else len(shown), -text.count("None")))
         return chat if scores[0] >= scores[1] else plain
 
@@ -173,7 +173,7 @@ class ChatTemplate:
         """Yields index, start and limit [characters] of trained messages."""
         render = cache(lambda num, prompt=False: self.render(chat[:num], tools, prompt))
         trained = [i for i, is_trained in enumerate(trains) if is_trained]
-        frames = _frames(chat, text, printed or (), trained)
+        frames = _frames(chat, text, printed or (), {*trained})
         for index in trained:
             frame, begin, end = frames.get(index, ((), 0, 0))
             num_alike, num_before, num_behind = alike.get(frame, (0, 0, 0))
@@ -446,7 +446,7 @@ def _is_shown(value: Any, text: str, begin: int, end: int) -> bool:
 
 
 def _frames(
-    chat: Chat, text: str, printed: Sequence[Printed], indices: Sequence[int]
+    chat: Chat, text: str, printed: Sequence[Printed], indices: set[int]
 ) -> dict[int, tuple[tuple[str, ...], int, int]]:
     """Returns for messages the texts between their values and the neighbors', and where their values begin and end.
 

@@ -111,6 +111,23 @@ def test_parts_are_joined_where_a_template_has_no_branch_for_lists(template, joi
     assert trained == [f"Hel{joint}lo!<|im_end|>"]
 
 
+def test_content_is_none_where_a_template_asks_for_it(read):
+    """DeepSeek's print calls only then; a part-wise branch of one role does not hide the others' text."""
+    calls = "{% for c in m.tool_calls if not m.content is string %}"
+    template = TOOL_CHATML.replace("{% for c in m.tool_calls %}", calls).replace(
+        "m.content +", "(m.content or '') +"
+    )
+    assert "<tool_call>f" in read(use([F], content=None), template)[0]
+    some = CHATML.replace(
+        "m.content +",
+        "(m.content | map(attribute='text') | join if m.role == 'user' else m.content) +",
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content in (parts, "ab"):
+        text, _ = read({"messages": [say("user", parts), say("assistant", content)]}, some)
+        assert text == text_of(("user", "ab"), ("assistant", "ab"))
+
+
 def test_keys_without_a_value_are_as_absent(read):
     nothing = {
         "refusal": None,
