@@ -112,20 +112,18 @@ def test_parts_are_joined_where_a_template_has_no_branch_for_lists(template, joi
 
 
 def test_content_is_none_where_a_template_asks_for_it(read):
-    """DeepSeek's print calls only then; a part-wise branch of one role does not hide the others' text."""
+    """Some print calls only then; others have a branch for lists in messages of the user only."""
     calls = "{% for c in m.tool_calls if not m.content is string %}"
     template = TOOL_CHATML.replace("{% for c in m.tool_calls %}", calls).replace(
         "m.content +", "(m.content or '') +"
     )
     assert "<tool_call>f" in read(use([F], content=None), template)[0]
-    some = CHATML.replace(
-        "m.content +",
-        "(m.content | map(attribute='text') | join if m.role == 'user' else m.content) +",
-    )
+    lists = "m.content if m.content is string else m.content | map(attribute='text') | join('|')"
+    some = CHATML.replace("m.content +", f"({lists} if m.role == 'user' else m.content) +")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    for content in (parts, "ab"):
+    for content, user in ((parts, "ab"), ("ab", "a|b")):
         text, _ = read({"messages": [say("user", parts), say("assistant", content)]}, some)
-        assert text == text_of(("user", "ab"), ("assistant", "ab"))
+        assert text == text_of(("user", user), ("assistant", "ab"))
 
 
 def test_keys_without_a_value_are_as_absent(read):
