@@ -1,10 +1,11 @@
 """Files that components build on first use, and rebuild if their arguments change."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, SoftFileLock
 from torchtune.utils import get_logger
 
 _log = get_logger("INFO")
@@ -41,7 +42,14 @@ def build_once(
     if not changes() and path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    lock = path.with_name(f".{path.name}.lock")
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(lock, fallback_to_soft=False))
+        except (
+            OSError
+        ):  # the file system has no locks; raises again in a folder that cannot be written
+            held.enter_context(SoftFileLock(lock.with_suffix(".soft_lock")))
         changed = changes()
         if not changed and path.exists():
             return

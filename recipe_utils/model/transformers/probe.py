@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchtune.training import set_default_dtype
+from torchtune.utils import get_logger
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
@@ -63,6 +65,8 @@ _BOUND = 1e-8
 _NUM_PARTS = 3
 """Parts of a row that ranks compute."""
 _SEED = 0
+_LOCK_SECONDS = 600
+"""Time to wait for the proof of another process, before this one proves itself [s]."""
 
 
 @dataclass(frozen=True)
@@ -174,22 +178,47 @@ def paths_of_code() -> list[Path]:
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none."""
+    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none.
+
+    If the cache cannot be read, locked or written, the result is only returned, after a warning.
+    """
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
     text = json.dumps([described, *made_from[1:], *code], default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    path = cache / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
+    path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
+
+    def read() -> dict[str, Any] | None:
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        return None
+
+    result = read()  # without a lock: the folder may be another user's
+    if result is not None:
+        return result
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written
-        return make()
-    with FileLock(path.with_suffix(".lock")):  # one of several processes proves
-        if not path.exists():
-            write_atomically(path, json.dumps(make()).encode())
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+        # One of several processes proves. A soft lock would outlive a killed process.
+        with FileLock(path.with_suffix(".lock"), _LOCK_SECONDS, fallback_to_soft=False):
+            result = read()
+            if result is None:
+                result = make()
+                write_atomically(path, json.dumps(result).encode())
+    except OSError as error:
+        _warn_of_cache(path.parent, error.strerror or str(error))
+    return make() if result is None else result
+
+
+@cache
+def _warn_of_cache(folder: Path, reason: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        get_logger("INFO").warning(
+            f"{folder}: the result of the start-up check cannot be kept there ({reason}), so each start checks "
+            "again; set the environment variable XDG_CACHE_HOME to a folder of yours"
+        )
 
 
 def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:
