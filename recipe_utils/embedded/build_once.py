@@ -1,7 +1,6 @@
 """Files that components build on first use, and rebuild if their arguments change."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,11 @@ def build_once(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
-    with ExitStack() as held:
-        try:
-            held.enter_context(FileLock(lock, fallback_to_soft=False))
-        except (
-            OSError
-        ):  # the file system has no locks; raises again in a folder that cannot be written
-            held.enter_context(SoftFileLock(lock.with_suffix(".soft_lock")))
+    try:
+        held = FileLock(lock, fallback_to_soft=False).acquire()
+    except OSError:  # without locks; in a folder that cannot be written, this raises again
+        held = SoftFileLock(lock.with_suffix(".soft_lock")).acquire()
+    with held:
         changed = changes()
         if not changed and path.exists():
             return

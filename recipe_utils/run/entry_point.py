@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -169,22 +169,19 @@ def _exit_code() -> int:
 
 @contextmanager
 def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at any of :data:`USER_SIGNALS`, SIGTERM or SIGINT in the block; then restores the handlers.
+    """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
 
-    Those of SIGTERM and SIGINT are restored at the first of the two, so that a second one ends the process.
-    A scheduler may send the others more than once, to the launcher, which forwards them, and to the ranks.
+    The handlers of SIGTERM and SIGINT are restored at the first of the two, so that a second one ends the
+    process. A scheduler may send the others to the launcher, which forwards them, and to the ranks.
     """
     first_only = signal.SIGTERM, signal.SIGINT
     # None is a handler in C, such as faulthandler's.
     outside = {n: signal.getsignal(n) or signal.SIG_DFL for n in (*first_only, *USER_SIGNALS)}
 
-    def restore(numbers: Iterable[int]) -> None:
-        for number in numbers:
-            signal.signal(number, outside[signal.Signals(number)])
-
     def request(number: int, _: Any) -> None:
         event.set()
-        restore(first_only if number in first_only else ())
+        for each in first_only if number in first_only else ():
+            signal.signal(each, outside[each])
 
     for number in outside:
         signal.signal(number, request)
@@ -193,4 +190,5 @@ def set_on_signals(event: threading.Event) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        restore(outside)
+        for number, handler in outside.items():
+            signal.signal(number, handler)

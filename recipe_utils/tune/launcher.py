@@ -49,10 +49,7 @@ def wait_for_ranks() -> None:
     def raise_if_received() -> None:
         if received:
             text = f"Not all ranks exited with code 0 after {received[0].name}"
-            # torchrun ends the other ranks with it.
-            raise SignalException(
-                text, signal.SIGTERM if received[0] in USER_SIGNALS else received[0]
-            )
+            raise SignalException(text, received[0])
 
     def start(ranks: PContext) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
@@ -64,8 +61,8 @@ def wait_for_ranks() -> None:
 
         def forward(number: int, _: FrameType | None) -> None:
             received.append(signal.Signals(number))
-            for each, handler in torch_handlers.items() if number in torch_handlers else ():
-                signal.signal(each, handler)
+            for each in torch_handlers if number in torch_handlers else ():
+                signal.signal(each, torch_handlers[each])
             # Not to the process group: it contains DataLoader workers, which are still needed.
             for pid in ranks.pids().values():
                 with suppress(ProcessLookupError):

@@ -9,7 +9,8 @@ and it raises no exception.
 import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +18,7 @@ from typing import NoReturn
 _IS_OURS = "TORCHTUNE_UPDATE_STEP_RUN"
 """Environment variable of a ``tune run`` of this project's recipes; its ranks inherit it."""
 _NOISE = ("Failed to load ", "Skipping import of cpp extensions", "<enum 'KernelPreference'>")
-"""Starts of what torchao 0.17 causes at its import: kernels of devices, which no recipe here uses."""
+"""Starts of messages at the import of torchao 0.17, about kernels that no recipe here uses."""
 
 
 class _NamesForTorchtune(MetaPathFinder):
@@ -29,17 +30,14 @@ class _NamesForTorchtune(MetaPathFinder):
 
             for name in ("int4_weight_only", "int8_dynamic_activation_int4_weight"):
                 if not hasattr(quantization, name):
-                    setattr(quantization, name, _removed(name))
+                    setattr(quantization, name, partial(_refuse, name))
 
 
-def _removed(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(
-            f"torchao.quantization.{name}: torchao 0.16 removed it, so torchtune cannot quantize; export the model, "
-            "and call torchao.quantization.quantize_ with Int4WeightOnlyConfig or another config of torchao"
-        )
-
-    return refuse
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise NotImplementedError(
+        f"torchao.quantization.{name}: torchao 0.16 removed it, so torchtune's quantizers cannot convert a model; "
+        "call torchao.quantization.quantize_ with Int4WeightOnlyConfig or another config of torchao"
+    )
 
 
 def register() -> None:
@@ -65,6 +63,7 @@ def register() -> None:
                 )
     is_listing = Path(sys.argv[0]).name == "tune" and sys.argv[1:2] != ["run"]
     if _IS_OURS in os.environ or is_listing or is_module_of_ours:
+        warnings.filterwarnings("ignore", "Deprecation: TorchAODType")  # of QAT
         for logger in ("torchao", "torch.utils._pytree"):
             logging.getLogger(logger).addFilter(
                 lambda record: not record.getMessage().startswith(_NOISE)

@@ -8,14 +8,15 @@ across documents is not a test: models with sparse attention pass it, and their 
 import copy
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchtune.training import set_default_dtype
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_once
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
@@ -65,8 +66,6 @@ _BOUND = 1e-8
 _NUM_PARTS = 3
 """Parts of a row that ranks compute."""
 _SEED = 0
-_LOCK_SECONDS = 600
-"""Time to wait for the proof of another process, before this one proves itself [s]."""
 
 
 @dataclass(frozen=True)
@@ -189,36 +188,22 @@ def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dic
     home = os.environ.get("HOME") or tempfile.gettempdir()
     folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
     path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
-
-    def read() -> dict[str, Any] | None:
-        with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
-        return None
-
-    result = read()  # without a lock: the folder may be another user's
-    if result is not None:
-        return result
+    result: dict[str, Any] = {}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # One of several processes proves. A soft lock would outlive a killed process.
-        with FileLock(path.with_suffix(".lock"), _LOCK_SECONDS, fallback_to_soft=False):
-            result = read()
-            if result is None:
-                result = make()
-                write_atomically(path, json.dumps(result).encode())
-    except OSError as error:
-        _warn_of_cache(path.parent, error.strerror or str(error))
-    return make() if result is None else result
-
-
-@cache
-def _warn_of_cache(folder: Path, reason: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        get_logger("INFO").warning(
-            f"{folder}: the result of the start-up check cannot be kept there ({reason}), so each start checks "
-            "again; set the environment variable XDG_CACHE_HOME to a folder of yours"
-        )
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One of several processes proves. A soft lock would outlive a killed process.
+            with FileLock(path.with_suffix(".lock"), timeout=600, fallback_to_soft=False):
+                if not path.exists():
+                    result = make()
+                    write_atomically(path, json.dumps(result).encode())
+        result = result or json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"{path.parent}: it cannot keep the result of the start-up check ({reason}), which each start repeats"
+        text += "; set the environment variable XDG_CACHE_HOME to a folder of yours"
+        log_once(get_logger("INFO"), text, logging.WARNING)
+    return result or make()
 
 
 def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:
