@@ -171,8 +171,8 @@ def _exit_code() -> int:
 def set_on_signals(event: threading.Event) -> Iterator[None]:
     """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
 
-    The handlers of SIGTERM and SIGINT are restored at the first of the two, so that a second one ends the
-    process. A scheduler may send the others to the launcher, which forwards them, and to the ranks.
+    Restores the handlers after the block, and those of SIGTERM and SIGINT at the first of the two. The others may
+    come more than once: from the scheduler and from the launcher.
     """
     first_only = signal.SIGTERM, signal.SIGINT
     # None is a handler in C, such as faulthandler's.

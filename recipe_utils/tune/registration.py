@@ -17,8 +17,8 @@ from typing import NoReturn
 
 _IS_OURS = "TORCHTUNE_UPDATE_STEP_RUN"
 """Environment variable of a ``tune run`` of this project's recipes; its ranks inherit it."""
-_NOISE = ("Failed to load ", "Skipping import of cpp extensions", "<enum 'KernelPreference'>")
-"""Starts of messages at the import of torchao 0.17, about kernels that no recipe here uses."""
+_NOISE = ("Failed to load ", "Skipping import of cpp extensions", " is an Enum subclass and is now")
+"""Parts of messages at the import of torchao 0.17, about kernels that no recipe here uses."""
 
 
 class _NamesForTorchtune(MetaPathFinder):
@@ -66,5 +66,5 @@ def register() -> None:
         warnings.filterwarnings("ignore", "Deprecation: TorchAODType")  # of QAT
         for logger in ("torchao", "torch.utils._pytree"):
             logging.getLogger(logger).addFilter(
-                lambda record: not record.getMessage().startswith(_NOISE)
+                lambda record: not any(part in record.getMessage() for part in _NOISE)
             )

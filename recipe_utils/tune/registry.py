@@ -42,8 +42,7 @@ def _recipes() -> dict[str, list[str]]:
 
 
 USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
-"""Signals of schedulers before a time limit, such as Slurm's ``--signal=USR1@60``. A program of this project blocks
-them, and its ranks inherit that, until a handler requests a stop: by default they would end the process."""
+"""Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
 
 RECIPES = _recipes()
 """Recipe name -> names of its configs (``configs/NAME.yaml``)."""

@@ -1,13 +1,17 @@
 """The embedded data: thousands of real texts, a tokenizer without loss, two disjoint splits."""
 
+import errno
 import json
+import multiprocessing
 import re
+import time
 
 import pytest
 import tiny
 from recipe_runs import keep_messages
 from torchtune.data import Message
 
+from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
     docstring_pairs,
@@ -161,6 +165,24 @@ def test_files_of_an_export_are_read_without_a_change(small):
     assert docstring_tokenizer(path).vocab_size == 300
     assert docstring_tokenizer(path, str(small / "docstrings.json"), 280).vocab_size == 300
     assert contents(export) == before
+
+
+def test_one_of_several_processes_builds_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def build():
+        time.sleep(0.2)
+        with (tmp_path / "file").open("a") as file:
+            file.write("built")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    fork, arguments = multiprocessing.get_context("fork"), (tmp_path / "file", build)
+    processes = [fork.Process(target=build_once, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [process.join() or process.exitcode for process in processes] == [0] * 3
+    assert (tmp_path / "file").read_text() == "built"
 
 
 @pytest.mark.parametrize("name", [".tokenizer.model.made_from.json", "tokenizer.json"])
