@@ -92,7 +92,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
     """Writes a hidden file and renames it. A killed writer leaves the hidden file."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(
+        f".{path.name}.{os.getpid()}.unfinished"
+    )  # ranks may write one file
     num_bytes = crc32 = 0
     try:
         with unfinished.open("wb") as file:

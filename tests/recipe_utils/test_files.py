@@ -55,6 +55,21 @@ def test_parts_and_layouts_of_tensors_are_read(path):
             read("nowhere")
 
 
+def write_often(path, content):
+    for _ in range(100):
+        write_atomically(path, content)
+
+
+def test_processes_may_write_the_same_file_at_the_same_time(path):
+    contents = ["a" * 10_000, "b" * 20_000]
+    processes = [fork_context.Process(target=write_often, args=(path, each)) for each in contents]
+    for process in processes:
+        process.start()
+    assert [process.join() or process.exitcode for process in processes] == [0, 0]
+    assert path.read_text() in contents
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_dtype_without_a_name_in_safetensors_is_reported():
     with pytest.raises(CheckpointError, match="complex64"):
         dtype_name(torch.complex64)
