@@ -52,7 +52,7 @@ def wait_for_ranks() -> None:
             raise SignalException(text, received[0])
 
     def start(ranks: PContext) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it
         raise_if_received()  # this is a restart
         torch_start(ranks)
         if threading.current_thread() is not threading.main_thread():

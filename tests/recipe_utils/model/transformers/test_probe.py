@@ -67,7 +67,7 @@ UNUSABLE = {
 @pytest.mark.parametrize("call", UNUSABLE)
 def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypatch, tmp_path):
     code, config = UNUSABLE[call], tiny_config_of("qwen3")
-    expected = replace(probe.prove(config), seconds=0)
+    expected = replace(probe.proof_of(config), seconds=0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def fail(*_, **__):
