@@ -145,7 +145,11 @@ def test_signals_of_a_scheduler_during_the_imports_save_a_checkpoint_that_resume
     num_ranks, weights_folder, tmp_path, started
 ):
     """Slurm sends them to the launcher, to each rank, or to both."""
-    arguments = [SFT, "--config", str(write(config_of_text(weights_folder, **SHORT, epochs=1), tmp_path))]
+    arguments = [
+        SFT,
+        "--config",
+        str(write(config_of_text(weights_folder, **SHORT, epochs=1), tmp_path)),
+    ]
     signalled_dir, undisturbed_dir = tmp_path / "signalled", tmp_path / "undisturbed"
     ranks = [f"--nproc_per_node={num_ranks}"] * (num_ranks > 1)
     process = Popen(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,12 +70,8 @@ def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypa
     code, config = UNUSABLE[call], tiny_config_of("qwen3")
     expected = replace(probe.proof_of(config), seconds=0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def fail(*_, **__):
-        raise OSError(code, os.strerror(code))
-
     with keep_messages(logging.WARNING) as warnings, monkeypatch.context() as patches:
-        patches.setattr(call, fail)
+        patches.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))
         found = [probe.proof_of(config) for _ in range(2)]
     assert [replace(each, seconds=0) for each in found] == [expected] * 2
     (warning,) = warnings
