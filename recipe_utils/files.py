@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -91,8 +92,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
 
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> FileFacts:
-    """Writes a hidden file and renames it. A killed writer leaves the hidden file."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    """Writes a hidden file of its own and renames it. A killed writer leaves the hidden file."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     num_bytes = crc32 = 0
     try:
         with unfinished.open("wb") as file:

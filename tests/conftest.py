@@ -134,10 +134,14 @@ def pytest_xdist_make_scheduler(config, log):
 def process_is_restored():
     """Ends a process group that a refused recipe leaves, and removes the handler of a DataLoader.
 
-    PyTorch's handler of SIGCHLD raises in the main thread when a worker of any thread dies.
+    PyTorch's handler of SIGCHLD raises in the main thread when a worker of any thread dies. Recipes block signals.
     """
-    handler = signal.getsignal(signal.SIGCHLD)
+    handler, blocked = (
+        signal.getsignal(signal.SIGCHLD),
+        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    )
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     signal.signal(signal.SIGCHLD, handler)
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist

@@ -66,6 +66,8 @@ def test_two_processes_log_the_losses_of_one(by_name):
     assert two.returncode == 0, two.stderr
     assert losses(by_name / "two") == pytest.approx(losses(by_name / "out"), rel=1e-5)
     assert two.stderr.count("100%") <= 3, "more than one rank shows a bar"
+    assert "torchao" not in two.stdout + two.stderr
+    assert "Enum" not in two.stdout + two.stderr
 
 
 @pytest.mark.slow

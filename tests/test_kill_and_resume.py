@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, PIPE
 
 import pytest
 import tiny
@@ -138,6 +138,36 @@ def test_a_signal_to_the_launcher_leaves_a_whole_checkpoint_and_no_process(
     assert_gone(workers)
     assert Run(arguments, tmp_path / "out", 2).wait(None) == 0
     assert len(losses_in(tmp_path / "out")) == 50
+
+
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
+def test_signals_of_a_scheduler_during_the_imports_save_a_checkpoint_that_resumes(
+    num_ranks, weights_folder, tmp_path, started
+):
+    """Slurm sends them to the launcher, to each rank, or to both."""
+    arguments = [
+        SFT,
+        "--config",
+        str(write(config_of_text(weights_folder, **SHORT, epochs=1), tmp_path)),
+    ]
+    signalled_dir, undisturbed_dir = tmp_path / "signalled", tmp_path / "undisturbed"
+    ranks = [f"--nproc_per_node={num_ranks}"] * (num_ranks > 1)
+    process = Popen(
+        [TUNE, "run", *ranks, *arguments, *logging_to(signalled_dir)], stdout=DEVNULL, stderr=PIPE
+    )
+    started.append(process)
+    assert process.stderr.readline().startswith(b"Importing PyTorch, torchtune")
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: len(children_of(process.pid)) == len(ranks) * num_ranks, process)
+    for pid in [*children_of(process.pid), process.pid]:
+        os.kill(pid, signal.SIGUSR2)
+    process.communicate(timeout=240)
+    assert process.returncode == 0
+    assert list(losses_in(signalled_dir)) == [1]
+    for folder in (signalled_dir, undisturbed_dir):
+        assert Run(arguments, folder, num_ranks).wait(None) == 0
+    assert losses_in(signalled_dir) == losses_in(undisturbed_dir)
+    assert len(losses_in(signalled_dir)) == 30
 
 
 def descendants_of(pid):

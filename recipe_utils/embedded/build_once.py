@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, SoftFileLock
 from torchtune.utils import get_logger
 
 _log = get_logger("INFO")
@@ -41,7 +41,12 @@ def build_once(
     if not changes() and path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        held = FileLock(lock, fallback_to_soft=False).acquire()
+    except OSError:  # without locks; in a folder that cannot be written, this raises again
+        held = SoftFileLock(lock.with_suffix(".soft_lock")).acquire()
+    with held:
         changed = changes()
         if not changed and path.exists():
             return

@@ -34,6 +34,7 @@ from recipe_utils.parallel.process_group import (
 from recipe_utils.run.log import set_up_screen
 from recipe_utils.settings.problems import ConfigError
 from recipe_utils.tune.launcher import CONFIG_ERROR_EXIT_CODE, REPORTED_EXIT_CODE
+from recipe_utils.tune.registry import USER_SIGNALS
 
 USER_ERRORS = (ExportError, NonfiniteError, SampleError, WorkerDiedError)
 """Training errors that are reported without a traceback."""
@@ -82,6 +83,7 @@ def entry_point(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
         start.__doc__ = recipe_main.__doc__
         set_up_screen()
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # until set_on_signals
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(os.getppid())  # the launcher
         try:
@@ -167,20 +169,26 @@ def _exit_code() -> int:
 
 @contextmanager
 def set_on_signals(event: threading.Event) -> Iterator[None]:
-    """Sets ``event`` at the first SIGTERM or SIGINT in the block; then restores the handlers."""
-    outside = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Sets ``event`` at the first SIGTERM or SIGINT in the block, and at any of :data:`USER_SIGNALS`.
 
-    def restore() -> None:
-        for number, handler in outside.items():
-            signal.signal(number, handler)
+    Restores the handlers after the block, and those of SIGTERM and SIGINT at the first of the two. The others may
+    come more than once: from the scheduler and from the launcher.
+    """
+    first_only = signal.SIGTERM, signal.SIGINT
+    # None is a handler in C, such as faulthandler's.
+    outside = {n: signal.getsignal(n) or signal.SIG_DFL for n in (*first_only, *USER_SIGNALS)}
 
-    def request(_: int, __: Any) -> None:
+    def request(number: int, _: Any) -> None:
         event.set()
-        restore()
+        for each in first_only if number in first_only else ():
+            signal.signal(each, outside[each])
 
     for number in outside:
         signal.signal(number, request)
+    blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
     try:
         yield
     finally:
-        restore()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        for number, handler in outside.items():
+            signal.signal(number, handler)

@@ -163,8 +163,8 @@ class Run:
     ) -> Iterator[UpdateStep]:
         """Yields the remaining update steps of all epochs until a stop. Rank 0 shows a progress bar.
 
-        SIGTERM and SIGINT request a stop from here on. The model is validated before the first update
-        step; after each epoch it is exported and a checkpoint saved.
+        SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 request a stop from here on. The model is validated before the
+        first update step; after each epoch it is exported and a checkpoint saved.
 
         Args:
             loader: loader of the training.

@@ -23,6 +23,8 @@ from torch.distributed.launcher import api
 from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
+from recipe_utils.tune.registry import USER_SIGNALS
+
 _SAVED = re.compile(r"step_\d+")
 CONFIG_ERROR_EXIT_CODE = 2
 """Exit code of all ranks and the launcher after a config error."""
@@ -35,9 +37,9 @@ NUM_NODES = "TORCHTUNE_UPDATE_STEP_NUM_NODES"
 def wait_for_ranks() -> None:
     """Patches torchrun's handling of signals and of reported errors in this process.
 
-    The first SIGTERM or SIGINT is forwarded to the ranks, and the launcher waits for them without a
-    timeout. If all exit with code 0, so does the launcher; otherwise it exits as torchrun does
-    after a signal, without a restart. A second signal has torchrun's effect.
+    The first SIGTERM or SIGINT, and any SIGUSR1 or SIGUSR2, is forwarded to the ranks, and the launcher
+    waits for them without a timeout. If all exit with code 0, so does the launcher; otherwise it exits
+    as torchrun does after a signal, without a restart. A second SIGTERM or SIGINT has torchrun's effect.
 
     Config errors are not restarted. The launcher prints nothing about errors that ranks reported.
     """
@@ -50,6 +52,7 @@ def wait_for_ranks() -> None:
             raise SignalException(text, received[0])
 
     def start(ranks: PContext) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)  # the ranks inherit it
         raise_if_received()  # this is a restart
         torch_start(ranks)
         if threading.current_thread() is not threading.main_thread():
@@ -58,15 +61,16 @@ def wait_for_ranks() -> None:
 
         def forward(number: int, _: FrameType | None) -> None:
             received.append(signal.Signals(number))
-            for each, handler in torch_handlers.items():
-                signal.signal(each, handler)
+            for each in torch_handlers if number in torch_handlers else ():
+                signal.signal(each, torch_handlers[each])
             # Not to the process group: it contains DataLoader workers, which are still needed.
             for pid in ranks.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-        for number in torch_handlers:
+        for number in (*torch_handlers, *USER_SIGNALS):
             signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, USER_SIGNALS)
 
     def wait(ranks: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         result = torch_wait(ranks, timeout, period)

@@ -8,6 +8,7 @@ line. It is imported with torch (:mod:`recipe_utils.tune.registration`), so it m
 
 import difflib
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,9 @@ def _recipes() -> dict[str, list[str]]:
         configs[recipe if recipe in names else "full_finetune_update_step"].append(config)
     return configs
 
+
+USER_SIGNALS = signal.SIGUSR1, signal.SIGUSR2
+"""Signals of schedulers before a time limit, blocked until handlers are installed: by default they end a process."""
 
 RECIPES = _recipes()
 """Recipe name -> names of its configs (``configs/NAME.yaml``)."""
@@ -77,6 +81,7 @@ def register() -> bool:
             sys.stderr.write(f"{argument}: unknown; did you mean {similar[0]}?\n")
     is_run_of_ours = command == "run" and any(map(_is_ours, arguments))
     if is_run_of_ours:
+        signal.pthread_sigmask(signal.SIG_BLOCK, USER_SIGNALS)
         sys.stderr.write("Importing PyTorch, torchtune and the recipe ...\n")  # takes 5 to 10 s
         from recipe_utils.tune.launcher import wait_for_ranks
 

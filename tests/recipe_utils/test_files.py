@@ -1,6 +1,8 @@
 """The safetensors library reads tensor files, and no failed write leaves a part of a file."""
 
 import resource
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +55,14 @@ def test_parts_and_layouts_of_tensors_are_read(path):
     for read in (file.read, file.layout):
         with pytest.raises(CheckpointError, match=r"t\.safetensors.*nowhere"):
             read("nowhere")
+
+
+def test_several_may_write_the_same_file_at_the_same_time(path):
+    contents = ["a" * 10_000, "b" * 20_000] * 50
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(partial(write_atomically, path), contents))
+    assert path.read_text() in contents
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_dtype_without_a_name_in_safetensors_is_reported():

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,29 +154,35 @@ def test_damaged_checkpoints_are_skipped_by_name_and_reason(reason, resumable):
     assert losses(logged) == uninterrupted[3:]
 
 
-def run_until_signalled(config, at_step, on_rank):
-    """Sends SIGTERM to rank ``on_rank`` in its update step ``at_step``."""
+USR1 = signal.SIGUSR1
+
+
+def run_until_signalled(config, at_step, on_rank, *signals):
+    """Sends signals, SIGTERM without any, to rank ``on_rank`` in its update step ``at_step``."""
+    signals = signals or [signal.SIGTERM]
     with set_up(config) as recipe:
         if dist.get_rank() == on_rank:
-            call_in_step(recipe, at_step, partial(os.kill, os.getpid(), signal.SIGTERM))
+            call_in_step(recipe, at_step, lambda: [os.kill(os.getpid(), each) for each in signals])
         recipe.train()
     return list(ListLogger.logged)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "signals"),
     [
-        {"prefetch_update_steps": 4},
-        slow({"prefetch_update_steps": 0, "enable_async_checkpointing": True}),
-        slow({"pipeline_parallel_dim": 2}),
+        ({"prefetch_update_steps": 4}, [USR1, signal.SIGUSR2, signal.SIGTERM, USR1]),
+        slow({"prefetch_update_steps": 0, "enable_async_checkpointing": True}, []),
+        slow({"pipeline_parallel_dim": 2}, [USR1]),
     ],
     ids=["prefetch", "async", "pipeline"],
 )
-def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(changes, tiny_config):
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(
+    changes, signals, tiny_config
+):
     config = config_of(tiny_config, save_every_n_steps=..., **changes)
     whole = writing_to(f"{config['output_dir']}_whole", config)
     uninterrupted = losses(run_distributed(run_recipe, 2, whole)[0])
-    logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1)[0])
+    logged = losses(run_distributed(run_until_signalled, 2, config, 2, 1, *signals)[0])
     assert len(logged) == 2
     assert saved(config) == ["step_2"]
     resumed = losses(run_distributed(run_recipe, 2, {**config, "resume_from_checkpoint": True})[0])

@@ -5,7 +5,6 @@ tokenized before the first step. ``attn_implementation`` is that of transformers
 ``sdpa``).
 """
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -238,9 +237,6 @@ def _load(config: DictConfig, checkpointer: DictConfig) -> Any:
 
 def _with_adapters(base: Any, config: DictConfig) -> Any:
     """Adds the initial adapters to a transformers model; PEFT loads them from files."""
-    # PEFT raises an error for an old torchao, which is not used here.
-    for name in ("import_utils", "tuners.lora.torchao", "utils.quantization_utils"):
-        importlib.import_module(f"peft.{name}").is_torchao_available = lambda: False  # type: ignore[attr-defined]
     from peft import PeftModel
 
     # One folder per rank: there is no process group yet for a barrier.

@@ -21,7 +21,7 @@ def simulate_quantization(model: nn.Module, quantizer: Mapping[str, Any]) -> Non
     """Fake-quantizes linear layers and their inputs, in place: LoRA's frozen weights, or without adapters all.
 
     As in torchtune, embeddings stay as they are, and so do output layers that are tied to them.
-    Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.15, and computes what
+    Replaces torchtune's ``QATLoRALinear``, which does not run with torchao 0.17, and computes what
     torchao's ``prepare`` does, whose layers would have to be allocated.
 
     The model is on the meta device; ``quantizer`` is one of torchtune's QAT quantizers.

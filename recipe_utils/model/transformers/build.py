@@ -1,23 +1,21 @@
 """Builds a decoder from a local folder of transformers."""
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torchtune.utils import get_logger
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipe_utils.checkpoint.transformers import WEIGHTS
 from recipe_utils.files import write_atomically
 from recipe_utils.model.transformers.decoder import Decoder, build
-from recipe_utils.model.transformers.probe import error_on_device, proof_of
+from recipe_utils.model.transformers.probe import error_on_device, log_once, proof_of
 
 
 def causal_lm(
@@ -87,13 +85,6 @@ def best_plan(path: str, attention: Any = None, config: Any = None, **_: Any) ->
 
 
 causal_lm.recipe_defaults = {"microbatching": best_plan}  # type: ignore[attr-defined]
-
-
-@cache
-def log_once(text: str) -> None:
-    """Logs a line on rank 0, also before process groups exist, once in a process."""
-    if os.environ.get("RANK", "0") == "0":
-        get_logger("INFO").info(text)
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:

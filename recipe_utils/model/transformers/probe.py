@@ -8,13 +8,15 @@ across documents is not a test: models with sparse attention pass it, and their 
 import copy
 import hashlib
 import json
+import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchtune.training import set_default_dtype
+from torchtune.utils import get_logger
 
 from recipe_utils.data.text.documents import Document, Documents, chains, length_of, tree
 from recipe_utils.data.text.limits import Kernel, PackedAttention
@@ -174,22 +177,40 @@ def paths_of_code() -> list[Path]:
 
 
 def _cached(made_from: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none."""
+    """Returns the cached result of ``make`` for these values, versions and code; calls it if there is none.
+
+    If the cache cannot be read, locked or written, the result is only returned, after a warning.
+    """
     described = made_from[0].to_diff_dict() | {"model_type": made_from[0].model_type}
     code = [torch.__version__, transformers.__version__, *map(Path.read_text, paths_of_code())]
     text = json.dumps([described, *made_from[1:], *code], default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    path = cache / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"))
+    path = folder / "torchtune_update_step" / f"proof_{key[:32]}.json"
+    result: dict[str, Any] = {}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written
-        return make()
-    with FileLock(path.with_suffix(".lock")):  # one of several processes proves
         if not path.exists():
-            write_atomically(path, json.dumps(make()).encode())
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One of several processes proves. A soft lock would outlive a killed process.
+            with FileLock(path.with_suffix(".lock"), timeout=600, fallback_to_soft=False):
+                if not path.exists():
+                    result = make()
+                    write_atomically(path, json.dumps(result).encode())
+        result = result or json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"{path.parent}: it cannot keep the result of the start-up check ({reason}), which each start repeats"
+        text += "; set the environment variable XDG_CACHE_HOME to a folder of yours"
+        log_once(text, logging.WARNING)
+    return result or make()
+
+
+@cache
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Logs a line on rank 0, also before process groups exist, once in a process."""
+    if os.environ.get("RANK", "0") == "0":
+        get_logger("INFO").log(level, text)
 
 
 def prove(config: Any, attention: str | None = None, ways: Sequence[Way] = WAYS) -> Proof:

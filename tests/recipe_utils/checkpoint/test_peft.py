@@ -1,8 +1,8 @@
 """Exported adapters have the names, rows and config that PEFT computes the same with."""
 
 import json
-import sys
 
+import peft
 import pytest
 import tiny
 import torch
@@ -17,6 +17,7 @@ from torchtune.models.gemma2._convert_weights import gemma2_tune_to_hf
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
+from transformers import AutoModelForCausalLM
 
 from recipe_utils.checkpoint.export import export
 from recipe_utils.checkpoint.peft import load_checkpoint
@@ -111,29 +112,18 @@ def exported(request, tmp_path):
     return model, tmp_path / "base", folder
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Returns transformers' loader, with PEFT installed."""
-    pytest.importorskip("peft")
-    import transformers
-
-    # It refuses torchao below 0.16, which torchtune needs, even where nothing uses it.
-    for module in [m for m in sys.modules.values() if hasattr(m, "is_torchao_available")]:
-        monkeypatch.setattr(module, "is_torchao_available", lambda *_: False)
-    return transformers.AutoModelForCausalLM.from_pretrained
+load = AutoModelForCausalLM.from_pretrained
 
 
-def logits_of_export(load, base_folder, folder, tokens):
+def logits_of_export(base_folder, folder, tokens):
     """Returns the logits of the merged model, and of its base with the adapters."""
-    import peft
-
     plain = load(folder)
     with_peft = peft.PeftModel.from_pretrained(load(base_folder), folder / "adapter")
     return plain(tokens).logits, with_peft(tokens).logits
 
 
 @torch.no_grad()
-def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, load):
+def test_peft_and_a_plain_load_compute_the_model_s_logits(exported):
     model, base_folder, folder = exported
     tokens = torch.randint(tiny.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(1))
     described = json.loads((folder / "adapter" / "adapter_config.json").read_text())
@@ -142,7 +132,7 @@ def test_peft_and_a_plain_load_compute_the_model_s_logits(exported, load):
     assert len(described["target_modules"]) == 7
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert len(adapters) == 14 * (3 if described["use_dora"] else 2)
-    plain, with_peft = logits_of_export(load, base_folder, folder, tokens)
+    plain, with_peft = logits_of_export(base_folder, folder, tokens)
     assert (with_peft - plain).abs().max() < 1e-5
     assert (with_peft - model(tokens)).abs().max() < 1e-5
 
@@ -159,7 +149,7 @@ TRAININGS = {
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", *map(slow, ("dpo", "kd"))])
 def test_an_exported_folder_is_opened_as_it_is(
-    kind, load, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
+    kind, tiny_config, tiny_dpo_config, tiny_kd_config, tmp_path
 ):
     """transformers would apply the adapters again if ``adapter_config.json`` were beside a merged model."""
     recipe, sizes = TRAININGS[kind]
@@ -192,7 +182,7 @@ def test_an_exported_folder_is_opened_as_it_is(
         if isinstance(p, NF4Tensor)
     }
     write_base(tmp_path / "as_multiplied", {**base, **quantized}, sizes)
-    plain, with_peft = logits_of_export(load, tmp_path / "as_multiplied", folder, tokens)
+    plain, with_peft = logits_of_export(tmp_path / "as_multiplied", folder, tokens)
     without = load(tmp_path / "as_multiplied")(tokens).logits
     assert (plain - without).abs().max() > 1e-2
     own = model(tokens)

@@ -1,13 +1,18 @@
 """The embedded data: thousands of real texts, a tokenizer without loss, two disjoint splits."""
 
+import errno
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import tiny
 from recipe_runs import keep_messages
 from torchtune.data import Message
 
+from recipe_utils.embedded.build_once import build_once
 from recipe_utils.embedded.stdlib_docs import (
     docstring_dataset,
     docstring_pairs,
@@ -161,6 +166,18 @@ def test_files_of_an_export_are_read_without_a_change(small):
     assert docstring_tokenizer(path).vocab_size == 300
     assert docstring_tokenizer(path, str(small / "docstrings.json"), 280).vocab_size == 300
     assert contents(export) == before
+
+
+def test_one_of_several_builds_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    def build():
+        time.sleep(0.2)
+        with (tmp_path / "file").open("a") as file:
+            file.write("built")
+
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: build_once(tmp_path / "file", build), range(3)))
+    assert (tmp_path / "file").read_text() == "built"
 
 
 @pytest.mark.parametrize("name", [".tokenizer.model.made_from.json", "tokenizer.json"])

@@ -44,7 +44,8 @@ def fail(*_):
 
 @pytest.mark.parametrize("way_out", ["its end", "a stop", "an error in training", "in setup"])
 def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out, start, closed):
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+    handlers = [signal.getsignal(number) for number in numbers]
     recipe, cfg = start(save_every_n_steps=2)
     if way_out == "in setup":
         cfg.checkpointer.checkpoint_dir = "/nowhere"
@@ -66,7 +67,7 @@ def test_on_every_way_out_everything_is_closed_and_signals_are_restored(way_out,
     was_open = way_out != "in setup"
     assert (closed, stopped) == ([True] * was_open, [True] * was_open)
     assert not dist.is_initialized()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert [signal.getsignal(number) for number in numbers] == handlers
     assert not [t for t in threading.enumerate() if t.name.startswith(("checkpoint", "prefetch"))]
 
 

@@ -55,10 +55,27 @@ def run(program, *folders):
 
 
 def test_importing_torch_alone_imports_nothing_of_a_checkout(installed):
-    program = "import torch; print([m for m in sys.modules if m.startswith(('recipe_utils', 'torchtune'))])"
+    names = ("recipe_utils", "torchtune", "torchao", "transformers")
+    program = f"import torch; print([m for m in sys.modules if m.startswith({names})])"
     done = run(program, installed, ROOT)
     assert done.stdout.strip() == "['torchtune_update_step_registration']", done.stderr
     assert done.stderr == ""
+
+
+def test_torchtune_is_imported_with_the_names_that_its_torchao_lacks(installed):
+    """Without ``tune``; a name that torchao has is kept."""
+    program = """
+import torchao.quantization as quantization
+quantization.int4_weight_only = "kept"
+from torchtune.training.quantization import Int8DynActInt4WeightQuantizer, int4_weight_only
+print(int4_weight_only)
+Int8DynActInt4WeightQuantizer().quantize(None)
+"""
+    done = run(program, installed)
+    assert done.stdout == "kept\n"
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("NotImplementedError: torchao.quantization.int8_dynamic_activation_")
+    assert "call torchao.quantization.quantize_ with" in error
 
 
 def test_torch_is_imported_with_a_broken_checkout_and_tune_reports_it_in_one_line(

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-import sys
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
 import big_batch
+import peft
 import pytest
 import tiny
 import torch
@@ -57,19 +57,8 @@ def folder_of(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def peft():
-    import peft
-
-    with pytest.MonkeyPatch.context() as patch:
-        # It refuses torchao below 0.16, which torchtune needs, even where nothing uses it.
-        for module in [m for m in sys.modules.values() if hasattr(m, "is_torchao_available")]:
-            patch.setattr(module, "is_torchao_available", lambda *_: False)
-        yield peft
-
-
 @pytest.fixture
-def config_of(folder_of, peft, tmp_path):
+def config_of(folder_of, tmp_path):
     """Makes a config that starts from adapters that PEFT has saved."""
 
     def make(model_type, lora, **changes):
@@ -115,7 +104,7 @@ def float64_throughout():
         yield
 
 
-def gradients_of_peft(config, peft):
+def gradients_of_peft(config):
     """Returns gradients of the mean over all target tokens, one sample after the other."""
     checkpointer = config["checkpointer"]
     with float64_throughout():
@@ -159,11 +148,11 @@ def recorded(config):
     ],
 )
 def test_gradients_are_those_of_peft_on_one_sample_at_a_time(
-    model_type, lora, world_size, changes, config_of, peft
+    model_type, lora, world_size, changes, config_of
 ):
     data = {"_component_": "tiny.tiny_dataset", "num_samples": 8}
     config = config_of(model_type, lora, dataset=data, **STEP_OF_8, **changes)
-    expected = gradients_of_peft(config, peft)
+    expected = gradients_of_peft(config)
     for gradients in run_distributed(recorded, world_size, config):
         assert gradients.keys() == expected.keys()
         assert big_batch.error(gradients, expected) < 1e-10
@@ -180,7 +169,7 @@ ATTENTION = {**LORA, "target_modules": ["q_proj", "o_proj"]}
     [("qwen2", DORA), *map(slow, ("lfm2", "qwen3", "gpt_oss", "qwen3_moe"), (LORA, SOME, DORA, ATTENTION))],
 )  # fmt: skip
 def test_an_export_computes_the_trained_model_s_logits_merged_and_with_peft(
-    model_type, lora, config_of, peft
+    model_type, lora, config_of
 ):
     config = config_of(model_type, lora, max_steps_per_epoch=4)
     with torch.enable_grad(), set_up(config) as made:

@@ -1,14 +1,19 @@
 """Start-up proof of a decoder: it computes packed rows in the first way that is exact, or in none."""
 
 import copy
+import errno
+import logging
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from decoder_types import tiny_config_of
-from recipe_runs import slow
+from recipe_runs import keep_messages, slow
 from tiny_transformers import save_tiny
 
 from recipe_utils.data.text.documents import Documents
@@ -53,6 +58,26 @@ def test_the_module_that_mixes_documents_is_named(model_type, ways, module):
     proof = probe.prove(tiny_config_of(model_type), ways=ways)
     assert proof.way == "padded"
     assert re.fullmatch(module, proof.problem)
+
+
+UNUSABLE = {
+    "os.mkdir": errno.EROFS, "os.open": errno.EACCES, "fcntl.flock": errno.ENOSYS, "os.fsync": errno.ENOSPC,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", UNUSABLE)
+def test_a_proof_is_made_in_memory_where_the_cache_cannot_be_used(call, monkeypatch, tmp_path):
+    code, config = UNUSABLE[call], tiny_config_of("qwen3")
+    expected = replace(probe.proof_of(config), seconds=0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with keep_messages(logging.WARNING) as warnings, monkeypatch.context() as patches:
+        patches.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))
+        found = [probe.proof_of(config) for _ in range(2)]
+    assert [replace(each, seconds=0) for each in found] == [expected] * 2
+    (warning,) = warnings
+    assert warning.startswith(f"{tmp_path}/torchtune_update_step: it cannot keep")
+    assert f"({os.strerror(code)})" in warning
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_gradients_that_are_not_numbers_prove_nothing():
