@@ -1,6 +1,6 @@
 """Preference tuning (DPO and others) of all weights or of adapters, on one or several processes.
 
-The reference is frozen; with adapters, it is the base model. Every pair of answers has the same
+The reference is frozen; with adapters, it is what training starts from. Every pair of answers has the same
 weight for any split. Packed rows compute a common prefix of both answers once.
 
     tune run full_dpo_update_step --config llama3_2/5M_full_dpo_update_step
@@ -73,7 +73,7 @@ class Settings(
     """Keys of the config. Each class documents and checks its own keys."""
 
     model: Component
-    """A torchtune decoder or transformers folder. The base of adapters is their reference."""
+    """A torchtune decoder or transformers folder."""
     tokenizer: Component
     """A tokenizer of torchtune or a transformers folder. ``max_seq_len`` truncates both sides."""
     dataset: OfTokenizer | list[OfTokenizer]

@@ -5,7 +5,7 @@ files.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from recipe_utils.checkpoint.layout import rank_file, read_index, read_tensors
 from recipe_utils.checkpoint.tensors import (
     AnyOptimizer,
     describe_mismatch,
+    frozen_parameters,
+    in_words,
     model_tensors,
     restore_optimizer,
 )
@@ -112,16 +114,16 @@ def _texts(found: Mapping[str, tuple[Any, Any]], prefix: str = "") -> list[str]:
     ]
 
 
-def _changed_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
-    """Returns the optimizer arguments that differ between two configs; none if one has no optimizer."""
-    then, now = saved.get("optimizer"), current.get("optimizer")
-    if not then or not now:
-        return set()
-    changed = {key.partition(".")[0] for key in differences(then, now)}
-    # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.
-    if any(saved.get(k) != current.get(k) for k in ("loraplus_lr_ratio", "lr_scheduler")):
-        changed.add("lr")
-    return changed
+def _changed_options(*configs: Mapping[str, Any]) -> set[str]:
+    """Returns the optimizer arguments that differ, for checkpoints without options as built (before 0.5.1)."""
+    of_rate = ("lr_scheduler", "loraplus_lr_ratio")
+    found = [
+        {**each["optimizer"], **{key: each.get(key) for key in of_rate}}
+        for each in configs
+        if each.get("optimizer")
+    ]
+    changed = {key.partition(".")[0] for key in differences(*found)} if len(found) > 1 else set()
+    return changed | ({"lr"} if changed & {*of_rate} else set())
 
 
 def load(
@@ -133,6 +135,7 @@ def load(
     data_fingerprint: Mapping[str, Any] | None = None,
     frozen: Mapping[str, str] = {},
     config: Mapping[str, Any] = {},
+    other_model: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingState:
     """Loads a checkpoint in place; each rank reads its part. Collective.
@@ -148,9 +151,10 @@ def load(
         recipe: name of the recipe, which must be the saved one.
         data_fingerprint: compared with the saved one; None accepts any.
         frozen: see :attr:`TrainingState.frozen`; compared with the saved one.
-        config: config of this training. Its ``model`` must equal the saved one, if there is one;
-            arguments of its ``optimizer`` that differ from the saved config's override the
-            checkpoint.
+        config: config of this training. Its ``model`` must equal the saved one, if there is one.
+            Options of ``optimizer`` that are built otherwise than then override the checkpoint.
+        other_model: True to accept another ``model`` and other frozen parameters. Those that were frozen
+            then start without optimizer state, those that are frozen now keep their trained weights.
         group: a CPU (gloo) group of all ranks.
 
     Raises:
@@ -164,8 +168,11 @@ def load(
     if dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    tensors = model_tensors(model)
-    names_of_other_stages = set().union(*gather_objects(list(tensors), group)) - tensors.keys()
+    tensors, frozen_now = model_tensors(model), frozen_parameters(model)
+    of_ranks = gather_objects((list(tensors), list(frozen_now)), group)
+    all_trained, all_frozen = (set().union(*names) for names in zip(*of_ranks, strict=True))
+    all_trained -= all_frozen  # of an earlier training
+    names_of_other_stages = (all_trained | all_frozen) - tensors.keys()
 
     def check_bytes() -> Marker:
         problem = check_whole(path, recipe=recipe)
@@ -176,34 +183,47 @@ def load(
             raise DamagedError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
         return marker
 
-    def check_fit() -> tuple[TrainingState, Metadata]:
+    def check_fit() -> tuple[TrainingState, Metadata, set[str]]:
         state = read_as(TrainingState, path / "state.json")
         of_data = (state.data_fingerprint, data_fingerprint or {})
         problems = changed_weights(*of_data, state.epoch, state.samples_consumed)
         before, now = ({k: v for k, v in each.items() if k != "weights"} for each in of_data)
-        problems += _texts(differences(before, now))
+        pairs = differences(before, now).items()
+        # Earlier checkpoints have no hashes of files.
+        problems += _texts({k: v for k, v in pairs if v[0] is not None or "content_hash" not in k})
         if data_fingerprint is not None and problems:
             cause = ""
-            if "hash_of_samples" in str(problems):
+            if "hash" in str(problems):
                 cause = "; the file, tokenizer, chat template or max_seq_len has changed"
             raise CheckpointError(
                 "; ".join(problems) + f" ({path}){cause}; set what it was saved with, or "
                 "resume_with_other_data=True"
             )
-        _check_frozen(state.frozen, frozen, path)
         metadata = read_index(read_as(dict[str, Any], path / "tensors.json"), marker.files)
-        problem = describe_mismatch(_like(MODEL, metadata), tensors, names_of_other_stages)
+        saved = _like(MODEL, metadata)
+        thawed = all_trained & state.frozen.keys()
+        newly_frozen = (all_frozen & saved.keys()) - state.frozen.keys()
+        if (thawed or newly_frozen) and not other_model:
+            raise CheckpointError(
+                f"model: trained now, frozen in {path}: {in_words(thawed)} ({len(thawed)}); frozen now, trained "
+                f"then: {in_words(newly_frozen)} ({len(newly_frozen)}); set it as then, or resume_with_other_model=True"
+            )
+        _check_frozen(state.frozen, frozen, path, thawed | newly_frozen)
+        for name in thawed - saved.keys():
+            tensors.pop(name, None)
+        tensors.update({n: p.detach() for n, p in frozen_now.items() if n in saved})
+        problem = describe_mismatch(saved, tensors, names_of_other_stages)
         if problem:
             raise CheckpointError(
                 f"model: {path} does not fit it: {problem}; set model, dtype and weights_dtype as then"
             )
         models = [each.get("model") or {} for each in (state.config, config)]
-        if all(models) and (found := differences(*models)):
+        if all(models) and not other_model and (found := differences(*models)):
             text = "; ".join(_texts(found, "model."))
             raise CheckpointError(
                 f"{text} ({path}); set it as then, or resume_with_other_model=True"
             )
-        return state, metadata
+        return state, metadata, thawed
 
     def restore() -> dict[str, Tensor]:
         try:
@@ -214,6 +234,7 @@ def load(
                 _like(OPTIMIZER, metadata),
                 names_of_other_stages,
                 _changed_options(state.config, config),
+                thawed,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -222,12 +243,14 @@ def load(
 
     def read() -> None:
         read_tensors(path, metadata, targets)
+        for name in frozen_now.keys() & tensors.keys():
+            frozen_now[name].was_trained = True  # type: ignore[attr-defined]
         if marker.world_size == world_size:
             _load_random_state(path / rank_file(rank))
 
     # No content is used before every rank has checked its share of the bytes.
     marker = _on_all_ranks(check_bytes, group)
-    state, metadata = _on_all_ranks(check_fit, group)
+    state, metadata, thawed = _on_all_ranks(check_fit, group)
     states = _on_all_ranks(restore, group)
     targets = {MODEL + name: tensor for name, tensor in tensors.items()}
     targets |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
@@ -235,13 +258,16 @@ def load(
     return state
 
 
-def _check_frozen(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
-    """Raises CheckpointError if frozen weights differ from those at the save."""
+def _check_frozen(
+    saved: Mapping[str, str], current: Mapping[str, str], path: Path, trained: Collection[str] = ()
+) -> None:
+    """Raises CheckpointError if frozen weights, but those ``trained`` then or now, differ from those at the save."""
     lacks_teacher = TEACHER not in saved or TEACHER not in current  # kd_ratio=0 loads none
     found = {
         key: (before, now)
         for key, (before, now) in differences(saved, current).items()
         if not (lacks_teacher and key.startswith(TEACHER))
+        and key not in trained
         # Checkpoints of version 0.4.3 have no fingerprint of a frozen model's config.json.
         and not (before is None and key.endswith("_checkpointer.config.json"))
     }

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -20,15 +21,19 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STAGE = re.compile(r"(^|(?<=\.))stage_\d+\.")  # also inside names: a teacher beside its student
 # Options that do not change the result of a step; the resumed run uses its own.
 _IMPLEMENTATION_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_BUILT = "as_built"
+"""Option with the options of a group before training; see :func:`note_options`."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns trained parameters and persistent buffers by their names without wrappers.
 
     Runs with other wrappers (activation checkpointing, compile) find the same names. Shared weights
-    occur once. Frozen weights are always loaded by the checkpointer and are not included.
+    occur once. Frozen weights are always loaded by the checkpointer and are not included, unless they were
+    trained before a resume.
     """
     tensors: dict[str, Tensor] = dict(parameters_by_name(model))
+    tensors |= {n: p for n, p in frozen_parameters(model).items() if hasattr(p, "was_trained")}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -40,6 +45,18 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of :func:`model_tensors` themselves, not detached."""
     reshard(model)
     return {unwrapped(name): parameter for name, parameter in trained_parameters(model).items()}
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are not trained, by name."""
+    return {unwrapped(name): p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def note_options(optimizer: AnyOptimizer, **more: Any) -> None:
+    """Keeps the present options of each group, and ``more``, for a comparison when training resumes."""
+    for _, group in _groups(optimizer):
+        options = {k: v for k, v in group.items() if k not in {*_IMPLEMENTATION_OPTIONS, _BUILT}}
+        group[_BUILT] = deepcopy({**options, **more})  # schedules set a tensor in place
 
 
 def unwrapped(name: str) -> str:
@@ -90,15 +107,15 @@ def optimizer_contents(
 def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the descriptions by :func:`optimizer_contents` of all ranks, which have different stages.
 
-    The groups of all ranks must have the same options.
+    A rank may have groups that others have not.
     """
-    merged: dict[str, Any] = {"state": {}, "groups": []}
+    state, groups = dict[str, Any](), dict[str, Any]()
     for description in descriptions:
-        merged["state"] |= description["state"]
-    for groups in zip(*(description["groups"] for description in descriptions), strict=True):
-        names = dict.fromkeys(name for group in groups for name in group["names"])
-        merged["groups"].append({"names": list(names), "options": groups[0]["options"]})
-    return merged
+        state |= description["state"]
+        for group in description["groups"]:
+            merged = groups.setdefault(repr(group["options"]), {**group, "names": []})
+            merged["names"] = list(dict.fromkeys(merged["names"] + group["names"]))
+    return {"state": state, "groups": list(groups.values())}
 
 
 def _groups(optimizer: AnyOptimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
@@ -123,6 +140,8 @@ def _plain(value: Any, what: str) -> Any:
         return value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(item, what) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item, what) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(f"{what} is a {type(value).__name__}, which step checkpoints cannot hold")
@@ -135,9 +154,11 @@ def restore_optimizer(
     saved: Mapping[str, Tensor],
     names_of_other_stages: Collection[str] = (),
     keeps: Collection[str] = (),
+    fresh: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Sets an optimizer's options and plain values from a checkpoint, and allocates its state tensors.
 
+    Options that were built with another value than now, see :func:`note_options`, keep their current values.
     Nothing is changed if anything does not fit. The parameter groups may differ, as they do between
     an optimizer and :class:`recipe_utils.optim.optimizer.OptimizerInBackward`.
 
@@ -147,7 +168,8 @@ def restore_optimizer(
         description: second result of :func:`optimizer_contents`.
         saved: meta tensors like the saved ones, by the names of its first result.
         names_of_other_stages: parameters that other pipeline stages step.
-        keeps: options that keep their current values; ``lr`` also sets ``initial_lr``.
+        keeps: options that keep their current values if the checkpoint does not have those as built.
+        fresh: parameters that were frozen, which have no state.
 
     Returns:
         The new, still empty state tensors by the same names, sharded as the parameters.
@@ -160,37 +182,37 @@ def restore_optimizer(
         name: group["options"] for group in description["groups"] for name in group["names"]
     }
     current = {names[id(p)] for _, group in _groups(optimizer) for p in group["params"]}
-    lacking = current - options_of.keys()
+    lacking = current - options_of.keys() - set(fresh)
     superfluous = options_of.keys() - current - set(names_of_other_stages)
     if lacking or superfluous:
         raise CheckpointError(
             "optimizer: it steps other parameters than when it was saved; new: "
-            f"{_some(lacking)}; no longer: {_some(superfluous)}"
+            f"{in_words(lacking)}; no longer: {in_words(superfluous)}"
         )
 
     tensors: dict[str, Tensor] = {}
     new_options, new_states = [], []
     for part, group in _groups(optimizer):
         members = [names[id(parameter)] for parameter in group["params"]]
-        options = options_of[members[0]] if members else {}
-        differing = [name for name in members if options_of[name] != options]
+        known = [name for name in members if name in options_of]
+        changed = set[str]().union(*(_changed(options_of[name], group, keeps) for name in known))
+        unchanged = {
+            name: {k: v for k, v in options_of[name].items() if k not in changed} for name in known
+        }
+        options = unchanged[known[0]] if known else {}
+        differing = [name for name in known if unchanged[name] != options]
         ours = group.keys() - _IMPLEMENTATION_OPTIONS
         if differing:
             raise CheckpointError(
-                f"optimizer: {members[0]} and {differing[0]} are in one group, but were saved with "
-                f"{options} and {options_of[differing[0]]}"
+                f"optimizer: {known[0]} and {differing[0]} are in one group, but were saved with "
+                f"{options} and {unchanged[differing[0]]}"
             )
         # Schedulers add initial_lr.
-        if members and (ours ^ options.keys()) - {"initial_lr"}:
+        if known and (ours ^ options_of[known[0]].keys()) - {"initial_lr", _BUILT}:
             raise CheckpointError(
-                f"optimizer={type(part).__name__}: its options are {_some(ours)}; it was saved with "
-                f"{_some(options)}; set the same optimizer"
+                f"optimizer={type(part).__name__}: its options are {in_words(ours)}; it was saved with "
+                f"{in_words(options_of[known[0]])}; set the same optimizer"
             )
-        options = dict(options)
-        for key in keeps & group.keys():
-            options[key] = _plain(group[key], key)
-            if key == "lr" and "initial_lr" in options:
-                options["initial_lr"] = options[key]
         new_options.append((group, options))
         for name, parameter in zip(members, group["params"], strict=True):
             state = {}
@@ -214,6 +236,19 @@ def restore_optimizer(
         if state:
             part.state[parameter] = state
     return tensors
+
+
+def _changed(
+    saved: Mapping[str, Any], group: Mapping[str, Any], keeps: Collection[str]
+) -> set[str]:
+    """Returns the options of a group that keep their current values, because they were built with others."""
+    then, now, changed = saved.get(_BUILT), group.get(_BUILT), {*keeps}
+    if then is not None and now is not None:
+        changed = {key for key in now if then.get(key) != _plain(now[key], key)}
+    # Without a schedule, the checkpoint's rate would be that of the old schedule's last step.
+    if {"lr", "lr_scheduler"} & changed:
+        changed |= {"lr", "initial_lr"}
+    return {*changed, _BUILT}
 
 
 def _zeros_like(
@@ -240,7 +275,8 @@ def _zeros_like(
     return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
-def _some(names: Iterable[str]) -> str:
+def in_words(names: Iterable[str]) -> str:
+    """Returns a list of some names."""
     listed = sorted(names)
     text = ", ".join(listed[:5]) or "none"
     return f"{text} and {len(listed) - 5} more" if len(listed) > 5 else text
@@ -277,4 +313,4 @@ def describe_mismatch(
         "its shapes differ: {}": shapes,
         "its dtypes differ: {}": dtypes,
     }
-    return "; ".join(text.format(_some(found)) for text, found in differences.items() if found)
+    return "; ".join(text.format(in_words(found)) for text, found in differences.items() if found)

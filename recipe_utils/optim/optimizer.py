@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig
@@ -44,6 +43,9 @@ class OptimizerSettings(DataSettings):
     """Learning-rate schedule, stepped once per optimizer step; null keeps the rate constant."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of LoRA's B and DoRA's magnitudes over that of A; null is 1."""
+    weight_decay_of_vectors: bool | None = None
+    """Weight decay also of tensors with fewer than two dimensions (norms, biases). False excludes them, as
+    Hugging Face's Trainer does. Default: True; False in dinov3_update_step."""
     clip_grad_norm: Annotated[Positive, BeforeValidator(_infinite_as_float)] | None = None
     """Maximum norm of all gradients together; null or inf only measures it."""
     optimizer_in_bwd: bool = False
@@ -59,14 +61,17 @@ class OptimizerSettings(DataSettings):
     """Gradient norm of a spike over the median."""
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        """Returns an optimizer's first argument: parameters, or groups with a learning rate each."""
-        if self.loraplus_lr_ratio is None:
+        """Returns an optimizer's first argument: parameters, or groups with options of their own."""
+        ratio, decays_vectors = self.loraplus_lr_ratio, self.weight_decay_of_vectors is not False
+        if ratio is None and decays_vectors:
             return list(parameters.values())
-        slower = [p for name, p in parameters.items() if not name.endswith(_FASTER)]
-        faster = [p for name, p in parameters.items() if name.endswith(_FASTER)]
-        lr = self.optimizer["lr"] * self.loraplus_lr_ratio
-        groups: list[dict[str, Any]] = [{"params": slower}, {"params": faster, "lr": lr}]
-        return [group for group in groups if group["params"]]
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+        for name, p in parameters.items():
+            key = ratio is not None and name.endswith(_FASTER), not decays_vectors and p.dim() < 2
+            options = {"lr": self.optimizer["lr"] * ratio} if ratio is not None and key[0] else {}
+            options |= {"weight_decay": 0.0} if key[1] else {}
+            groups.setdefault(key, {"params": [], **options})["params"].append(p)
+        return [groups[key] for key in sorted(groups)]
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ValueError if ``loraplus_lr_ratio`` is set for a model without LoRA."""
@@ -162,7 +167,8 @@ def build_optimizer(
 ) -> Optimizer | OptimizerInBackward:
     """Builds an optimizer of the trained parameters of a model that is wrapped and on its device."""
     if settings.optimizer_in_bwd:
-        return OptimizerInBackward(model, partial(make_optimizer, cfg))
+        groups_of = lambda each: settings.groups(dict(zip("p", each, strict=True)))  # noqa: E731
+        return OptimizerInBackward(model, lambda each: make_optimizer(cfg, groups_of(each)))
     return make_optimizer(cfg, settings.groups(trained_parameters(model)))
 
 

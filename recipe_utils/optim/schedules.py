@@ -116,8 +116,9 @@ class ScheduleSettings:
         optimizer: Mapping[str, Any],
         depth_of: Callable[[str], int],
         num_depths: int,
+        decays_vectors: bool = False,
     ) -> list[dict[str, Any]]:
-        """Returns parameter groups: learning rates by depth, and no weight decay of vectors.
+        """Returns parameter groups: learning rates by depth, and no weight decay of vectors by default.
 
         Vectors are biases, norms and scales (arXiv:2104.14294). All ranks have the same groups, even
         empty ones. ``depth_of`` returns a parameter's depth below ``num_depths`` by its name; the
@@ -132,7 +133,8 @@ class ScheduleSettings:
             if "lr" in optimizer:
                 group["lr"] = optimizer["lr"] * self.layerwise_lr_decay ** (deepest - depth)
             if decay is not None:
-                group |= {"weight_decay": decay * is_matrix, "decays_from": decay * is_matrix}
+                decay_of_group = decay * (is_matrix or decays_vectors)
+                group |= {"weight_decay": decay_of_group, "decays_from": decay_of_group}
             groups[depth, is_matrix] = group
         for name, parameter in parameters.items():
             depth = max(depth_of(name), first)

@@ -20,6 +20,7 @@ from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import disable_adapter
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE
 
+from recipe_utils.checkpoint.peft import load_checkpoint
 from recipe_utils.model.adapters.nf4 import without_quantizing
 
 Gradients = Mapping[str, Tensor]
@@ -203,9 +204,14 @@ def losses_of_pairs(step: Step, model: Any, precision: Precision) -> Iterator[Te
     sft_weight = cfg.get("sft_loss_weight", 0.0)
     needs_reference = getattr(loss_fn, "needs_reference", True)
     reference, switched_off = model, disable_adapter
-    if needs_reference and not any("lora_" in name for name in step.gradients):
+    given = cfg.checkpointer.get("adapter_checkpoint")
+    if needs_reference and (given or not any("lora_" in name for name in step.gradients)):
         switched_off = nullcontext
-        reference = load(cfg.model, step.weights, precision)
+        loaded = (
+            load_checkpoint(config.instantiate(cfg.checkpointer), cfg.checkpointer) if given else {}
+        )
+        start = {**step.weights, **loaded.get(training.ADAPTER_KEY, {})}
+        reference = load(cfg.model, start, precision)
         if cfg.get("ref_checkpointer") is not None:
             reference = _frozen(cfg, "ref_checkpointer", cfg.model, precision)
     num_chosen = sum(_num_targets(item["chosen_labels"]) for _, item in step.items)

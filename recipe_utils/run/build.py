@@ -35,7 +35,6 @@ from recipe_utils.files import CheckpointError
 from recipe_utils.loss.dataset_weights import LossWeightSettings
 from recipe_utils.model.vision.vision_transformer import layer_of
 from recipe_utils.optim.optimizer import inner_optimizers, make_optimizer, trained_parameters
-from recipe_utils.optim.schedules import ScheduleSettings
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.run.run import Run
 from recipe_utils.settings.problems import ConfigError, Problem, build, naming
@@ -236,13 +235,14 @@ def _problem_with_steps(cfg: Any, cfg_schedule: Any, settings: Any, device: Any)
 
 
 def build_optimizer_by_depth(
-    cfg: DictConfig, model: nn.Module, whole: Any, schedules: ScheduleSettings
+    cfg: DictConfig, model: nn.Module, whole: Any, schedules: Any
 ) -> Optimizer:
     """Builds the optimizer of a vision transformer with learning rates by depth.
 
-    ``model`` may be pipeline stages of ``whole``; ``schedules`` contains ``layerwise_lr_decay``.
+    ``model`` may be pipeline stages of ``whole``; ``schedules`` are ScheduleSettings and OptimizerSettings.
     """
     num_layers = len(whole.layers)
     depth_of = partial(layer_of, num_layers=num_layers)
-    groups = schedules.groups_by_depth(trained_parameters(model), cfg, depth_of, num_layers + 2)
+    layers = depth_of, num_layers + 2, bool(schedules.weight_decay_of_vectors)
+    groups = schedules.groups_by_depth(trained_parameters(model), cfg, *layers)
     return make_optimizer(cfg, groups)

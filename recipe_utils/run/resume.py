@@ -3,24 +3,28 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtune import training
 
 from recipe_utils.checkpoint.folder import find_newest_whole, move_to_backup, read_as
 from recipe_utils.checkpoint.load import DamagedError, TrainingState, differences, load
-from recipe_utils.checkpoint.tensors import AnyOptimizer
+from recipe_utils.checkpoint.tensors import AnyOptimizer, note_options
 from recipe_utils.data.loader.loader import UpdateStepLoader
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.pipeline.schedule import PipelineSettings
-from recipe_utils.model.pipeline.stages import adapters_of
+from recipe_utils.model.pipeline.stages import Stages, adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteGuard
+from recipe_utils.parallel.fsdp import local, sharded_as
 from recipe_utils.parallel.process_group import gather_objects
 from recipe_utils.parallel.ranks import Ranks, RankSettings
 from recipe_utils.run.log import Log
@@ -89,6 +93,7 @@ class Resume:
         fingerprint = parts.loader.fingerprint()
         fingerprint |= {f"transform.{key}": value for key, value in transform.items()}
         self._check_that_ranks_have_the_same_data(fingerprint)
+        note_options(parts.optimizer, lr_scheduler=self.config.get("lr_scheduler"))
         folder = self.settings.output_dir
         state = TrainingState(
             recipe=self.recipe,
@@ -111,22 +116,28 @@ class Resume:
         return state
 
     @property
+    def saved(self) -> TrainingState | None:
+        """State of the checkpoint; None without one, or if its file is corrupt."""
+        with suppress(CheckpointError):
+            return read_as(TrainingState, self.path / "state.json") if self.path else None
+        return None
+
+    @property
     def saved_fingerprint(self) -> Mapping[str, Any]:
         """Fingerprint of the checkpoint's data; empty without one, or if other data are taken."""
-        if self.path is None or self.settings.resume_with_other_data:
+        if (saved := self.saved) is None or self.settings.resume_with_other_data:
             return {}
-        with suppress(CheckpointError):  # a corrupt file: an older checkpoint has the same data
-            return read_as(TrainingState, self.path / "state.json").data_fingerprint
-        return {}
+        return saved.data_fingerprint
 
     def _check_that_ranks_have_the_same_data(self, fingerprint: Mapping[str, Any]) -> None:
         fingerprints = gather_objects(fingerprint, self.group)
         others = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
         if others:
-            hashes = [fingerprints[rank]["hash_of_samples"] for rank in (0, others[0])]
+            found = differences(fingerprints[0], fingerprints[others[0]])
+            key, (first, own) = next(iter(found.items()))
             raise ConfigError(
                 f"dataset: ranks {', '.join(map(str, others))} have other samples than rank 0 "
-                f"(hash {hashes[1]} instead of {hashes[0]}); give all ranks the same files and "
+                f"({key}: {own} instead of {first}); give all ranks the same files and "
                 "the same tokenizer"
             )
 
@@ -154,9 +165,6 @@ class Resume:
 
     def _load(self, parts: TrainingParts, now: TrainingState) -> TrainingState:
         """Loads the checkpoint, or an older one if it is corrupt."""
-        config = dict(self.config)
-        if self.settings.resume_with_other_model:
-            del config["model"]
         while True:
             assert self.path is not None
             try:
@@ -169,7 +177,8 @@ class Resume:
                         None if self.settings.resume_with_other_data else now.data_fingerprint
                     ),
                     frozen=now.frozen,
-                    config=config,
+                    config=self.config,
+                    other_model=self.settings.resume_with_other_model,
                     group=self.group,
                 )
                 break
@@ -194,6 +203,7 @@ class Resume:
         run_id = saved.run_id or now.run_id
         if saved.seed != now.seed:
             self.log.warn(f"seed={now.seed}: the checkpoint was saved with {saved.seed}")
+            training.set_seed(now.seed)  # instead of the checkpoint's random states
         self.log.info(
             f"Resumes from {self.path}: run {run_id}, epoch {saved.epoch + 1}, after update step "
             f"{saved.global_step}"
@@ -272,3 +282,21 @@ def warnings_of(model: nn.Module, settings: RunSettings) -> Iterator[str]:
                 f"model.{name}={rate}: {name.split('_')[-1]} depends on microbatches and ranks, so the "
                 "losses of two layouts are equal in the mean only; 0 is exact"
             )
+
+
+def norms_of_frozen_rows(
+    model: nn.Module, tokens: Sequence[int], device: torch.device
+) -> Iterator[str]:
+    """Yields the norms of the embeddings of stop tokens, if they are frozen. All ranks of a stage together."""
+    for part in model.values() if isinstance(model, Stages) else [getattr(model, "decoder", model)]:
+        weight = getattr(getattr(part, "tok_embeddings", None), "weight", None)
+        if not tokens or not isinstance(weight, Tensor) or weight.requires_grad:
+            continue
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        of_shard = torch.linalg.vector_norm(local(weight), dim=1, keepdim=True, dtype=dtype)
+        norms: Any = sharded_as(weight, of_shard.to(device))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        rows = ", ".join(
+            f"{each}: {norms[each].item():.3g}" for each in tokens if each < len(norms)
+        )
+        yield f"Stop tokens: norm of their frozen embeddings {rows}; median of all {norms.median().item():.3g}"

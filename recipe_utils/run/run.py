@@ -29,7 +29,7 @@ from recipe_utils.run.entry_point import set_on_signals
 from recipe_utils.run.lock import lock_folder
 from recipe_utils.run.log import Log, bar_text, progress_bar
 from recipe_utils.run.metrics import Metrics, Throughput, build_profiler
-from recipe_utils.run.resume import Resume, TrainingParts, warnings_of
+from recipe_utils.run.resume import Resume, TrainingParts, norms_of_frozen_rows, warnings_of
 from recipe_utils.run.saves import Saves, log_model, summary_of_training
 from recipe_utils.run.settings import Due, RunSettings
 from recipe_utils.settings.keys import own_keys
@@ -88,6 +88,8 @@ class Run:
             self._saves.open()
             # Raises before anything is built.
             self._saves.has_checkpoint = self._resume.path is not None
+            if self.settings.seed is None and (saved := self._resume.saved) is not None:
+                self.seed = training.set_seed(saved.seed)
         except BaseException:
             self._at_exit.close()
             raise
@@ -137,6 +139,9 @@ class Run:
         for text in warnings:
             self._log.warn(text)
         loader, ranks, config = parts.loader, self._ranks, dict(self._resume.config)
+        stops = getattr(loader.collator, "stop_tokens", ())
+        for text in norms_of_frozen_rows(parts.model, stops, ranks.device):
+            self._log.info(text)
         of_memory = {key: config[key] for key in config.keys() - own_keys(RunSettings).keys()}
         model, optimizer = parts.model, parts.optimizer
         self._memory = StepMemory(loader, model, optimizer, ranks, of_memory, self._log)

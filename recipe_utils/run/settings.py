@@ -35,7 +35,7 @@ class RunSettings(RankSettings):
     epochs: Count = 1
     """Number of passes over the dataset."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    """Seed of dropout and new weights; null draws one. Samples use ``data_seed``."""
+    """Seed of dropout and new weights; null draws one, and resumes with the checkpoint's. Samples use ``data_seed``."""
     cudnn_deterministic_mode: Literal["default", "warn", "error", 0, 1, 2] | None = None
     """Argument of ``torch.set_deterministic_debug_mode``."""
     log_every_n_steps: Count | None = 1

@@ -219,6 +219,29 @@ def test_a_resume_is_bitwise_with_all_teachers(layout, tiny_config, tmp_path):
     assert seen == [16, 32, 48, 64]
 
 
+def test_changed_options_of_groups_are_applied_at_a_resume(tiny_config, tmp_path):
+    short = {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}
+    config = config_of(tiny_config, **SCHEDULED, **short)
+    stopped = writing_to(tmp_path / "stopped", config)
+    run(stopped, stop_at=2)
+    changes = {"layerwise_lr_decay": 0.3, "optimizer": {**ADAMW, "weight_decay": 0.1}}
+    _, found = run({**stopped, **changes, "resume_from_checkpoint": True})
+
+    def change_by_hand():
+        for group in recipe.optimizer.param_groups:
+            depth_from_top = round(math.log(group["initial_lr"] / 0.01, 0.8))
+            group["initial_lr"] = 0.01 * 0.3**depth_from_top
+            group["lr"] = group["initial_lr"] * recipe.lr_scheduler.lr_lambdas[0](2)
+            group["decays_from"] *= 0.1 / 0.04
+        rates = [group["initial_lr"] for group in recipe.optimizer.param_groups]
+        recipe.lr_scheduler.base_lrs = rates
+
+    with set_up(config, DINO) as recipe:
+        call_in_step(recipe, 3, change_by_hand)
+        recipe.train()
+        torch.testing.assert_close(found, everything(recipe), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_another_layout_resumes_the_checkpoint_of_one_process(tiny_config, tmp_path):
     short = {"epochs": 2, "max_steps_per_epoch": 2, "batch_size": 4}

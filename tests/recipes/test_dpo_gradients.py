@@ -31,6 +31,7 @@ FAST = [
     Row("fsdp-2", "untied", *ONE_BY_ONE, "ipo"),
     Row("fsdp-2", "untied", objective="normalized", changes=spanning(2, 28)),
     Row("pp-2", "tied", *PACKED, "1F1B", "dpo"),
+    Row("fsdp-2", "dora", "packed", 2, None, "ipo", {**APART, "fsdp_reshard_after_forward": False}),
     Row("pp-2", "tied lora", "least_padding", 2, "Interleaved1F1B", "robust"),
     Row("one", "gemma3_text", objective="dpo"),
 ]
@@ -52,7 +53,6 @@ ROWS = [
     # Layouts
     Row("fsdp-2", "tied", objective="rso", changes=OFFLOADED),
     Row("fsdp-2", "tied", *PADDED, None, "normalized", CACHED),
-    Row("fsdp-2", "dora", "packed", 2, None, "ipo", APART),
     Row("fsdp-4", "untied", *PADDED, None, "simpo", RECOMPUTED),
     Row("hsdp-2x2", "tied", *PACKED, "last_microbatch", "ipo"),
     Row("tp-2", "untied", objective="dpo + sft"),
@@ -135,8 +135,8 @@ def dummy_counted_as_a_pair(patches):
     patches.setattr(PairCollator, "dummy", lambda self, sample: self.collate([sample]))
 
 
-def reference_with_adapters(patches):
-    patches.setattr(frozen_model, "disable_adapter", lambda _: nullcontext())
+def reference_that_follows(patches):
+    patches.setattr(frozen_model, "_exchanged", lambda *_: nullcontext())
 
 
 ONE = Row("one", "tied", objective="robust", changes={"max_tokens_per_microbatch": 100})
@@ -148,7 +148,7 @@ MUTANTS = {
     dummy_counted_as_a_pair: ONE._replace(
         layout="fsdp-4", changes={**APART, "max_tokens_per_microbatch": 100}
     ),
-    reference_with_adapters: Row("pp-2", "tied lora", "in_order", 2, None, "robust"),
+    reference_that_follows: Row("pp-2", "tied lora", "in_order", 2, None, "robust"),
 }
 
 

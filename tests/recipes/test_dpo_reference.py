@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from checkpoint_runs import resuming_in
 from distributed_runs import run_distributed
 from recipe_runs import (
     DPO,
@@ -18,6 +19,7 @@ from recipe_runs import (
     run_recipe_keeping_warnings,
     set_up,
     slow,
+    with_adapters,
     writing_to,
 )
 from safetensors.torch import load_file
@@ -216,6 +218,33 @@ def test_a_resumed_training_has_the_same_reference(tiny_dpo_config):
         run_recipe(
             {**config, "ref_checkpointer": other, "resume_from_checkpoint": True, "epochs": 2}, DPO
         )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "use_dora", "reference"),
+    [(1, True, "live"), (2, False, "cached"), slow(2, True, "offload"), slow(1, False, "live")],
+)
+def test_the_reference_of_given_adapters_is_what_training_starts_from(
+    world_size, use_dora, reference, tiny_dpo_config, tmp_path
+):
+    config = tiny_dpo_config(
+        model=tiny.adapted(tiny.DEEP_MODEL, use_dora=use_dora),
+        reference=reference,
+        save_every_n_steps=2,
+        keep_last_n_checkpoints=9,
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.5},
+    )
+    config = with_adapters(config, tmp_path)
+    uninterrupted = run_distributed(run_recipe, world_size, config, DPO)[0]
+    assert uninterrupted[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert uninterrupted[1]["loss"] != pytest.approx(math.log(2), abs=1e-4)
+    shutil.copytree(Path(config["output_dir"], "step_2"), tmp_path / "resumed" / "step_2")
+    resumed = resuming_in(tmp_path / "resumed", config)
+    again = run_distributed(run_recipe, world_size, resumed, DPO)[0]
+    assert losses(again) == losses(uninterrupted)[2:]
+    resumed["checkpointer"]["adapter_checkpoint"] = None
+    error = run_distributed(run_recipe, world_size, resumed, DPO, expect_failures=True)[0]
+    assert "checkpointer.adapter_checkpoint=None: the checkpoint was saved with " in error
 
 
 def test_a_reference_that_does_not_fit_is_named(tiny_dpo_config):

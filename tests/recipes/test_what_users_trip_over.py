@@ -163,6 +163,37 @@ def test_another_model_of_equal_shapes_is_refused_with_both_values(trained, resu
     assert losses(logged) != trained[False][1][4:]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_without_a_seed_a_resumed_training_has_the_seed_of_the_checkpoint(
+    seed, tiny_config, tmp_path
+):
+    model = tiny.adapted(tiny.MODEL, lora_dropout=0.5)
+    config = tiny_config(model=model, seed=seed, save_every_n_steps=7)
+    uninterrupted = losses(run_recipe(config))
+    shutil.copytree(Path(config["output_dir"], "step_7"), tmp_path / "resumed" / "step_7")
+    resumed = {**resuming_in(tmp_path / "resumed", config), "seed": None}
+    assert losses(run_recipe(resumed)) == uninterrupted[7:]
+    shutil.rmtree(tmp_path / "resumed" / "step_8", ignore_errors=True)
+    assert losses(run_recipe({**resumed, "seed": 4})) != uninterrupted[7:]
+
+
+def test_a_file_that_is_edited_in_place_is_noticed(tiny_config, tmp_path):
+    samples = tiny.make_samples(16)
+    for name in ("a", "b"):
+        Path(tmp_path, name).write_text(json.dumps(samples))
+    component = {"_component_": "tiny.file_dataset"}
+    data = [{**component, "path": str(tmp_path / name), "name": name} for name in ("a", "b")]
+    config = tiny_config(dataset=data, save_every_n_steps=3, max_steps_per_epoch=4)
+    run_recipe(config)
+    samples[5]["labels"][-1] += 1
+    Path(tmp_path, "b").write_text(json.dumps(samples))
+    config["resume_from_checkpoint"] = True
+    words = "^content_hash.dataset.b=.*: the checkpoint was saved with .*; the file, tokenizer"
+    with pytest.raises(CheckpointError, match=words):
+        run_recipe(config)
+    run_recipe({**config, "resume_with_other_data": True})
+
+
 def test_another_order_of_samples_is_refused(resumed):
     with pytest.raises(CheckpointError, match="data_seed=4: the checkpoint was saved with 3"):
         run_recipe(resumed(data_seed=4))

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torchtune import config
-from torchtune.modules.peft import disable_adapter
 
 from recipe_utils.data.loader.sampler import epoch_permutation
 
@@ -128,17 +127,13 @@ def answers(model, pair):
 
 
 def preference(policy, reference, pairs, loss, sft_loss_weight):
-    """Returns means over the pairs; a reference that is the policy computes without its adapters."""
+    """Returns means over the pairs."""
     loss_fn = config.instantiate(OmegaConf.create(loss))
     rows, chosen_sum, num_chosen = [], 0.0, 0
     for pair in pairs:
         sums, numbers = answers(policy, pair)
         with torch.no_grad():
-            if reference is policy:
-                with disable_adapter(policy):
-                    of_reference, _ = answers(policy, pair)
-            else:
-                of_reference, _ = answers(reference, pair)
+            of_reference, _ = answers(reference, pair)
         given = [*sums, *of_reference]
         if getattr(loss_fn, "normalizes_length", False):
             given = [value / number for value, number in zip(given, numbers * 2, strict=True)]

@@ -36,6 +36,7 @@ from recipe_runs import (
     SFT,
     WEIGHTS,
     ListLogger,
+    move,
     run_recipe_recording_gradients,
     tiny_config,
     tiny_dpo_config,
@@ -246,10 +247,12 @@ def models_in_float64(row, folder):
 
     student, teacher = row.models
     model = build(student, "model")
+    if row.kind.recipe == DPO and "lora_rank" in MODELS.get(student, ()):
+        start = tiny.merged_model(MODELS[student])
+        move(model)  # as the recipe does before it trains
+        return model, start
     if row.kind.recipe == DPO:
-        return model, model if "lora_rank" in MODELS.get(student, ()) else build(
-            student, "reference"
-        )
+        return model, build(student, "reference")
     return model, build(teacher, "teacher") if teacher else None
 
 

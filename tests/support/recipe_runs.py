@@ -21,6 +21,8 @@ from torchtune.utils import get_logger
 
 from recipe_utils.benchmark.baselines.stock import let_stock_recipe_run_on_cpu
 from recipe_utils.checkpoint.tensors import parameters_by_name
+from recipe_utils.optim.optimizer import trained_parameters
+from recipe_utils.parallel.fsdp import local
 from recipe_utils.settings.describe import load_recipe
 from recipe_utils.settings.problems import ConfigError
 
@@ -286,7 +288,16 @@ def run_recipe_recording_gradients(config, recipe=SFT):
     recording = {} if "RecordingSGD" in str(config["optimizer"]) else {"optimizer": RECORDING_SGD}
     config = {**config, "dtype": "fp64", **recording}
     with tiny.float64_throughout(), set_up(config, recipe) as made:
+        if recipe == DPO and "lora_rank" in config["model"]:
+            move(made.model)  # or it would be its own reference
         return train_recording_gradients(made)
+
+
+@torch.no_grad()
+def move(model):
+    """Changes trained parameters alike on any layout."""
+    for parameter in trained_parameters(model).values():
+        local(parameter).mul_(0.7)
 
 
 def train_recording_gradients(made):

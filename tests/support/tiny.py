@@ -1,6 +1,8 @@
 """Tiny components for configs under test, and gradients computed another way."""
 
+import hashlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -255,6 +257,14 @@ def tiny_dataset(
     return PackedDataset(dataset, max_seq_len=64) if packed else dataset
 
 
+def file_dataset(tokenizer, path):
+    """Returns the samples of a JSON file, with a hash of its bytes."""
+    content = Path(path).read_bytes()
+    dataset = Samples(json.loads(content))
+    dataset.content_hash = hashlib.sha256(content).hexdigest()
+    return dataset
+
+
 def make_trees(num_samples, seed=0):
     """Returns samples of sequences: turns of a conversation, with or without thinking, and answers to a prompt."""
     rng = random.Random(seed)
@@ -496,6 +506,19 @@ def adapted_model(sizes, seed=1):
         middle = 1.0 if "magnitude" in name else 0.0
         nn.init.normal_(parameter, mean=middle, std=0.2, generator=generator)
     return model
+
+
+def merged_model(sizes):
+    """Returns the plain model in float64 that computes what :func:`adapted_model` does."""
+    adapted, plain = adapted_model(sizes).double(), tiny_model(base_of(sizes)).double()
+    for name, layer in adapted.named_modules():
+        if hasattr(layer, "lora_a"):
+            product = layer.lora_b.weight @ layer.lora_a.weight
+            weight = layer.weight + sizes["lora_alpha"] / sizes["lora_rank"] * product
+            if hasattr(layer, "magnitude"):
+                weight = weight * (layer.magnitude / weight.norm(dim=1))[:, None]
+            plain.get_submodule(name).weight = nn.Parameter(weight.detach())
+    return plain
 
 
 class TinyImages(Dataset[dict[str, Any]]):

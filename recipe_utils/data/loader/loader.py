@@ -44,7 +44,7 @@ from recipe_utils.data.loader.sampler import (
 )
 from recipe_utils.data.loader.samples import CheckedDataset, Sample, load_samples
 from recipe_utils.data.loader.settings import DataSettings
-from recipe_utils.data.loader.start import check_draws, make_order, probe
+from recipe_utils.data.loader.start import check_draws, content_hashes, make_order, probe
 from recipe_utils.data.mixture import MixtureOrder
 from recipe_utils.data.order import NUM_IN_MEMORY
 from recipe_utils.data.plan.plan import WHOLE, Part
@@ -286,9 +286,11 @@ class UpdateStepLoader:
         """Returns values that must be equal for update steps to contain the same samples."""
         order, settings = self.mixture_order, self.settings
         is_lazy = settings.shuffle and len(self.dataset) > NUM_IN_MEMORY
+        hashes = content_hashes(self.dataset, self.dataset.name)
         return {
             "num_samples": len(self.dataset),
             "hash_of_samples": self.probe.hash_of_samples,
+            **({"content_hash": hashes} if hashes else {}),
             **({} if order is None else order.fingerprint()),
             **({"order": "feistel"} if is_lazy else {}),
             "global_batch_size": (

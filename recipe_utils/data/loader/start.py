@@ -145,6 +145,18 @@ def probe(
     return Probe(example, digest.hexdigest()[:16], *found)
 
 
+def content_hashes(dataset: Any, name: str) -> dict[str, str]:
+    """Returns the ``content_hash`` of each dataset that a dataset consists of by name, where there is one."""
+    if isinstance(found := getattr(dataset, "content_hash", None), str):
+        return {name: found}  # of all bytes of its file
+    # The dataset of a transform, or of torchtune's packed dataset
+    parts = [(name, getattr(dataset, key)) for key in ("dataset", "ds") if hasattr(dataset, key)]
+    if (several := getattr(dataset, "_datasets", None)) is not None:  # a concatenation or mixture
+        names = getattr(dataset, "names", range(len(several)))
+        parts = [(f"{name}.{own}", part) for own, part in zip(names, several, strict=True)]
+    return {k: v for own, part in parts for k, v in content_hashes(part, own).items()}
+
+
 def _counts(sample: Any, collator: Collator) -> Mapping[str, int]:
     make = getattr(collator, "make", collator.collate)  # without outputs of a frozen model
     try:

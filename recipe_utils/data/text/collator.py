@@ -78,6 +78,7 @@ class RowCollator(Collator):
     ) -> None:
         self.limits, self.cache, self.pad_id = limits, cache, tokenizer.pad_id
         self.max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+        self.stop_tokens: Sequence[int] = getattr(tokenizer, "stop_tokens", None) or ()
         self._sequences, self._trees = sequences, trees
         if (self.max_seq_len or 0) > limits.max_seq_len:
             text = (

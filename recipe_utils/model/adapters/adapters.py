@@ -6,6 +6,7 @@ rescaled to the norms ``magnitude`` [o] (DoRA, Liu et al. 2024).
 """
 
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,6 +97,18 @@ def find_adapters(model: nn.Module) -> Adapters:
         if isinstance(p, nn.Parameter) and not p.requires_grad
     }
     return Adapters(modules, trained, frozen)
+
+
+def adapters_in_words(model: nn.Module, adapters: Adapters) -> str:
+    """Returns the number and names of a model's adapted modules, and the part of its experts that has adapters."""
+    num_experts = dict[str, int]()
+    for name, parameter in model.named_parameters():
+        if found := re.match(r".*\bexperts\.(\d+\.)?", name):  # one, or all of a layer
+            num_experts[found[0]] = 1 if found[1] else len(parameter)
+    adapted = [each for each in num_experts if any(n.startswith(each) for n in adapters.modules)]
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in adapters.modules}))
+    text = f"; of {len(adapted)} of {sum(num_experts.values())} experts" if num_experts else ""
+    return f"{len(adapters.modules)} modules: {names}{text}"
 
 
 def _describe(module: Any) -> Adapter:

@@ -18,7 +18,7 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune.utils import get_logger
 
 from recipe_utils.compiler import configure_compiler
-from recipe_utils.model.adapters.adapters import find_adapters, freeze_base
+from recipe_utils.model.adapters.adapters import adapters_in_words, find_adapters, freeze_base
 from recipe_utils.model.adapters.nf4 import check_nf4, drop_upcast_hooks, without_quantizing
 from recipe_utils.model.adapters.qat import simulate_quantization
 from recipe_utils.model.attention.packed_attention import missing_for_triton
@@ -278,7 +278,7 @@ def describe_model(whole: nn.Module, settings: Any, device: torch.device) -> str
     num_all = sum(p.numel() for p in whole.parameters())
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} of them trained"
     if adapters.modules:
-        trained += f" (adapters of {len(adapters.modules)} modules)"
+        trained += f" (adapters of {adapters_in_words(whole, adapters)})"
     dtypes = [settings.dtype or "fp32"]
     if settings.torch_weights_dtype != settings.torch_dtype:
         dtypes.append(f"trained weights in {settings.weights_dtype}")

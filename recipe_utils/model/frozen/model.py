@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torchtune.modules.peft import disable_adapter
+from torchtune.modules.peft import DoRALinear, disable_adapter
 from torchtune.modules.tied_linear import TiedLinear
 
 from recipe_utils.data.loader.microbatch import Microbatch
@@ -20,7 +20,8 @@ from recipe_utils.model.construct.build import ModelSettings, build_model
 from recipe_utils.model.construct.weights import load_weights
 from recipe_utils.model.pipeline.pipeline import Pipeline, build_pipeline
 from recipe_utils.model.pipeline.stages import Stages
-from recipe_utils.parallel.fsdp import reshard
+from recipe_utils.optim.optimizer import trained_parameters
+from recipe_utils.parallel.fsdp import local, reshard
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.problems import naming
 
@@ -125,22 +126,44 @@ def build_frozen_model(
     )
 
 
-def policy_without_adapters(
-    policy: nn.Module, pipeline: Pipeline | None, device: torch.device
+@contextmanager
+def _exchanged(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+    """Exchanges trained parameters, of which each has this rank's shard in ``values``, until the end of the block."""
+
+    def exchange() -> None:
+        reshard(model)  # FSDP2's root keeps gathered parameters
+        for parameter, value in zip(trained_parameters(model).values(), values, strict=True):
+            own = local(parameter.detach())
+            before = own.clone()
+            own.copy_(value)
+            value.copy_(before)
+        for module in model.modules():
+            if isinstance(module, DoRALinear):
+                module._norm = None  # of the former adapters
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def policy_at_start(
+    policy: nn.Module, pipeline: Pipeline | None, device: torch.device, adapters: Sequence[Tensor]
 ) -> FrozenModel:
-    """Returns the trained model with its adapters disabled during forwards."""
+    """Returns the trained model with the adapters that it started with; if empty, without adapters."""
 
     @contextmanager
-    def without_adapters() -> Iterator[None]:
+    def at_start() -> Iterator[None]:
         was_training = policy.training
         policy.eval()
         try:
-            with disable_adapter(policy):
+            with _exchanged(policy, adapters) if adapters else disable_adapter(policy):
                 yield
         finally:
             policy.train(was_training)
 
-    return FrozenModel(policy, pipeline, device, without_adapters)
+    return FrozenModel(policy, pipeline, device, at_start)
 
 
 def context_of(model: Any) -> dict[str, str]:

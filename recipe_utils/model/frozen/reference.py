@@ -1,4 +1,4 @@
-"""Reference of a preference loss: a frozen model, or the policy without its adapters.
+"""Reference of a preference loss: a frozen model, or the policy with the adapters that it started with.
 
 Shapes: p pairs of a microbatch.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zlib import crc32
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from recipe_utils.data.pairs.collator import PairCollator
 from recipe_utils.model.adapters.adapters import find_adapters
 from recipe_utils.model.construct.build import ModelSettings
 from recipe_utils.model.frozen.cache import Values
-from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_without_adapters
+from recipe_utils.model.frozen.model import FrozenModel, context_of, policy_at_start
 from recipe_utils.model.frozen.outputs import FrozenOutputs
 from recipe_utils.model.frozen.vocabulary import check_same_tokens
 from recipe_utils.model.pipeline.pipeline import Pipeline
 from recipe_utils.model.pipeline.stages import adapters_of
 from recipe_utils.optim.nonfinite import NonfiniteError
+from recipe_utils.optim.optimizer import trained_parameters
+from recipe_utils.parallel.fsdp import local
 from recipe_utils.parallel.ranks import Ranks
 from recipe_utils.settings.keys import STRICT, FilePath, OnlyWith
 from recipe_utils.settings.problems import Problem, problems_with_folder
@@ -69,6 +72,8 @@ class Reference(FrozenOutputs):
         is_used = getattr(loss_fn, "needs_reference", True)
         super().__init__(ranks, is_used, Path(folder) if own.reference == "cached" else None)
         self._is_offloaded = own.reference == "offload"
+        given = settings.checkpointer.get("adapter_checkpoint")
+        self._given = given and Path(settings.checkpointer["output_dir"], given)
         self._modules: ModelSettings = settings.without_gradients()
         if not is_used and own.reference != "live" and ranks.is_zero:
             _log.warning(f"reference={own.reference}: not used, because the loss needs none")
@@ -83,7 +88,7 @@ class Reference(FrozenOutputs):
         has_adapters = bool(find_adapters(whole).modules)
         if checkpointer is not None and has_adapters:
             raise ValueError(
-                "the reference of a model with adapters is the model without them; leave it out"
+                "the reference of a model with adapters is what training starts from; leave it out"
             )
         folder = getattr(checkpointer, "_checkpoint_dir", None)
         if folder is not None and Path(folder, "tokenizer.json").is_file():
@@ -100,22 +105,27 @@ class Reference(FrozenOutputs):
     ) -> dict[str, str]:
         """Builds the reference; with a cache, only when a pair's log-probabilities are missing.
 
-        With adapters it is ``policy``, otherwise a model of ``build``, with the weights of its own
-        or the policy's checkpointer. ``context`` are plain values that log-probabilities depend on
-        besides weights and precision. Returns fingerprints of a reference's own weights, so that a
-        resumed training has the same one. Raises ConfigError if the weights do not fit the model.
+        With adapters it is ``policy`` with the present ones if they were given, else without; otherwise
+        a model of ``build``, with the weights of its own or the policy's checkpointer. ``context`` are
+        plain values that log-probabilities depend on besides weights and precision. Returns fingerprints
+        of its own weights or of given adapters, so that a resumed training has the same one. Raises
+        ConfigError if the weights do not fit the model.
         """
         if not self.is_used:
             return {}
         modules, device = self._modules, self.ranks.device
         checkpointer = self._checkpointer or policy_checkpointer
         adapters = adapters_of(policy)
-        without_adapters = partial(policy_without_adapters, policy, pipeline, device)
+        given, start = dict[str, str](), list[Tensor]()
+        if adapters.modules and self._given is not None:
+            given["checkpointer.adapter_checkpoint"] = f"{crc32(self._given.read_bytes()):08x}"
+            start = [local(p.detach()).clone() for p in trained_parameters(policy).values()]
+        at_start = partial(policy_at_start, policy, pipeline, device, start)
         if adapters.modules and self._is_offloaded and self.ranks.is_zero:
-            _log.warning("reference=offload: not used, the model without adapters is the reference")
+            _log.warning("reference=offload: not used, it shares its base with the trained model")
         if adapters.modules and not self.is_cached:
-            self.open(without_adapters, {})
-            return {}
+            self.open(at_start, {})
+            return given
         checkpoint, fingerprints = self.load(
             checkpointer, None if adapters.modules else self._whole
         )
@@ -134,12 +144,13 @@ class Reference(FrozenOutputs):
         context = {
             **context,
             **context_of(self._whole),
+            **given,
             "weights": fingerprints[self.checkpointer_key],
             "dtype": str(modules.torch_dtype),
             "quantised": sorted(name for name, is_nf4 in adapters.frozen.items() if is_nf4),
         }
-        self.open(without_adapters if adapters.modules else own_model, context)
-        return {} if adapters.modules else fingerprints
+        self.open(at_start if adapters.modules else own_model, context)
+        return given if adapters.modules else fingerprints
 
     def numbers_of(self, sample: Sample) -> Mapping[str, Any]:
         """Returns tokens and labels of both sides of a pair."""

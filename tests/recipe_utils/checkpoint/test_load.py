@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from recipe_utils.checkpoint.load import _check_frozen, differences, load
 from recipe_utils.checkpoint.save import CheckpointWriter
-from recipe_utils.checkpoint.tensors import describe_mismatch, unwrapped
+from recipe_utils.checkpoint.tensors import describe_mismatch, note_options, unwrapped
 from recipe_utils.files import CheckpointError
 from recipe_utils.model.construct.build import ModelSettings, parallelize_model
 from recipe_utils.parallel.process_group import new_cpu_group
@@ -261,6 +261,94 @@ def test_how_the_optimizer_computes_is_the_resumed_runs_choice_and_the_rest_is_n
     assert group["betas"] == (0.9, 0.999)
 
 
+def adamw_of(model, of_vectors):
+    """Returns an optimizer with options of vectors; None for one group."""
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": matrices}, {"params": vectors, **(of_vectors or {})}]
+    return torch.optim.AdamW(model.parameters() if of_vectors is None else groups, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "of_matrices", "of_vectors"),
+    [
+        ({"lr": 0.02}, {"lr": 0.05}, {}, {"lr": 0.05}),
+        ({"weight_decay": 0.9}, {"weight_decay": 0.0}, {}, {"weight_decay": 0.0}),
+        (None, {"betas": (0.5, 0.6)}, {}, {"betas": (0.5, 0.6)}),
+        ({"lr": 0.02}, None, {"lr": 0.01}, {"lr": 0.01}),
+    ],
+)
+@pytest.mark.parametrize(
+    "is_noted", [True, False]
+)  # checkpoints before 0.5.1 have the config alone
+def test_options_that_are_built_otherwise_are_those_of_now_and_the_others_continue(
+    is_noted, then, now, of_matrices, of_vectors, tmp_path
+):
+    (model, _), (resumed, _) = build(), build(seed=1)
+    optimizer, resumed_optimizer = adamw_of(model, then), adamw_of(resumed, now)
+    for each in (optimizer, resumed_optimizer) if is_noted else ():
+        note_options(each)
+    train(model, optimizer, range(2))
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5  # by a schedule
+    configs = [{"optimizer": {"lr": 1, **(options or {})}} for options in (then, now)]
+    CheckpointWriter(tmp_path).save(model, optimizer, state(2, config=configs[0]))
+    loaded = resumed, resumed_optimizer
+    load(tmp_path / "step_2", *loaded, recipe=RECIPE, config=configs[1])
+    train(*loaded, range(2, 4))
+
+    by_hand = adamw_of(model, then or {})
+    by_hand.state = optimizer.state
+    if not is_noted and "lr" in of_vectors:
+        of_matrices = {"lr": 0.01}  # of one key of the config, for all groups
+    for group, changes in zip(by_hand.param_groups, (of_matrices, of_vectors), strict=True):
+        group |= {"lr": 0.5 * group["lr"], **changes}
+    train(model, by_hand, range(2, 4))
+    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+def freezing(part):
+    """Returns a model of which a part is frozen, its optimizer, and fingerprints."""
+    model, _ = build()
+    frozen = {name: "1" for name, _ in model.named_parameters() if name.startswith(part)}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return (
+        model,
+        torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01),
+        frozen,
+    )
+
+
+def test_a_frozen_set_may_change_and_is_refused_in_words_otherwise(tmp_path):
+    *trained, frozen = freezing("layers.0.")
+    train(*trained, range(2))
+    CheckpointWriter(tmp_path).save(*trained, state(2, frozen=frozen))
+    *other, frozen = freezing("layers.1.")
+    arguments = {"recipe": RECIPE, "frozen": frozen}
+    words = r"trained now, frozen in .*: layers.0.attn.k.* \(9\); frozen now, trained then: layers.1.* \(9\)"
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "step_2", *other, **arguments)
+    load(tmp_path / "step_2", *other, **arguments, other_model=True)
+    train(*other, range(2, 4))
+
+    model, optimizer = trained
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    by_hand = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    by_hand.state |= {p: s for p, s in optimizer.state.items() if p.requires_grad}
+    train(model, by_hand, range(2, 4))
+    assert all(map(torch.equal, other[0].parameters(), model.parameters()))
+
+    # Weights that were trained before they were frozen are a part of later checkpoints.
+    CheckpointWriter(tmp_path).save(*other, state(4, frozen=frozen))
+    for part in ("layers.1.", "layers.0."):
+        *again, frozen = freezing(part)
+        arguments = {"recipe": RECIPE, "frozen": frozen, "other_model": part == "layers.0."}
+        load(tmp_path / "step_4", *again, **arguments)
+        assert all(map(torch.equal, again[0].parameters(), model.parameters()))
+
+
 class Eccentric(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -304,7 +392,8 @@ def test_other_data_is_an_error_that_names_every_difference_with_both_values(tmp
         "tokenizer=abc: the checkpoint was saved with None ("
     )
     checkpoint_runs.assert_equal(contents(model, optimizer), before)
-    same = {"shuffle": True, "dataset_length": 32}
+    # Earlier checkpoints have no hashes of files.
+    same = {"shuffle": True, "dataset_length": 32, "content_hash": {"dataset": "ab"}}
     load(tmp_path / "step_1", model, optimizer, recipe=RECIPE, data_fingerprint=same)
 
 

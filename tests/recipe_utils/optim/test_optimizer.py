@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune.training.lr_schedulers import get_lr
 
+from recipe_utils.optim import AdamW8bit
 from recipe_utils.optim.optimizer import OptimizerSettings, build_lr_scheduler, build_optimizer
 
 NUM_STEPS = 6
@@ -78,6 +79,22 @@ def test_the_schedule_sets_the_learning_rate_of_all_parameters(in_backward):
     assert rates[:3] == pytest.approx([0, 0.01, 0.02])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert get_lr(optimizer) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("component_of", [torch.optim.AdamW, AdamW8bit])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_vectors_may_have_no_weight_decay(in_backward, component_of):
+    models = [tiny.tiny_model() for _ in range(2)]
+    path = f"{component_of.__module__}.{component_of.__name__}"
+    without = settings(optimizer_in_bwd=in_backward, weight_decay_of_vectors=False)
+    ours = build_optimizer(component(path, lr=0.02, weight_decay=0.5), models[0], without)
+    vectors = [p for name, p in models[1].named_parameters() if name.endswith("scale")]
+    matrices = [p for name, p in models[1].named_parameters() if name.endswith("weight")]
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
+    train(models[0], ours, range(3))
+    train(models[1], component_of(groups, lr=0.02), range(3))
+    assert len(vectors) == 5
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 def test_tensor_parallelism_refuses_fused_optimizers():

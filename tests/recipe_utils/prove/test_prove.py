@@ -15,7 +15,7 @@ from arrays import LAYOUTS
 from big_batch import MIXED, STEP_OF_16
 from distributed_runs import run_distributed
 from omegaconf import OmegaConf
-from recipe_runs import DINO, DPO, KD, SFT, slow
+from recipe_runs import DINO, DPO, KD, SFT, slow, with_adapters
 
 from recipe_utils.prove import __main__ as prove
 from recipe_utils.tune.registry import recipe_path
@@ -108,10 +108,16 @@ def test_every_adapter_has_a_gradient_that_equals_single_samples(kind, run, tiny
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sft_loss_weight": 0.3}, slow({"model": tiny.adapted(tiny.WIDE_MODEL)})]
+    ("changes", "is_given"),
+    [
+        ({"sft_loss_weight": 0.3}, False),
+        slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, False),
+        slow({"model": tiny.adapted(tiny.WIDE_MODEL)}, True),
+    ],
 )
-def test_preference_tuning_equals_single_pairs(changes, run, tiny_dpo_config):
+def test_preference_tuning_equals_single_pairs(changes, is_given, run, tiny_dpo_config, tmp_path):
     config = tiny_dpo_config(**{"model": tiny.DEEP_UNTIED_MODEL, **PACKED, **changes})
+    config = with_adapters(config, tmp_path) if is_given else config
     assert_equal(run(DPO, config), {"adapters"} if "model" in changes else GROUPS)
 
 

@@ -28,8 +28,11 @@ from recipe_runs import (
 )
 from safetensors.torch import load_file
 from tiny_transformers import tiny_config_of
+from torch import nn
+from torchtune.modules.peft import LoRALinear
 from transformers import AutoModelForCausalLM
 
+from recipe_utils.model.adapters.adapters import adapters_in_words, find_adapters
 from recipe_utils.model.transformers import lora_causal_lm
 
 LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
@@ -255,6 +258,21 @@ def test_what_cannot_be_adapted_is_refused_by_name(model_type, lora, words, tmp_
     with torch.device("meta"), pytest.raises(ValueError, match=words) as error:
         lora_causal_lm(str(tmp_path), **lora)
     assert str(error.value).startswith("model.")
+
+
+def test_the_experts_that_have_adapters_are_counted(tmp_path):
+    config = tiny_config_of("qwen3_moe")
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        fused = lora_causal_lm(str(tmp_path), r=2, target_modules=["q_proj", "v_proj"])
+    experts = [
+        nn.ModuleDict({"w1": layer}) for layer in (LoRALinear(4, 4, 2, 1.0), nn.Linear(4, 4))
+    ]
+    single = nn.ModuleDict({"experts": nn.ModuleList(experts)})
+    texts = [adapters_in_words(model, find_adapters(model)) for model in (fused, single)]
+    num_layers = config.num_hidden_layers
+    expected = f"modules: q_proj, v_proj; of 0 of {num_layers * config.num_experts} experts"
+    assert texts == [f"{2 * num_layers} {expected}", "1 modules: w1; of 1 of 2 experts"]
 
 
 @pytest.mark.slow
