@@ -1,28 +1,38 @@
-"""Datasets of chat files."""
+"""Datasets of conversations, and of documents that are cut into pieces."""
 
-import json
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 from torchtune.datasets._sft import SFTTransform
+from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.samples import SampleError
+from recipe_utils.data.text.files import FileRows, temporary_file
 from recipe_utils.data.text.messages import conversation_of, in_openai_format
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
+_log = get_logger("INFO")
+_MOST_CHARACTERS = 1 << 28
+"""Longest document; tokenizers take 50 times its memory."""
+
 
 class ConversationDataset(Dataset[dict[str, Any]]):
-    """Conversations of a JSON Lines file, with the tool calls and thinking that torchtune's drop.
+    """Conversations of a file, with the tool calls and thinking that torchtune's datasets drop.
 
     Args:
         tokenizer: a :class:`FolderTokenizer`.
-        path: file with an object per line, ``messages`` and ``tools`` in OpenAI's format; kept in memory.
+        path: file of rows with ``messages`` and ``tools`` in OpenAI's format, see :class:`.FileRows`.
         split_turns: makes one sample of each assistant turn, whose history is not trained. ``shared``:
             one of each conversation, whose turns compute common beginnings once.
 
     Raises:
-        ValueError: another tokenizer, or another value of ``split_turns``.
+        ValueError: another tokenizer, another value of ``split_turns``, or a file of another format.
         OSError: ``path`` cannot be read.
     """
 
@@ -33,43 +43,135 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             text = "set it to True, False or shared"
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
-        self._path, self._tokenize = path, SFTTransform(model_transform=tokenizer)
-        # Line, content, numbers of messages
-        self._rows: list[tuple[int, bytes, list[int | None]]] = []
-        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-            ends: list[int | None] = _ends_of_turns(line) if split_turns else [None]
-            of_samples = [ends] if self.makes_trees else [[end] for end in ends]
-            self._rows += [(number, line, ends) for ends in of_samples if line.strip()]
+        self._tokenize = SFTTransform(model_transform=tokenizer)
+        self._rows = rows = FileRows(path)
+        self.content_hash = rows.content_hash
+        # Row, and number of messages, of each sample.
+        self._turns: tuple[array[int], array[int]] | None = None
+        if split_turns is True:
+            self._turns = of_rows, ends = array("q"), array("i")
+            for index in range(len(rows)):
+                ends.extend(ends_of_row := _ends_of_turns(rows, index))
+                of_rows.extend([index] * len(ends_of_row))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._turns is None else len(self._turns[0])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns ``tokens`` and ``labels`` of a conversation, or ``sequences`` with these of each turn.
 
         A SampleError names the line.
         """
-        number, line, ends = self._rows[index]
-        try:
-            row = conversation_of(line)
-            sequences = [self._tokenized(row, end) for end in ends]
-        except Exception as error:  # any: a row may have any form
-            kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-            raise SampleError(f"line {number} of {self._path}: {kind}{error}") from None
-        return {"sequences": sequences} if self.makes_trees else sequences[0]
+        end, rows = _ALL, self._rows
+        if self._turns is not None:
+            index, end = (each[index] for each in self._turns)
+        with rows.naming(index):
+            row = conversation_of(rows[index])
+            if not self.makes_trees:
+                return self._tokenized(row, end)
+            return {"sequences": [self._tokenized(row, n) for n in _ends_of_turns(rows, index)]}
 
-    def _tokenized(self, row: dict[str, Any], num_messages: int | None) -> dict[str, Any]:
-        messages = row["messages"][:num_messages]
-        if num_messages is not None:
-            messages[:-1] = [{**message, "weight": 0} for message in messages[:-1]]
+    def _tokenized(self, row: dict[str, Any], num_messages: int) -> dict[str, Any]:
+        messages = row["messages"]
+        if num_messages != _ALL:
+            *history, turn = messages[:num_messages]
+            messages = [*({**message, "weight": 0} for message in history), turn]
         sample = self._tokenize({"messages": messages, "tools": row.get("tools")})
         return {key: sample[key] for key in ("tokens", "labels")}
 
 
-def _ends_of_turns(line: bytes) -> list[int | None]:
-    """Returns the number of messages up to each trained turn; None for a row that fails on loading."""
+_ALL = 0
+
+
+def _ends_of_turns(rows: FileRows, index: int) -> list[int]:
+    """Returns the number of messages up to each trained turn; _ALL for a row that fails on loading."""
     try:
-        pairs = enumerate(map(in_openai_format, json.loads(line)["messages"]), 1)
-        return [number for number, (_, is_trained) in pairs if is_trained] or [None]
+        messages = enumerate(conversation_of(rows[index])["messages"], 1)
+        return [number for number, each in messages if in_openai_format(each)[1]] or [_ALL]
     except Exception:  # any: reported with the sample
-        return [None]
+        return [_ALL]
+
+
+class TextPiecesDataset(Dataset[dict[str, Any]]):
+    """Documents of a file, cut into pieces of ``tokenizer.max_seq_len`` tokens, for continued pretraining.
+
+    Example: at ``max_seq_len`` 4, the 9 tokens of a document and its end token become pieces of 4, 4 and 2 tokens. All
+    are targets but the first of each piece, which is only context. Nothing is cut off; a last piece of one token, which
+    would have no target, takes one of the piece before. Documents are tokenized once, at the start, to a temporary file.
+
+    Args:
+        tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
+        path: file of rows with a text, see :class:`.FileRows`; or one text, if its name contains ``.txt``.
+        column: key of a row's text.
+        add_eos: adds the end token to each document.
+
+    Raises:
+        ValueError: a file of another format.
+        OSError: ``path`` cannot be read.
+    """
+
+    def __init__(
+        self, tokenizer: Any, path: str, column: str = "text", add_eos: bool = True
+    ) -> None:
+        is_text = ".txt" in Path(path).suffixes
+        self._rows = rows = FileRows(path, is_text)
+        self.content_hash, self._column, self._add_eos = (
+            rows.content_hash,
+            "text" if is_text else column,
+            add_eos,
+        )
+        self._tokenizer, self._file, start = tokenizer, temporary_file(self), time.monotonic()
+        bounds, first_pieces, end = array("q", [0]), array("q"), 0
+        with open(self._file, "wb") as file:
+            for index in range(len(rows)):
+                first_pieces.append(len(bounds) - 1)
+                try:
+                    tokens = self._tokens_of(rows[index])
+                except Exception:  # any: raised again for the piece without tokens
+                    tokens = []
+                np.asarray(tokens, dtype=np.uint32).tofile(file)
+                bounds.extend(
+                    end + each for each in _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
+                )
+                end += len(tokens)
+        self._bounds, self._first_pieces = bounds, first_pieces
+        seconds = time.monotonic() - start
+        text = f"{len(rows):,} documents of {end:,} tokens are {len(self):,} pieces (tokenized in {seconds:.0f} s)"
+        log_rank_zero(_log, f"{path}: {text}")
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns ``tokens``, equal ``labels``, and that none are cut off; a SampleError names the row."""
+        index = range(len(self))[index]
+        start, end = self._bounds[index : index + 2]
+        if start == end:
+            row = bisect_right(self._first_pieces, index) - 1
+            with self._rows.naming(row):
+                self._tokens_of(self._rows[row])
+                raise SampleError("it has no tokens; remove it")
+        read = np.fromfile(self._file, dtype=np.uint32, count=end - start, offset=4 * start)
+        tokens = read.tolist()
+        return {"tokens": tokens, "labels": tokens.copy(), "is_cut": False}
+
+    def _tokens_of(self, row: Mapping[str, Any]) -> list[int]:
+        if not isinstance(text := row.get(self._column), str):
+            found = f"{type(text).__name__}, its keys are {', '.join(row)}"
+            raise SampleError(f"its {self._column} is no text ({found}); set column to its key")
+        if len(text) > _MOST_CHARACTERS:
+            most = f"{_MOST_CHARACTERS:,} characters"
+            raise SampleError(
+                f"it has more than {most}; write its parts to rows of a JSON Lines file"
+            )
+        tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        return tokens
+
+
+def _ends_of_pieces(num_tokens: int, most: int | None) -> list[int]:
+    """Returns where the pieces of a document end; the last one has two tokens at least, if it can."""
+    most = most or max(num_tokens, 1)
+    ends = [*range(most, num_tokens, most), num_tokens]
+    if num_tokens % most == 1 and len(ends) > 1 and most > 2:
+        ends[-2] -= 1
+    return ends

@@ -1,6 +1,7 @@
 """Messages of chat files, converted to the form that chat templates take."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torchtune.data import Message
@@ -12,17 +13,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = {"role", "weight", "name", "tool_call_id", *TEXT_KEYS}
 
 
-def conversation_of(line: bytes) -> dict[str, Any]:
-    """Returns the object of a line; raises SampleError with what was found instead of ``messages``."""
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        text = f"byte {error.start} is not UTF-8; convert the file, such as with iconv"
-        raise SampleError(text) from error
-    except json.JSONDecodeError as error:
-        raise SampleError(f"it is not one JSON object per line ({error})") from error
-    if not isinstance(row, dict):
-        raise SampleError(f"it is a {type(row).__name__}; write one JSON object per line")
+def conversation_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row of a chat file; raises SampleError with what was found instead of ``messages``."""
     if "messages" not in row:
         raise SampleError(f"it has no messages (its keys: {', '.join(row)}); rename its column")
     found = row["messages"]
@@ -31,7 +23,7 @@ def conversation_of(line: bytes) -> dict[str, Any]:
         raise SampleError(f"{text}: {str(found)[:60]!r}")
     if not found:
         raise SampleError("messages is empty; remove the line")
-    return row
+    return dict(row)
 
 
 def in_openai_format(message: Any) -> tuple[dict[str, Any], bool]:

@@ -563,13 +563,12 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
     ("content", "text"),
     [
         (b'{"conversations": [], "id": 3}', r"it has no messages \(its keys: conversations, id\)"),
-        (b'[{"messages": []}]', "it is a list; write one JSON object per line"),
+        (b"3", "it is a int; write one JSON object per line"),
         (b'{"messages": []}', "messages is empty; remove the line"),
         (b'{"messages": "Who?"}', "messages is not a list of objects .*'Who\\?'"),
         (b'{"messages": ["Who?"]}', "messages is not a list of objects"),
         (b'{\n  "messages": []\n}', "it is not one JSON object per line"),
         ('{"messages": "\u00e9"}'.encode("latin-1"), "byte 14 is not UTF-8"),
-        ('{"messages": []}'.encode("utf-16"), "byte 0 is not UTF-8"),
     ],
 )
 def test_a_line_without_messages_is_described_by_what_it_contains(content, text, chatml, tmp_path):
