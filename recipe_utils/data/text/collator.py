@@ -312,14 +312,11 @@ class TextCollator(RowCollator):
         if "documents" in sample:
             return
         most, tokens, labels = self.max_seq_len or 0, sample["tokens"], sample["labels"]
-        lasts = (
-            np.cumsum(sample["seq_lens"])[:-1] - 1
-            if "seq_lens" in sample
-            else [most - 2] * (len(tokens) == most - 1)
-        )
-        if self._end_ids and any(
-            labels[i] == tokens[i] and tokens[i] not in self._end_ids for i in lasts
-        ):
+        lasts = [most - 2] if len(tokens) == most - 1 else []
+        if "seq_lens" in sample:  # the last document may continue in the next row
+            lasts = (np.cumsum(np.asarray(sample["seq_lens"]))[:-1] - 1).tolist()
+        ends = [int(tokens[i]) for i in lasts if labels[i] == tokens[i]]
+        if self._end_ids and not self._end_ids.issuperset(ends):
             text = "no end token, probably truncated; a text_pieces_dataset trains all of a text"
             yield f"{most - 1} tokens (tokenizer.max_seq_len={most}) with {text}"
         if "seq_lens" in sample:

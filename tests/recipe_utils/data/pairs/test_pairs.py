@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo
 
 from recipe_utils.data.loader.samples import SampleError, SkippedSampleError
-from recipe_utils.data.pairs.collator import PairCollator, PairSettings, num_shared_tokens
+from recipe_utils.data.pairs.collator import (
+    PairCollator,
+    PairSettings,
+    mask_shared_turns,
+    num_shared_tokens,
+)
 from recipe_utils.data.plan.cost import MicrobatchCost
 from recipe_utils.data.text.limits import ModelLimits, PackedAttention
 
@@ -49,6 +54,20 @@ def test_shared_is_the_longest_common_prefix_but_for_its_last_token(chosen, reje
         common += 1
     expected = None if chosen == rejected else max(common - 1, 0)
     assert num_shared_tokens(arrays) == expected
+
+
+@given(answers, answers, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_turns_that_both_sides_share_are_masked_but_for_the_last(chosen, rejected, are_targets):
+    """The answers' common first tokens are targets of both."""
+    sample = pair(chosen, rejected, masked=0)
+    for side in SIDES:
+        ids = sample[f"{side}_input_ids"]
+        masked = [t if m else tiny.IGNORE for t, m in zip(ids[:-1], are_targets, strict=False)]
+        sample[f"{side}_labels"] = [*masked, ids[-1]]
+    arrays = {key: np.array(ids) for key, ids in sample.items()}
+    mask_shared_turns(arrays)
+    expected = tiny.without_shared_turns(sample)
+    assert {key: ids.tolist() for key, ids in arrays.items()} == expected
 
 
 def test_tokens_of_which_only_one_side_is_a_target_are_not_shared():
