@@ -22,8 +22,8 @@ from recipe_utils.data.text.tokenizer import FolderTokenizer
 class PairDataset(Dataset[dict[str, Any]]):
     """Preference pairs of a file, in the forms that TRL takes.
 
-    A row has ``chosen`` and ``rejected``, and may have ``prompt`` and ``tools``. Messages are in OpenAI's format, with or
-    without the prompt's. Three texts, or two with a common beginning, are joined as they are, without a chat template.
+    A row has ``chosen`` and ``rejected``, and may have ``prompt`` and ``tools``. Messages are in OpenAI's format, with
+    or without the prompt's. Three texts, or two with a common beginning, are joined as they are, without a chat template.
 
     Args:
         tokenizer: a :class:`FolderTokenizer`; or one of torchtune for rows without tool calls and thinking.

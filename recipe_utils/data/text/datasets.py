@@ -18,8 +18,8 @@ from recipe_utils.data.text.messages import conversation_of, in_openai_format
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
 _log = get_logger("INFO")
-_MOST_CHARACTERS = 1 << 28
-"""Longest document; tokenizers take 50 times its memory."""
+_MOST_CHARACTERS = 1 << 24
+"""Longest document; a tokenizer takes 4 GB for it."""
 
 
 class ConversationDataset(Dataset[dict[str, Any]]):
@@ -95,9 +95,9 @@ def _ends_of_turns(rows: FileRows, index: int) -> list[int]:
 class TextPiecesDataset(Dataset[dict[str, Any]]):
     """Documents of a file, cut into pieces of ``tokenizer.max_seq_len`` tokens, for continued pretraining.
 
-    Example: at ``max_seq_len`` 4, the 9 tokens of a document and its end token become pieces of 4, 4 and 2 tokens. All
-    are targets but the first of each piece, which is only context. Nothing is cut off; a last piece of one token, which
-    would have no target, takes one of the piece before. Documents are tokenized once, at the start, to a temporary file.
+    Example: at ``max_seq_len`` 4, the 9 tokens of a document and its end token become pieces of 4, 4 and 2
+    tokens. All are targets but the first of each piece, which is only context. A last piece of one token, which
+    would have no target, takes one of the piece before. Documents are tokenized at the start, to a temporary file.
 
     Args:
         tokenizer: has ``encode(text=, add_bos=, add_eos=)`` and ``max_seq_len``; null takes documents as a whole.
