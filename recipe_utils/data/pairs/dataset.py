@@ -5,6 +5,7 @@ A B and A C. What comes before the answers, earlier assistant turns included, is
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,41 +54,42 @@ class PairDataset(Dataset[dict[str, Any]]):
         return sample
 
     def _of_messages(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        pair, found = messages_of(row), []
-        prompt = [{**message, "weight": 0} for message in pair.prompt]
-        for answer in (pair.chosen, pair.rejected):
-            whole = conversation_of({"messages": [*prompt, *answer], "tools": row.get("tools")})
-            messages, tools = whole["messages"], whole.get("tools")
-            if isinstance(self._tokenizer, FolderTokenizer):
-                found.append(self._tokenizer.tokenize_messages(messages, tools=tools))
-                continue
-            if tools:
-                raise SampleError(
-                    "torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer"
-                )
-            found.append(self._tokenizer.tokenize_messages([*map(_of_torchtune, messages)]))
+        (prompt, answers), found = messages_of(row), []
+        prompt = [{**message, "weight": 0} for message in prompt]
+        for side, answer in zip(SIDES, answers, strict=True):
+            try:
+                whole = {"messages": [*prompt, *answer], "tools": row.get("tools")}
+                found.append(self._tokenized(conversation_of(whole)))
+            except SampleError as error:
+                raise SampleError(f"{side}: {error}") from error
         return found
+
+    def _tokenized(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        messages, tools = row["messages"], row.get("tools")
+        if isinstance(self._tokenizer, FolderTokenizer):
+            return self._tokenizer.tokenize_messages(messages, tools=tools)
+        if tools:
+            text = "torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer"
+            raise SampleError(text)
+        tokens, mask = self._tokenizer.tokenize_messages([*map(_of_torchtune, messages)])
+        return tokens, mask
 
     def _of_texts(self, row: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
         """Returns texts with an end token as TRL: the prompt is masked as far as its tokens are those of both sides."""
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:
-            prompt = chosen[
-                : min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-            ].removesuffix(" ")
+            num_common = min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+            prompt = chosen[:num_common].removesuffix(" ")
         else:
             chosen, rejected = prompt + chosen, prompt + rejected
-        encode, eos_id = self._tokenizer.encode, self._tokenizer.eos_id
-        prompt, *sides = (
-            encode(text=text, add_bos=True, add_eos=False) for text in (prompt, chosen, rejected)
-        )
+        encode = partial(self._tokenizer.encode, add_bos=True, add_eos=False)
+        prompt, *sides = (encode(text=text) for text in (prompt, chosen, rejected))
+        eos_id, end = self._tokenizer.eos_id, self._tokenizer.max_seq_len
         for tokens in sides:
             tokens += [eos_id] if eos_id is not None and tokens[-1:] != [eos_id] else []
         num_masked = min(num_equal(prompt, tokens) for tokens in sides)
-        end = self._tokenizer.max_seq_len
-        return [
-            (tokens[:end], [i < num_masked for i in range(len(tokens))][:end]) for tokens in sides
-        ]
+        masks = [[i < num_masked for i in range(len(tokens))] for tokens in sides]
+        return [(tokens[:end], mask[:end]) for tokens, mask in zip(sides, masks, strict=True)]
 
 
 def _is_of_texts(row: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Messages of preference pairs, in the forms that rows of files have."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipe_utils.data.loader.samples import SampleError
 
@@ -11,16 +11,8 @@ _BEFORE = ("system", "developer")
 Messages = list[dict[str, Any]]
 
 
-class Pair(NamedTuple):
-    """Messages of a pair; both answers follow the prompt."""
-
-    prompt: Messages
-    chosen: Messages
-    rejected: Messages
-
-
-def messages_of(row: Mapping[str, Any]) -> Pair:
-    """Returns the messages of a pair, of which all that both sides begin with are the prompt's.
+def messages_of(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
+    """Returns the messages of a pair's prompt, with all that both sides begin with, and of both answers.
 
     Raises SampleError if ``chosen`` or ``rejected`` is missing, or where the answers begin is not certain.
     """
@@ -39,7 +31,7 @@ def messages_of(row: Mapping[str, Any]) -> Pair:
                 raise SampleError(f"{text}; let it begin with the whole prompt, or with the answer")
     most = min(map(len, sides)) - 1
     num_shared = num_equal(sides[0][:most], sides[1])
-    return Pair([*prompt, *sides[0][:num_shared]], *(side[num_shared:] for side in sides))
+    return [*prompt, *sides[0][:num_shared]], [side[num_shared:] for side in sides]
 
 
 def num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -70,7 +62,6 @@ def listed_messages(value: Any, role: str) -> Messages:
         return [{"role": role, "content": value}] if value else []
     messages = [value] if isinstance(value, Mapping) else value or []
     if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
-        raise SampleError(
-            f"its {role}'s messages are {str(value)[:60]!r}; write a text or messages"
-        )
+        text = f"its {role}'s messages are {str(value)[:60]!r}"
+        raise SampleError(f"{text}; write a text or messages")
     return [{k: v for k, v in each.items() if v is not None} for each in messages]

@@ -16,7 +16,7 @@ import tempfile
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,7 +67,8 @@ class FileRows:
 
     def __init__(self, path: str, is_text: bool = False) -> None:
         self.path, self._file, self._is_text = path, path, is_text
-        self._numbers: np.ndarray | None = None
+        self._numbers: array[int] | None = None
+        """Numbers of the rows' lines, if some are blank."""
         self._table: Any = None
         if Path(path).is_dir():
             self._read_table([*self._saved_files()])
@@ -81,8 +82,9 @@ class FileRows:
                 try:
                     with unpack(path, "rb") as packed, open(self._file, "wb") as plain:
                         shutil.copyfileobj(packed, plain, _CHUNK)
-                except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, OSError) as error:
-                    self._refuse(f"compressed, and cannot be unpacked ({error})")
+                except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+                    folder = tempfile.gettempdir()
+                    self._refuse(f"compressed, and cannot be unpacked to {folder} ({error})")
                 head = _head(self._file)
         if head.startswith(b"PAR1"):
             self._read_table([self._file])
@@ -95,7 +97,14 @@ class FileRows:
         if b"\0" in head:
             self._refuse("no text (it has NUL bytes); convert it to JSON Lines in UTF-8")
         self._is_array = not is_text and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-        self._bounds = np.frombuffer(self._scan(), dtype=np.int64)
+        if self._is_array or is_text:
+            self.content_hash = _checksum([self._file])
+            size = Path(self._file).stat().st_size
+            self._bounds = (
+                self._scan_array() if self._is_array else array("q", [0, size + 1] if size else [0])
+            )
+        else:
+            self._bounds = self._scan_lines()
         if len(self) == 0:
             self._refuse("empty; it needs at least one row")
         self._open = open(self._file, "rb")  # noqa: SIM115
@@ -108,7 +117,7 @@ class FileRows:
         if self._table is not None:
             row: Mapping[str, Any] = self._table[index]
             return row
-        start, end = self._bounds[index : index + 2].tolist()
+        start, end = self._bounds[index : index + 2]
         data = os.pread(self._open.fileno(), end - start - 1, start)
         try:
             text = data.decode("utf-8-sig")
@@ -150,35 +159,29 @@ class FileRows:
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"path={self.path}: it is {text}")
 
-    def _scan(self) -> "array[int]":
-        """Returns where rows start, and one number behind the last row's separator; sets the checksum."""
+    def _scan_lines(self) -> "array[int]":
+        """Returns where lines with text start, and the end of the last one plus 1; sets the checksum."""
         bounds = array("q")
-        numbers: array[int] | None = None  # of lines, if some are blank
+        numbers: array[int] | None = None  # stored if a line is blank
         num_lines = num_bytes = crc = 0
         with open(self._file, "rb") as file:
             while chunk := file.read(_CHUNK) + file.readline():
+                data = np.frombuffer(chunk, dtype=np.uint8)
+                starts = np.append(0, np.flatnonzero(data[:-1] == ord("\n")) + 1)
+                ends = np.append(starts[1:], len(chunk))
+                has_text = data[starts] != ord("\n")
+                for i in np.flatnonzero(has_text & (data[starts] <= ord(" "))):
+                    has_text[i] = bool(chunk[starts[i] : ends[i]].strip())
+                if numbers is None and not has_text.all():
+                    numbers = array("i", range(1, num_lines + 1))
+                if numbers is not None:
+                    of_rows = np.flatnonzero(has_text) + num_lines + 1
+                    numbers.frombytes(of_rows.astype(np.int32).tobytes())
+                bounds.frombytes((starts[has_text] + num_bytes).tobytes())
+                num_lines, num_bytes = num_lines + len(starts), num_bytes + len(chunk)
                 crc = zlib.crc32(chunk, crc)
-                if not self._is_array and not self._is_text:
-                    data = np.frombuffer(chunk, dtype=np.uint8)
-                    starts = np.append(0, np.flatnonzero(data[:-1] == ord("\n")) + 1)
-                    ends = np.append(starts[1:], len(chunk))
-                    is_row = data[starts] != ord("\n")
-                    for i in np.flatnonzero(is_row & (data[starts] <= ord(" "))):
-                        is_row[i] = bool(chunk[starts[i] : ends[i]].strip())
-                    bounds.frombytes((starts[is_row] + num_bytes).tobytes())
-                    if numbers is None and not is_row.all():
-                        numbers = array("i", range(1, num_lines + 1))
-                    if numbers is not None:
-                        in_file = np.flatnonzero(is_row) + num_lines + 1
-                        numbers.frombytes(in_file.astype(np.int32).tobytes())
-                    num_lines += len(starts)
-                num_bytes += len(chunk)
         self.content_hash = f"{num_bytes}-{crc:08x}"
-        self._numbers = None if numbers is None else np.frombuffer(numbers, dtype=np.int32)
-        if self._is_array:
-            return self._scan_array()
-        if self._is_text and num_bytes:
-            bounds.append(0)
+        self._numbers = numbers
         bounds.append(num_bytes + 1)
         return bounds
 
@@ -222,23 +225,14 @@ class FileRows:
 
     def _read_table(self, files: list[str]) -> None:
         """Opens a memory-mapped table of the library ``datasets``."""
+        self.content_hash = _checksum(files)
         try:
             import datasets
+
+            is_folder, read = Path(self.path).is_dir(), datasets.Dataset.from_parquet
+            self._table = datasets.load_from_disk(self.path) if is_folder else read(files[0])
         except ImportError:
             self._refuse("a table; pip install datasets to read it")
-        num_bytes = crc = 0
-        for path in files:
-            with open(path, "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    crc, num_bytes = zlib.crc32(chunk, crc), num_bytes + len(chunk)
-        self.content_hash = f"{num_bytes}-{crc:08x}"
-        is_folder = Path(self.path).is_dir()
-        try:
-            self._table = (
-                datasets.load_from_disk(self.path)
-                if is_folder
-                else datasets.Dataset.from_parquet(files[0])
-            )
         except Exception as error:  # any: of pyarrow or datasets
             self._refuse(f"a table that cannot be read ({type(error).__name__}: {error})")
         if len(self._table) == 0:
@@ -248,6 +242,15 @@ class FileRows:
 def _head(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read(1024)
+
+
+def _checksum(paths: Sequence[str]) -> str:
+    num_bytes = crc = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                num_bytes, crc = num_bytes + len(chunk), zlib.crc32(chunk, crc)
+    return f"{num_bytes}-{crc:08x}"
 
 
 def temporary_file(owner: object) -> str:
