@@ -472,7 +472,7 @@ PAIRS = {
     "turns": {"chosen": TWO, "rejected": LONGER},
     "tools": {"prompt": USE[:1], "chosen": USE[1:2], "rejected": [say("assistant", "Rain.")], "tools": TOOLS},
     "thinking": {"prompt": TWO[:1], "chosen": THINK[1:2], "rejected": [WRONG]},
-    "texts": {"prompt": "2 + 2? ", "chosen": "It is 4.", "rejected": "It is 5.<|im_end|>"},
+    "texts": {"prompt": "It is sun", "chosen": "ny, it is 4.", "rejected": "set.<|im_end|>"},
     "texts alone": {"chosen": "Human: 2? AI: It is 4.", "rejected": "Human: 2? AI: 4, I think."},
 }  # fmt: skip
 
