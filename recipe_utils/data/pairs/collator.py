@@ -95,18 +95,18 @@ def num_shared_tokens(pair: Mapping[str, Any]) -> int | None:
 def mask_shared_turns(pair: Mapping[str, Any]) -> None:
     """Masks the labels of earlier turns that both sides share: they are a part of the prompt.
 
-    Example: of ``u A v B`` and ``u A v C`` (targets in capitals) A is masked. Of ``u AB`` and ``u AC`` nothing is, because
-    a turn that only begins alike is an answer. Nor is the last run of targets of a side.
+    Example: of ``u A v B`` and ``u A v C`` (targets in capitals) A is masked. Of ``u AB`` and ``u AC`` nothing is,
+    because a turn that only begins alike is an answer. Nor is the last run of targets of a side.
     """
     tokens, labels = ([pair[f"{side}_{key}"] for side in SIDES] for key in ("input_ids", "labels"))
     shorter = min(map(len, tokens))
     differ = tokens[0][:shorter] != tokens[1][:shorter]
     end = int(differ.argmax()) if differ.any() else shorter
-    masks = [
-        np.append(True, each == IGNORE_INDEX) for each in labels
-    ]  # of the position before, too
-    starts = [np.flatnonzero(mask[:-1] & ~mask[1:]) for mask in masks]  # of runs of targets
+    # masks[i + 1] is that of position i; runs of targets start where it ends.
+    masks = [np.append(True, each == IGNORE_INDEX) for each in labels]
+    starts = [np.flatnonzero(mask[:-1] & ~mask[1:]) for mask in masks]
     end = min(end, *(each[-1] for each in starts))
+    # A run that goes on beyond the common tokens is an answer from its start.
     while inside := [i for i, mask in enumerate(masks) if not mask[end] and not mask[end + 1]]:
         end = min(starts[i][starts[i] < end][-1] for i in inside)
     for each in labels:

@@ -81,6 +81,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
 
 
 _ALL = 0
+"""Number of messages of a sample that is not cut."""
 
 
 def _ends_of_turns(rows: FileRows, index: int) -> list[int]:
@@ -115,12 +116,9 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
     ) -> None:
         is_text = ".txt" in Path(path).suffixes
         self._rows = rows = FileRows(path, is_text)
-        self.content_hash, self._column, self._add_eos = (
-            rows.content_hash,
-            "text" if is_text else column,
-            add_eos,
-        )
-        self._tokenizer, self._file, start = tokenizer, temporary_file(self), time.monotonic()
+        self.content_hash, self._tokenizer, self._add_eos = rows.content_hash, tokenizer, add_eos
+        self._column = "text" if is_text else column
+        self._file, start = temporary_file(self), time.monotonic()
         bounds, first_pieces, end = array("q", [0]), array("q"), 0
         with open(self._file, "wb") as file:
             for index in range(len(rows)):
@@ -130,9 +128,8 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
                 except Exception:  # any: raised again for the piece without tokens
                     tokens = []
                 np.asarray(tokens, dtype=np.uint32).tofile(file)
-                bounds.extend(
-                    end + each for each in _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
-                )
+                ends = _ends_of_pieces(len(tokens), tokenizer.max_seq_len)
+                bounds.extend(end + each for each in ends)
                 end += len(tokens)
         self._bounds, self._first_pieces = bounds, first_pieces
         seconds = time.monotonic() - start
@@ -161,9 +158,7 @@ class TextPiecesDataset(Dataset[dict[str, Any]]):
             raise SampleError(f"its {self._column} is no text ({found}); set column to its key")
         if len(text) > _MOST_CHARACTERS:
             most = f"{_MOST_CHARACTERS:,} characters"
-            raise SampleError(
-                f"it has more than {most}; write its parts to rows of a JSON Lines file"
-            )
+            raise SampleError(f"it has more than {most}; write its parts to rows of JSON Lines")
         tokens: list[int] = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
         return tokens
 

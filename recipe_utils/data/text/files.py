@@ -100,9 +100,8 @@ class FileRows:
         if self._is_array or is_text:
             self.content_hash = _checksum([self._file])
             size = Path(self._file).stat().st_size
-            self._bounds = (
-                self._scan_array() if self._is_array else array("q", [0, size + 1] if size else [0])
-            )
+            whole = array("q", [0, size + 1] if size else [0])
+            self._bounds = self._scan_array() if self._is_array else whole
         else:
             self._bounds = self._scan_lines()
         if len(self) == 0:
