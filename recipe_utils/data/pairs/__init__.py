@@ -11,6 +11,7 @@ from torchtune.data import ChosenRejectedToMessages
 from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.pairs.rows import SIDES, has_own_prompt
 from recipe_utils.data.text import check_message
+from recipe_utils.data.text.messages import read_tools
 
 _convert = ChosenRejectedToMessages.__call__
 _REMEDY = "set dataset to a recipe_utils.data.chat_template.pair_dataset"
@@ -26,7 +27,7 @@ def _convert_whole(self: ChosenRejectedToMessages, sample: Mapping[str, Any]) ->
             check_message(message, _REMEDY)
         if sample.get("prompt") and not has_own_prompt(sample["prompt"], side):
             raise SampleError(f"torchtune's preference_dataset leaves its prompt out; {_REMEDY}")
-    if sample.get("tools"):
+    if read_tools(sample.get("tools")):
         raise SampleError(f"torchtune's preference_dataset leaves its tools out; {_REMEDY}")
     return _convert(self, sample)
 

@@ -16,7 +16,12 @@ from recipe_utils.data.loader.samples import SampleError
 from recipe_utils.data.pairs.rows import SIDES, messages_of, num_equal
 from recipe_utils.data.text import lost_keys
 from recipe_utils.data.text.files import FileRows
-from recipe_utils.data.text.messages import conversation_of, in_openai_format
+from recipe_utils.data.text.messages import (
+    content_as_text,
+    conversation_of,
+    in_openai_format,
+    read_tools,
+)
 from recipe_utils.data.text.tokenizer import FolderTokenizer
 
 
@@ -68,7 +73,7 @@ class PairDataset(Dataset[dict[str, Any]]):
         messages, tools = row["messages"], row.get("tools")
         if isinstance(self._tokenizer, FolderTokenizer):
             return self._tokenizer.tokenize_messages(messages, tools=tools)
-        if tools:
+        if read_tools(tools):
             text = "torchtune's tokenizers take no tools; set tokenizer to a folder_tokenizer"
             raise SampleError(text)
         tokens, mask = self._tokenizer.tokenize_messages([*map(_of_torchtune, messages)])
@@ -102,7 +107,5 @@ def _of_torchtune(message: Mapping[str, Any]) -> Message:
     if lost := lost_keys(message):
         text = f"torchtune's tokenizers lose {', '.join(lost)}"
         raise SampleError(f"{text}; set tokenizer to a folder_tokenizer")
-    content = openai.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+    content = content_as_text(openai.get("content"))
     return Message(role=openai["role"], content=content, masked=not is_trained)

@@ -10,14 +10,14 @@ from typing import Any
 from torchtune.data import OpenAIToMessages
 
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.text.messages import TEXT_KEYS
+from recipe_utils.data.text.messages import THINKING
 
 _convert = OpenAIToMessages.__call__
 
 
 def lost_keys(message: Mapping[str, Any]) -> list[str]:
     """Returns the keys with content that torchtune's messages do not have."""
-    return [key for key in TEXT_KEYS if key != "content" and message.get(key)]
+    return [key for key in (*THINKING, "tool_calls") if message.get(key)]
 
 
 def check_message(message: Mapping[str, Any], remedy: str) -> None:

@@ -4,12 +4,13 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from torchtune.datasets._sft import SFTTransform
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import get_logger, log_rank_zero
 
 from recipe_utils.data.loader.samples import SampleError
@@ -43,7 +44,7 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             text = "set it to True, False or shared"
             raise ValueError(f"dataset.split_turns={split_turns}: {text}")
         self.makes_trees = split_turns == "shared"
-        self._tokenize = SFTTransform(model_transform=tokenizer)
+        self._tokenizer = tokenizer
         self._rows = rows = FileRows(path)
         self.content_hash = rows.content_hash
         # Row, and number of messages, of each sample.
@@ -67,17 +68,21 @@ class ConversationDataset(Dataset[dict[str, Any]]):
             index, end = (each[index] for each in self._turns)
         with rows.naming(index):
             row = conversation_of(rows[index])
-            if not self.makes_trees:
-                return self._tokenized(row, end)
-            return {"sequences": [self._tokenized(row, n) for n in _ends_of_turns(rows, index)]}
+            messages, tools = row["messages"], row["tools"]
+            if self.makes_trees:
+                turns = [end for end in _ends_of_turns(rows, index) if end] or [len(messages)]
+                both = self._tokenizer.tokenize_turns(messages, turns, tools)
+                return {"sequences": list(starmap(_sample, both))}
+            if end != _ALL:
+                *history, turn = messages[:end]
+                messages = [*({**message, "weight": 0} for message in history), turn]
+            sample = _sample(*self._tokenizer.tokenize_messages(messages, tools=tools))
+            return {**sample, "labels": sample["labels"].tolist()}
 
-    def _tokenized(self, row: dict[str, Any], num_messages: int) -> dict[str, Any]:
-        messages = row["messages"]
-        if num_messages != _ALL:
-            *history, turn = messages[:num_messages]
-            messages = [*({**message, "weight": 0} for message in history), turn]
-        sample = self._tokenize({"messages": messages, "tools": row.get("tools")})
-        return {key: sample[key] for key in ("tokens", "labels")}
+
+def _sample(tokens: Any, mask: Any) -> dict[str, Any]:
+    """Returns tokens as they are, and labels as an array."""
+    return {"tokens": tokens, "labels": np.where(mask, CROSS_ENTROPY_IGNORE_IDX, tokens)}
 
 
 _ALL = 0

@@ -4,24 +4,33 @@ import inspect
 import json
 import logging
 import re
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date as calendar_date
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from torchtune.data import truncate
+import numpy as np
+from tokenizers import Tokenizer
 from torchtune.utils import get_logger, log_rank_zero
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe_utils.data.loader.samples import SampleError
-from recipe_utils.data.text.messages import TEXT_KEYS, in_openai_format
+from recipe_utils.data.text.messages import Chat, Tools, read_messages, read_tools
+from recipe_utils.data.text.template import Alike, ChatTemplate, Encoded, any_of
 
-Chat = list[dict[str, Any]]
-Owned = list[tuple[int, int | None]]
-"""Tokens, each with the index of the message whose target it is; None if masked."""
-_NOTEXT_KEYS = ("name", "id", "type")
+_SEEDS = (
+    "It is 2024-01-31, 12:05; 1234567 + 89 = 1234656.", "a  b   c\td\n\n\ne \r\n f", "l'été, naïve, Straße, ÅÄÖ, e\u0301",
+    "こんにちは、世界。 你好\uff0c世界\uff01 안녕하세요", "Привет, мир; שלום; مرحبا; नमस्ते; ไทย", "def f(x_1, *args):\n    return {'a': x_1[0]}",
+    "I'm, you'll, WE'RE, don't", "https://a.b/c?d=e&f=%20#g", "😀👩‍👩‍👧 ≠ ½ ﬁ \uff46\uff55\uff4c\uff4c", "HelloWorld camelCase snake_case ABCdef",
+)  # fmt: skip
+_PROBES = [
+    text[start:end].join(ends)
+    for text in _SEEDS
+    for ends in (("", ""), (" ", " "), ("\n", "1"))
+    for start, end in ((0, None), (1, None), (3, -2), (5, None), (7, 20), (0, 9), (2, 4), (0, 1))
+]
+"""Texts on which tokenizers differ that split digits, spaces, accents or scripts otherwise."""
 
 
 class FolderTokenizer:
@@ -33,6 +42,8 @@ class FolderTokenizer:
         train_on_last: train only the last assistant message of a sample.
         date: date that the chat template prints as today's, ``YYYY-MM-DD``.
         template_variables: further variables of the chat template, such as ``enable_thinking``.
+        from_pretrained: arguments of ``AutoTokenizer.from_pretrained``, such as ``fix_mistral_regex: True``.
+            Ids are then those of the class that it chooses, otherwise those of ``tokenizer.json``.
 
     Raises:
         ValueError: the folder has no fast tokenizer, or its chat template needs a date or does not use
@@ -46,16 +57,18 @@ class FolderTokenizer:
         train_on_last: bool = False,
         date: str | None = None,
         template_variables: dict[str, Any] | None = None,
+        from_pretrained: dict[str, Any] | None = None,
     ) -> None:
         if not Path(path, "tokenizer.json").is_file():
             text = "no tokenizer.json; set it to a folder of transformers with a fast tokenizer"
             raise ValueError(f"tokenizer.path={path}: {text}")
         if max_seq_len is not None and max_seq_len < 1:
             raise ValueError(f"tokenizer.max_seq_len={max_seq_len}: set it to at least 1")
-        self.tokenizer = inner = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self.max_seq_len, self.vocab_size = max_seq_len, len(inner)
-        self._path, self._train_on_last = Path(path), train_on_last
+        self.max_seq_len, self._path, self._train_on_last = max_seq_len, Path(path), train_on_last
         self._variables = template_variables or {}
+        self._warned: set[str] = set()
+        self.tokenizer = inner = self._load(from_pretrained)
+        self.vocab_size = len(inner)
         if "strftime_now(" in str(inner.chat_template):
             if date is None:
                 raise ValueError(
@@ -77,6 +90,7 @@ class FolderTokenizer:
                     f"tokenizer.template_variables.{name}: the chat template of {path} does not use it; correct "
                     "its name, or take it out"
                 )
+        source = str(inner.chat_template)
         self.bos_id, self.eos_id = inner.bos_token_id, inner.eos_token_id
         stops = {*_stops_of_generation(self._path), self.eos_id}
         self.stop_tokens: list[int] = sorted(stops & {*inner.get_vocab().values()})
@@ -86,14 +100,58 @@ class FolderTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._begin = [i for i in self._backend.encode("").ids if i == self.bos_id]
-        special = inner.added_tokens_decoder.values()
-        self._special = [token.content for token in special if token.special]
+        prints_bos = re.search(rf"bos_token|{re.escape(inner.bos_token or 'bos_token')}", source)
+        adds_bos = _json_of(self._path / "tokenizer_config.json").get(
+            "add_bos_token", bool(prints_bos)
+        )
+        self._is_without_bos = bool(not self._begin and self.bos_id is not None and adds_bos)
+        added = [token.content for token in inner.added_tokens_decoder.values()]
+        self._added = re.compile(f"({any_of(added).pattern})")
+        special = [token.content for token in inner.added_tokens_decoder.values() if token.special]
+        self._special = any_of(special)
         names = inner.convert_ids_to_tokens(self.stop_tokens)
-        used = [name for name in inner.get_added_vocab() if name in str(inner.chat_template)]
-        self._stop, self._control = map(_any_of, (names, [*names, *used]))
+        used = [name for name in inner.get_added_vocab() if name in source]
+        self._template = ChatTemplate(
+            self._render,
+            source,
+            dict(zip(self.stop_tokens, names, strict=True)),
+            used,
+            self._path,
+            self._warn,
+        )
         self.decode = partial(inner.decode, skip_special_tokens=True)
-        self._proved: set[Any] = set()
-        self._warned: set[str] = set()
+
+    def _load(self, options: dict[str, Any] | None) -> Any:
+        """Returns the tokenizer; without ``options``, one whose ids are those of ``tokenizer.json``."""
+        loaded = AutoTokenizer.from_pretrained(
+            self._path, **{"local_files_only": True, **(options or {})}
+        )
+        if options is not None:
+            return loaded
+        file = Tokenizer.from_file(str(self._path / "tokenizer.json"))
+        file.no_truncation()
+        file.no_padding()
+        loaded.backend_tokenizer.no_truncation()
+        loaded.backend_tokenizer.no_padding()
+        for text in _PROBES:
+            both = [
+                each.encode(text, add_special_tokens=False).ids
+                for each in (loaded.backend_tokenizer, file)
+            ]
+            if both[0] != both[1]:
+                at = next(
+                    i
+                    for i, (a, b) in enumerate(zip(*([*ids, -1] for ids in both), strict=False))
+                    if a != b
+                )
+                shown = [each[max(at - 1, 0) : at + 3] for each in both]
+                self._warn(
+                    f"{type(loaded).__name__}, the class of its tokenizer_config.json, encodes {text!r} with "
+                    f"{shown[0]} where tokenizer.json has {shown[1]}; tokenizer.json is taken (set "
+                    "tokenizer.from_pretrained={} to take the class)"
+                )
+                return PreTrainedTokenizerFast.from_pretrained(self._path, local_files_only=True)
+        return loaded
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -104,6 +162,9 @@ class FolderTokenizer:
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Returns the tokens of a text, with a BOS only if the folder's tokenizer adds one."""
+        if add_bos and self._is_without_bos:
+            text_of_bos = self.tokenizer.bos_token
+            self._warn(f"texts start without {text_of_bos}, with which this model's texts start")
         tokens = self._backend.encode(text, add_special_tokens=False).ids
         end = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*(self._begin if add_bos else []), *tokens, *end]
@@ -116,7 +177,7 @@ class FolderTokenizer:
         return {**rest, "tokens": tokens, "mask": mask}
 
     def tokenize_messages(
-        self, messages: Sequence[Any], add_eos: bool = True, tools: list[Any] | None = None
+        self, messages: Sequence[Any], add_eos: bool = True, tools: Any = None
     ) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and for each whether it is masked (no target).
 
@@ -124,34 +185,66 @@ class FolderTokenizer:
             messages: torchtune's messages, or mappings in OpenAI's format, where assistants train
                 unless their ``weight`` is 0.
             add_eos: False returns the prompt of a generation, without an empty last message.
-            tools: tools in OpenAI's format.
+            tools: tools in OpenAI's format, or their JSON text.
 
         Raises:
             SampleError: the template does not determine the targets; the error names the turn.
         """
-        pairs = [in_openai_format(message) for message in messages]
-        chat, trains = [message for message, _ in pairs], [is_trained for _, is_trained in pairs]
-        for index, message in enumerate(chat):
-            text = json.dumps(message, ensure_ascii=False, default=str)
-            for token in self._special:
-                if token in text:
-                    _refuse(chat, index, f"its text contains the special token {token}; remove it")
+        chat, trains, tools = self._read(messages, tools)
+        if not add_eos:
+            is_open = chat[-1]["role"] == "assistant" and not chat[-1].get("content")
+            chat = self._template.fitted(chat[:-1] if is_open else chat, tools)
+            text = self._render(chat, tools, prompt=True)
+            tokens = self.encode(text, add_bos=False, add_eos=False)[: self.max_seq_len]
+            return tokens, [True] * len(tokens)
         if self._train_on_last:
             answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
             trains = [i in answers[-1:] for i in range(len(chat))]
-        if add_eos:
-            owned = self._targets(chat, trains, tools)
-            self._prove(chat, trains, tools, owned)
-            tokens, mask = [token for token, _ in owned], [owner is None for _, owner in owned]
-        else:
-            is_open = chat[-1]["role"] == "assistant" and not chat[-1].get("content")
-            text = self._render(chat[:-1] if is_open else chat, tools, prompt=True)
-            tokens = self.encode(text, add_bos=False, add_eos=False)
-            mask = [True] * len(tokens)
-        end = len(tokens) if self.max_seq_len is None else self.max_seq_len
-        return truncate(tokens, end), truncate(mask, end)
+        chat = self._template.fitted(chat, tools)
+        ids, is_target = self._template.targets(chat, trains, tools, self._encoded, {})
+        return ids[: self.max_seq_len].tolist(), (~is_target[: self.max_seq_len]).tolist()
 
-    def _render(self, chat: Chat, tools: list[Any] | None, prompt: bool = False) -> str:
+    def tokenize_turns(
+        self, messages: Sequence[Any], ends: Sequence[int], tools: Any = None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields arrays of the same as :meth:`tokenize_messages` for the first ``end`` messages, of which only the last trains.
+
+        Encodes what is between added tokens once. The longest text is also encoded as a whole; if that
+        differs, so are all.
+        """
+        chat, trains, tools = self._read(messages, tools)
+        chat = self._template.fitted(chat, tools)
+        encode = _by_pieces(self._added, self._encoded)
+        text = self._render(chat[: ends[-1]], tools)
+        if not all(map(np.array_equal, encode(text), self._encoded(text))):
+            encode = self._encoded
+        alike: Alike = {}
+        for end in ends:
+            last = [False] * (end - 1) + trains[end - 1 : end]
+            tokens, is_target = self._template.targets(chat[:end], last, tools, encode, alike)
+            yield tokens[: self.max_seq_len], ~is_target[: self.max_seq_len]
+
+    def _read(self, messages: Sequence[Any], tools: Any) -> tuple[Chat, list[bool], Tools]:
+        """Returns messages, which of them train, and tools, without special tokens in their texts."""
+        chat, trains = read_messages(messages)
+        for index, message in enumerate(chat):
+            if found := self._special.search(json.dumps(message, ensure_ascii=False, default=str)):
+                text = f"its text contains the special token {found[0]}; remove it"
+                raise SampleError(f"turn {index} ({message['role']}): {text}")
+        return chat, trains, read_tools(tools)
+
+    def _encoded(self, text: str) -> Encoded:
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        tokens = np.array(encoded.ids, dtype=np.int64)
+        return tokens, np.fromiter((end for _, end in encoded.offsets), np.int64, len(tokens))
+
+    def _render(
+        self,
+        chat: Chat,
+        tools: Tools,
+        prompt: bool = False,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
         if self.tokenizer.chat_template is None:
             raise SampleError(
                 f"tokenizer.path={self._path}: it has no chat template for messages; add a "
@@ -159,135 +252,65 @@ class FolderTokenizer:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                chat, tools, tokenize=False, add_generation_prompt=prompt, **self._variables
+                chat,
+                tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **{**self._variables, **variables},
             )
         except Exception as error:  # any: a template is a program
             raise SampleError(f"the chat template fails: {error}") from error
+        if self._begin and not text.startswith(self.tokenizer.bos_token):
+            bos = self.tokenizer.bos_token
+            self._warn(
+                f"the chat template does not print {bos}, which the tokenizer adds to other texts"
+            )
         return text
 
-    def _targets(self, chat: Chat, trains: Sequence[bool], tools: Any) -> Owned:
-        """Returns the tokens of a conversation, each with the trained message that it belongs to.
 
-        An assistant's turn starts where the generation prompt ends, and ends after its last stop
-        token. Other messages train as a whole. A token belongs to the message of its last character.
-        """
-        render = cache(lambda num, prompt=False: self._render(chat[:num], tools, prompt))
-        text = render(len(chat))
-        encoded = self._backend.encode(text, add_special_tokens=False)
-        tokens, ends = encoded.ids, [end for _, end in encoded.offsets]
-        owners: list[int | None] = [None] * len(tokens)
-        for index in (i for i, is_trained in enumerate(trains) if is_trained):
-            is_same, is_answer = True, chat[index]["role"] == "assistant"
-            if is_answer and index == 0:  # templates have no generation prompt without a message
-                text = "nothing comes before it, so no prompt shows where it begins"
-                _refuse(chat, index, f"{text}; set its weight to 0, or put a message before it")
-            before, alone = render(index) if index else "", render(index + 1)
-            start, limit = self._common(before, text), self._common(alone, text)
-            if is_answer:
-                prompt = render(index, True)
-                history, start = self._common(before, prompt), self._common(prompt, text)
-                is_same = start >= history
-                if is_same and start < len(prompt):
-                    self._warn(
-                        f"generation prompts end with {prompt[start:]!r}, which this training never shows"
-                    )
-                elif len(prompt) == len(before):
-                    self._warn(
-                        "the chat template has no generation prompt, so an answer's header is a target"
-                    )
-                if is_same and start < len(prompt):  # an answer may begin like the rest by chance
-                    parts = re.finditer(rf"\n|{self._control.pattern}", prompt[:start])
-                    start = max([history, *(part.end() for part in parts)])
-            first, end = bisect_right(ends, start), bisect_right(ends, limit)
-            stops = [i for i in range(first, end) if tokens[i] in self.stop_tokens]
-            rest = self._stop.sub("", alone[limit:])  # a template may end the conversation, too
-            is_cut = bool(rest.strip()) or (is_answer and not stops and limit < len(alone))
-            if is_cut or not is_same:
-                what = "it" if is_same else "what precedes it"
-                remedy = "change chat_template.jinja"
-                if sum(trains) > 1:
-                    remedy = "use a conversation_dataset with split_turns, or set tokenizer.train_on_last"
-                text = f"the chat template renders {what} otherwise once more follows; {remedy}"
-                _refuse(chat, index, text)
-            if is_answer and not stops:
-                config = self._path / "generation_config.json"
-                stop_names = ", ".join(self.tokenizer.convert_ids_to_tokens(self.stop_tokens))
-                text = f"it ends with {alone[-20:]!r}, with no stop token ({stop_names})"
-                remedy = f"change chat_template.jinja, or add the token to eos_token_id in {config}"
-                _refuse(chat, index, f"{text}; {remedy}")
-            for i in range(first, stops[-1] + 1 if is_answer else end):
-                owners[i] = index
-        return list(zip(tokens, owners, strict=True))
+def _by_pieces(
+    added: re.Pattern[str], encode: Callable[[str], Encoded]
+) -> Callable[[str], Encoded]:
+    """Returns a function that encodes the pieces of a text between added tokens, each once over all calls.
 
-    def _common(self, one: str, other: str) -> int:
-        """Returns the number of equal first characters, up to a whole control token."""
-        if other.startswith(one):
-            return len(one)
-        pairs = enumerate(zip(one, other, strict=False))
-        end = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-        for text in (one, other):
-            for token in self._control.finditer(text, max(end - 99, 0), end + 99):
-                if token.start() < end < token.end():
-                    end = token.start()
-        return end
+    Consecutive texts of a conversation begin alike, so the tokens of their common first pieces are kept, too.
+    """
+    known: dict[str, Encoded] = {}
+    pieces: list[str] = []
+    starts: list[tuple[int, int]] = [(0, 0)]  # of each piece: tokens and characters before it
+    tokens = ends = np.empty(0, dtype=np.int64)
 
-    def _prove(self, chat: Chat, trains: list[bool], tools: Any, owned: Owned) -> None:
-        """Proves for the first message of each kind that it is independent of others.
+    def encode_pieces(text: str) -> Encoded:
+        nonlocal pieces, tokens, ends
+        before, pieces = pieces, added.split(text)
+        num_same = next(
+            (i for i, (a, b) in enumerate(zip(before, pieces, strict=False)) if a != b),
+            min(len(before), len(pieces)),
+        )
+        del starts[num_same + 1 :]
+        num_tokens, num_characters = starts[-1]
+        parts = [(tokens[:num_tokens], ends[:num_tokens])]
+        for piece in pieces[num_same:]:
+            if piece not in known:
+                known[piece] = encode(piece)
+            ids, ends_in_piece = known[piece]
+            parts.append((ids, ends_in_piece + num_characters))
+            num_tokens, num_characters = num_tokens + len(ids), num_characters + len(piece)
+            starts.append((num_tokens, num_characters))
+        tokens, ends = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return tokens, ends
 
-        Changes one of its texts after the other. It must be rendered, and only targets of its own
-        turn may change: raises SampleError otherwise.
-        """
-        for index, message in enumerate(chat):
-            keys = [key for key in TEXT_KEYS if message.get(key)]
-            types = [(key, type(message[key])) for key in keys]
-            kind = (message["role"], *types, trains[index], index + 1 == len(chat), tools is None)
-            for key in () if kind in self._proved else keys:
-                changed = [*chat]
-                changed[index] = {**message, key: _changed(message[key])}
-                now = self._targets(changed, trains, tools)
-                is_history = message["role"] == "assistant" and not trains[index]
-                if now == owned and not is_history:
-                    _refuse(
-                        chat, index, f"the chat template leaves its {key} out; remove the {key}"
-                    )
-                if _outside(index, now, trains[index]) != _outside(index, owned, trains[index]):
-                    text = f"its {key} changes tokens or targets of other turns"
-                    _refuse(chat, index, f"{text}; change chat_template.jinja")
-            self._proved.add(kind)
-        if tools and "tools" not in self._proved:
-            if self._targets(chat, trains, _changed(tools)) == owned:
-                raise SampleError("the chat template leaves tools out; remove them")
-            self._proved.add("tools")
+    return encode_pieces
 
 
 def _stops_of_generation(path: Path) -> list[int]:
     """Returns ``eos_token_id`` of ``generation_config.json``; without one, of ``config.json``."""
     for file in (path / "generation_config.json", path / "config.json"):
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ids = _json_of(file).get("eos_token_id")
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
     return []
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def _refuse(chat: Chat, index: int, text: str) -> NoReturn:
-    raise SampleError(f"turn {index} ({chat[index]['role']}): {text}")
-
-
-def _changed(value: Any) -> Any:
-    """Returns a value with other texts."""
-    if isinstance(value, Mapping):
-        return {k: v if k in _NOTEXT_KEYS else _changed(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_changed(each) for each in value]
-    return f"{value} x" if isinstance(value, str) else value
-
-
-def _outside(index: int, owned: Owned, is_trained: bool) -> Owned:
-    """Returns what is outside a trained message; for another message all targets."""
-    excluded = index if is_trained else None
-    return [(token, owner) for token, owner in owned if owner != excluded]
+def _json_of(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -5,7 +5,6 @@ import math
 import pickle
 import re
 from collections import Counter
-from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -18,11 +17,18 @@ import tiny
 import torch
 import torch.nn.functional as F
 import trl
+from chats import (
+    CHATML,
+    TOOLS,
+    call,
+    say,
+    targets,
+    tokenizer_of,
+    trained,
+)
 from forests import mask_of
 from omegaconf import OmegaConf
 from recipe_runs import DPO, SFT, keep_messages, run_recipe, slow, tiny_config
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
 from torchtune.data import Message
 from torchtune.datasets import (
     alpaca_dataset,
@@ -50,9 +56,6 @@ from recipe_utils.model.frozen.vocabulary import check_same_tokens
 
 MODULE = "recipe_utils.data.chat_template"
 TEMPLATES = Path(find_spec("trl").origin).with_name("chat_templates")
-CONTROL = re.compile(
-    r"<\|[^<>|\s'\"]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|\w+>|<\w+\|>|</?(?:think|s|tool_\w+)>|<\w+_of_\w+>"
-)
 STOPS = {
     "cohere": ["<|END_OF_TURN_TOKEN|>"], "deepseek": ["<\uff5cend▁of▁sentence\uff5c>"], "gptoss": ["<|return|>", "<|call|>"],
     "diffusion_gemma": ["<eos>", "<turn|>", "<|tool_response>"], "gemma": ["<eos>", "<end_of_turn>"],
@@ -63,53 +66,6 @@ STOPS = {
 """Tokens of the models' ``generation_config.json``; of others ``<|im_end|>``. The first is the tokenizer's EOS."""
 
 
-@cache
-def byte_pairs():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["user assistant\n\nIt is sunny, it is 4.\n\n"] * 9, trainer)
-    return tokenizer.to_str()
-
-
-def tokenizer_of(folder, template, stops=("<|im_end|>",), **options):
-    """Returns a tokenizer of a folder with byte pairs, and with the control tokens of a template."""
-    inner = Tokenizer.from_str(byte_pairs())
-    inner.decoder = decoders.ByteLevel()
-    names = dict.fromkeys([*stops, *CONTROL.findall(template or ""), "<bos>"])
-    for name in names:
-        token = AddedToken(name, normalized=False, special=not re.search("think|tool_", name))
-        (inner.add_special_tokens if token.special else inner.add_tokens)([token])
-    folder.mkdir(exist_ok=True, parents=True)
-    inner.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": stops[0],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    ids = {"eos_token_id": [inner.token_to_id(stop) for stop in stops]}
-    (folder / "generation_config.json").write_text(json.dumps(ids))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return folder_tokenizer(str(folder), **options)
-
-
-def say(role, content="", **more):
-    return {"role": role, "content": content, **more}
-
-
-def call(**arguments):
-    return {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-
-
-WEATHER = {
-    "name": "weather",
-    "description": "Weather.",
-    "parameters": {"type": "object", "properties": {}},
-}
-TOOLS = [{"type": "function", "function": WEATHER}]
 TWO = [
     say("user", "2 + 2?"), say("assistant", "It is 4."), say("user", "3 + 3?"), say("assistant", "6, I think."),
 ]  # fmt: skip
@@ -144,23 +100,6 @@ TABLE = {
 """Outcomes for CHATS, of TRL's training template and of the stock one; letters as in :func:`outcome`."""
 FAST = ("qwen3", "gptoss", "gemma")
 PROMPT = {"tokenize": False, "add_generation_prompt": True}
-
-
-def trained(tokenizer, messages, tools=None, **options):
-    """Returns the text of every run of targets."""
-    tokens, mask = tokenizer.tokenize_messages(messages, tools=tools, **options)
-    return runs_of(tokenizer, tokens, [not is_masked for is_masked in mask])
-
-
-def runs_of(tokenizer, tokens, are_targets):
-    texts, run = [], []
-    for token, is_target in zip([*tokens, 0], [*are_targets, False], strict=True):
-        if is_target:
-            run.append(token)
-        elif run:
-            texts.append(tokenizer.decode(run, skip_special_tokens=False))
-            run = []
-    return texts
 
 
 def outcome(tokenizer, trains_as, chat, tools):
@@ -246,12 +185,6 @@ def chatml(tmp_path):
     return tokenizer_of(tmp_path / "chatml", CHATML)
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
 def test_tools_and_thinking_are_trained_as_they_are_rendered(qwen3):
     assert trained(qwen3, CHATS[8][0], TOOLS) == [
         '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
@@ -268,13 +201,6 @@ def write(tmp_path):
         return str(path)
 
     return write
-
-
-def targets(tokenizer, sample, keys=("tokens", "labels")):
-    """Returns the texts that are targets in a sample's labels."""
-    tokens, labels = (list(sample[key]) for key in keys)
-    assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
-    return runs_of(tokenizer, tokens, [label != -100 for label in labels])
 
 
 def test_a_conversation_dataset_keeps_tool_calls_and_weights(qwen3, write):
@@ -336,7 +262,7 @@ def test_shared_turns_have_the_targets_of_split_turns(name, max_seq_len, request
     for chat, sample in zip(chats, shared, strict=True):
         num_turns = sum(message["role"] == "assistant" for message in chat)
         turns = [next(alone) for _ in range(num_turns)]
-        assert sample == {"sequences": turns}
+        assert [{key: part[key].tolist() for key in part} for part in sample["sequences"]] == turns
         arrays = [{key: np.array(each[key]) for key in each} for each in turns]
         merged = merge(arrays, None, tiny.IGNORE)
         if name == "chatml":
@@ -424,7 +350,6 @@ TAIL = "{% endfor %}{% if not add_generation_prompt %}{{ (messages | last).conte
         (("{% for m", "{{ raise_exception('no') }}{% for m"), TWO[:2], "chat template fails: no"),
         (("", ""), [TWO[0], say("assistant", "a<|im_end|>")], r"turn 1 .* special token <\|im_end\|>"),
         (("", ""), [TWO[0], {**TWO[1], "reasoning_content": "a"}], "leaves its reasoning_content out"),
-        (("", ""), TWO[1:2], r"turn 0 \(assistant\): nothing comes before it.* set its weight to 0"),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_determine_targets_is_refused(change, chat, error, tmp_path):
@@ -728,7 +653,8 @@ def test_a_generation_prompt_that_training_does_not_show_is_reported_once(
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b'{"conversations": [], "id": 3}', r"it has no messages \(its keys: conversations, id\)"),
+        (b'{"prompt": "Who?", "id": 3}', r"it has no messages \(its keys: prompt, id\)"),
+        (b'{"conversations": []}', "conversations is empty; remove the line"),
         (b"3", "it is a int; write one JSON object per line"),
         (b'{"messages": []}', "messages is empty; remove the line"),
         (b'{"messages": "Who?"}', "messages is not a list of objects .*'Who\\?'"),
@@ -763,7 +689,6 @@ def test_a_greeting_with_weight_0_is_context(chatml):
         ({"role": "user", "content": [{"type": "image"}]}, "content: only text is supported"),
         ({"role": "user", "content": "x", "weight": 1}, "weight=1 of a user"),
         ({"role": "assistant", "content": "x", "weight": 0.5}, "weight=0.5: set it to 0 or 1"),
-        ({"role": "assistant", "content": "x", "refusal": "y"}, "unknown keys ['refusal']"),
     ],
 )
 def test_messages_that_templates_would_misread_are_refused(message, text):
